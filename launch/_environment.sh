@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# Sourced by quickstart.sh and test.sh: a Python environment with this package, editable, and the versions of
-# constraints.txt. Takes the active environment, whose torch stays as it is, else .venv. Safe to run again: does nothing
-# when nothing changed. Argument: the package's extra (deepspeed; test).
+# Sourced by quickstart.sh and test.sh: installs this package, editable, with the versions of constraints.txt. Uses the
+# active environment and keeps its torch; else .venv. Does nothing if nothing changed. Argument: the package's extra
+# (deepspeed or test).
 
 say() { printf '==> %s\n' "$*"; }
 
-# DeepSpeed compiles two C++ operators for workers on the CPU when it first needs them; done here, no rank waits for it.
+# DeepSpeed compiles two C++ operators for CPU ranks on first use. Building them here keeps ranks from waiting.
 build_cpu_operators() {
   if ! command -v "${CXX:-c++}" >/dev/null ||
     ! python -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'; then
@@ -13,9 +13,9 @@ build_cpu_operators() {
       "Ubuntu: g++ python3-dev; Fedora: gcc-c++ python3-devel) and run this again" >&2
     return 1
   fi
-  say "building DeepSpeed's operators for CPUs, unless they are there (once; about a minute)"
+  say "building DeepSpeed's CPU operators (once; about a minute)"
   DS_ACCELERATOR=cpu python -c '
-import sdp_deepspeed  # which removes the lock of a build that was killed
+import sdp_deepspeed  # removes the lock of a killed build
 from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 for builder in (ShareMemCommBuilder, CPUAdamBuilder):
     builder().load(verbose=False)' >/dev/null
@@ -33,7 +33,7 @@ else
   done
   if [ ! -x .venv/bin/python ] && python_fits "$python"; then
     say "making a virtual environment in .venv with $("$python" --version)"
-    "$python" -m venv .venv || { rm -rf .venv && return 1; } # Debian: without python3-venv it is half done
+    "$python" -m venv .venv || { rm -rf .venv && return 1; } # Debian without python3-venv leaves half an environment
   fi
   # shellcheck source=/dev/null
   [ ! -x .venv/bin/python ] || source .venv/bin/activate
@@ -44,20 +44,20 @@ if ! python_fits python; then
 fi
 
 prefix=$(python -c 'import sys; print(sys.prefix)')
-# Elsewhere two environments would rebuild operators by turns, each for its own paths.
+# One folder per environment: operators are built for its paths.
 export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$prefix/torch_extensions}"
 stamp=$prefix/.sdp_deepspeed-${1:-deepspeed}
 contents="$PWD $(cat pyproject.toml constraints.txt sdp_deepspeed/version.py | cksum)"
-if grep -qsxF "$contents" "$stamp" "$prefix/.sdp_deepspeed-test"; then # the test extra has the others
+if grep -qsxF "$contents" "$stamp" "$prefix/.sdp_deepspeed-test"; then # the test extra includes the others
   say "sdp_deepspeed is already installed"
 else
   cat constraints.txt >"$prefix/constraints.txt"
   torch=$(python -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null || true)
   if [ -n "$torch" ] && [ "$prefix" != "$PWD/.venv" ]; then
-    say "torch $torch is here and stays as it is"
+    say "keeping the installed torch $torch"
     sed "s/^torch==.*/torch==$torch/" constraints.txt >"$prefix/constraints.txt"
   else
-    say "installing torch (first and alone: deepspeed's set-up imports it)"
+    say "installing torch (first: deepspeed's setup imports it)"
     pip_install --constraint "$prefix/constraints.txt" torch
   fi
   say "installing sdp_deepspeed[${1:-deepspeed}], editable, with the versions of constraints.txt"

@@ -1,4 +1,4 @@
-"""Stop a distributed run together and find where it goes on."""
+"""Stop all ranks of a run together, and find the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from transformers import TrainerCallback, TrainerState
 
 
 class StopSignal:
-    """Whether any rank was asked to stop: by SIGTERM, by Ctrl-C, or because its launcher is gone.
+    """Whether any rank should stop: after SIGTERM or Ctrl-C, or because its launcher is gone.
 
-    Further signals change nothing: the Ctrl-C of a terminal reaches a rank twice, since `torchrun` passes it on. What
-    does not end is killed by its launcher.
+    Repeated signals are ignored: Ctrl-C in a terminal reaches a rank twice, since `torchrun` forwards it. The launcher
+    kills ranks that do not exit in time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class StopSignal:
         self.asked = True
 
     def _command(self) -> int | None:
-        """The process of the `deepspeed` command, which starts the launcher; SIGTERM ends it alone."""
+        """Process id of the `deepspeed` command that started the launcher: SIGTERM ends it alone."""
         try:
             command = self.launcher.parent()
             names = [] if command is None else [Path(argument).name for argument in command.cmdline()[:2]]
@@ -42,7 +42,7 @@ class StopSignal:
             return None
 
     def on_any_rank(self) -> bool:
-        """Collective: every rank calls it between two steps, and all get the same answer."""
+        """Collective between two steps; all ranks get the same answer."""
         if os.getppid() != self.launcher.pid or self._command() != self.command:
             self.asked = True
         asked = torch.tensor(float(self.asked), device=self.device)
@@ -55,7 +55,7 @@ _STOPS = {signal.SIGINT, signal.SIGTERM}
 
 
 def _outlive_a_stop(worker: int, then: Callable[[int], None] | None) -> None:
-    """In a worker of a dataloader: a signal that asks the run to stop reaches it too, and must not end it at once."""
+    """Initialize a dataloader worker that survives the signal that stops the run, until its batches are consumed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, _: signal.signal(number, signal.SIG_DFL))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
@@ -68,22 +68,23 @@ class StopTogether(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
         self.signal = StopSignal(args.device)
-        loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # behind Accelerate's
+        loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # unwraps Accelerate's
         if getattr(loader, "num_workers", 0):
-            # Not by a fork server (Python 3.14's default): such a signal would end it, and with it its workers.
+            # Not "forkserver", Python 3.14's default: the signal would end the server and with it the workers.
             loader.multiprocessing_context = "fork"
-            # From its fork on: until PyTorch calls worker_init_fn, a worker would end by such a signal.
+            # Block the signals from the fork on, until PyTorch calls worker_init_fn.
             os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS))
             loader.worker_init_fn = partial(_outlive_a_stop, then=loader.worker_init_fn)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.signal.on_any_rank():
             control.should_save = control.should_training_stop = True
-            control.should_evaluate = False  # launchers grant half a minute
+            control.should_evaluate = False  # launchers kill ranks after half a minute
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """The newest complete checkpoint that the Trainer saved in a run's folder: its state is written last."""
+    """Path of the newest complete checkpoint of the Trainer in a folder, or None. Its `trainer_state.json` is written
+    last."""
     found = [path for path in Path(folder).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
     for path in sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
         try:

@@ -1,7 +1,7 @@
-"""Turn text into blocks of tokens for a causal language model, with `datasets` alone.
+"""Text data for a causal language model: load, split, tokenize and pack into blocks, with `datasets`.
 
-To add a source of data, add an entry to `sources` of the recipe: it takes what `datasets.load_dataset` takes. What has
-no loader there becomes a function such as `standard_library` below.
+To add a data source, add an entry to `sources` of the recipe, with the arguments of `datasets.load_dataset`. For data
+that it cannot load, write a generator like `standard_library` below.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Data:
     """The section `data` of a recipe.
 
     Args:
-        sources: each what `load_dataset` takes (`path`: the name of a data set, a folder, or json, parquet, text with
-            `data_files`), or `path: standard_library`; also `text_column` (default "text") and `weight`, its share of
-            the blocks.
-        sequence_length: tokens of a block.
-        tokenizer: name or folder; None trains a byte-level BPE on the first `tokenizer_documents` documents.
-        vocab_size: of the tokenizer that is trained.
-        validation_fraction: share of the documents that is held out, chosen by the hash of the text.
-        validation_blocks: how many of the held-out blocks an evaluation takes, at most.
-        streaming: read and tokenize while training, instead of once before it. Needs `max_steps`.
-        num_proc: processes that tokenize (not with streaming).
+        sources: arguments of `load_dataset` for each source (`path`: the name of a dataset, a folder, or json, parquet
+            or text with `data_files`), or `path: standard_library`. Also `text_column` (default "text") and `weight`,
+            the share of the blocks.
+        sequence_length: tokens per block.
+        tokenizer: name or folder. By default a byte-level BPE is trained on the first `tokenizer_documents` documents.
+        vocab_size: of the trained tokenizer.
+        validation_fraction: share of the documents to hold out, chosen by a hash of the text.
+        validation_blocks: maximum number of held-out blocks in an evaluation.
+        streaming: read and tokenize during training, instead of once before it. Requires `max_steps`.
+        num_proc: number of processes that tokenize (without streaming).
     """
 
     sources: list[dict[str, Any]]
@@ -70,7 +70,7 @@ class Data:
 
 @dataclass
 class Blocks:
-    """What a run trains on and evaluates with; rows have the one column `input_ids`, of one length."""
+    """Tokenizer, training and validation data of a run. Rows have one column, `input_ids`, of a fixed length."""
 
     tokenizer: PreTrainedTokenizerBase
     train: Texts
@@ -78,13 +78,13 @@ class Blocks:
 
 
 def load_blocks(data: Data, seed: int, folder: Path) -> Blocks:
-    """Tokenizer and blocks; mapped data are prepared once and found in the cache of `datasets` afterwards.
+    """Load the tokenizer and the blocks. Without streaming, `datasets` caches the tokenized blocks.
 
     Args:
-        folder: of the run; a tokenizer that is trained is kept there, so that a resumed run has the same one.
+        folder: output folder of the run. A trained tokenizer is stored there for resumed runs.
 
     Raises:
-        ValueError: there is no text, no such column, or nothing to evaluate with.
+        ValueError: the text column does not exist, or no block is held out.
     """
     sources = [_load_source(source, data.streaming, seed) for source in data.sources]
     splits = [_split(texts, data.validation_fraction) for texts in sources]
@@ -94,12 +94,13 @@ def load_blocks(data: Data, seed: int, folder: Path) -> Blocks:
     weights = [float(source.get("weight", 1)) for source in data.sources]
     blocks = Blocks(tokenizer, _mix(train, weights, seed), _held_out(data, validation, folder))
     if not blocks.validation:
-        raise ValueError("no block is held out; give more text or a larger validation_fraction")
+        raise ValueError("no block is held out; use more text or a larger validation_fraction")
     return blocks
 
 
 def _held_out(data: Data, sources: list[Texts], folder: Path) -> list[dict[str, list[int]]]:
-    """Blocks of all sources; those of streams are kept with the run, since finding them means reading much text."""
+    """Held-out blocks of all sources. Those of streams are saved in the folder of the run, since finding them means
+    reading a lot of text."""
     saved = folder / "held_out.json"
     if data.streaming and saved.exists():
         rows: list[dict[str, list[int]]] = json.loads(saved.read_text())
@@ -114,7 +115,7 @@ def _held_out(data: Data, sources: list[Texts], folder: Path) -> list[dict[str, 
 
 
 def _load_source(source: dict[str, Any], streaming: bool, seed: int) -> Texts:
-    """Documents in the one column `text`."""
+    """Load documents, with the single column `text`."""
     options = {"split": "train"} | source
     options.pop("weight", None)
     column = options.pop("text_column", "text")
@@ -123,17 +124,17 @@ def _load_source(source: dict[str, Any], streaming: bool, seed: int) -> Texts:
         texts = texts.to_iterable_dataset(num_shards=64) if streaming else texts
     else:
         texts = load_dataset(streaming=streaming, **options)
-    if column not in (texts.column_names or [column]):  # of some streams they are not known yet
+    if column not in (texts.column_names or [column]):  # some streams do not know theirs yet
         raise ValueError(f"no column {column!r} in {options['path']}, only {texts.column_names}; set text_column")
     texts = texts.select_columns([column])
     texts = texts if column == "text" else texts.rename_column(column, "text")
-    if isinstance(texts, IterableDataset):  # shards in random order, ten of them in turns: documents need no buffer
+    if isinstance(texts, IterableDataset):  # random order of shards, ten of them interleaved, without a shuffle buffer
         texts = texts.reshard().shuffle(seed, buffer_size=1, max_buffer_input_shards=10)
     return texts
 
 
 def standard_library() -> Iterator[dict[str, str]]:
-    """Python's own source: text that is on every machine. Tests, tables and what pip installed are left out."""
+    """Yield the source files of Python's standard library, without tests, encodings and installed packages."""
     skipped = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
@@ -142,7 +143,7 @@ def standard_library() -> Iterator[dict[str, str]]:
 
 
 def _split(texts: Texts, fraction: float) -> tuple[Texts, Texts]:
-    """Documents to train on, and those held out. Copies of a document are on the same side."""
+    """Split documents into training and held-out ones by hash, so that duplicates end up on the same side."""
 
     def is_held_out(text: str, fraction: float, wanted: bool) -> bool:
         return (xxhash.xxh64_intdigest(text.encode()) < fraction * 2**64) == wanted
@@ -167,14 +168,13 @@ def _tokenizer(data: Data, sources: list[Texts], folder: Path) -> PreTrainedToke
         new = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
         with TemporaryDirectory(dir=folder) as unfinished:
             new.save_pretrained(f"{unfinished}/tokenizer")
-            with suppress(OSError):  # another node was faster
+            with suppress(OSError):  # another node has created it
                 Path(unfinished, "tokenizer").rename(saved)
     return AutoTokenizer.from_pretrained(saved)
 
 
 def _pack(texts: Texts, tokenizer: PreTrainedTokenizerBase, data: Data, batch_size: int = 1000) -> Texts:
-    """Blocks of `sequence_length` tokens, one document after the other; the rest of each batch of documents is left
-    out."""
+    """Concatenate documents and cut them into blocks of `sequence_length` tokens; drop the rest of each batch."""
 
     def pack(batch: dict[str, list[str]], tokenizer: Any, length: int) -> dict[str, list[list[int]]]:
         documents = tokenizer(batch["text"], add_special_tokens=False, return_attention_mask=False)["input_ids"]
@@ -187,7 +187,7 @@ def _pack(texts: Texts, tokenizer: PreTrainedTokenizerBase, data: Data, batch_si
 
 
 def _mix(sources: list[Texts], weights: list[float], seed: int) -> Texts:
-    """Blocks of all sources, drawn by weight; a source that ends early begins again."""
+    """Interleave the sources by weight; sources that end early are repeated."""
     if len(sources) == 1:
         return sources[0]
     shares = [weight / sum(weights) for weight in weights]
@@ -195,20 +195,20 @@ def _mix(sources: list[Texts], weights: list[float], seed: int) -> Texts:
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """A batch for a causal language model: `input_ids` and `labels`, both [batch, length]."""
+    """Collate rows into `input_ids` and `labels`, both [batch, length]."""
     ids = torch.tensor([row["input_ids"] for row in rows])
     return {"input_ids": ids, "labels": ids}
 
 
 class Stream:
-    """One rank's part of streamed blocks, without end, with a place that can be saved between two batches.
+    """One rank's share of streamed blocks, repeated forever, whose position can be saved between two batches.
 
-    It reads in the process of the rank (no workers: they would die of the SIGTERM that asks the run to save).
+    Blocks are read in the process of the rank: SIGTERM, which makes the run save, would kill dataloader workers.
     """
 
     def __init__(self, blocks: IterableDataset, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        # By shards (files, row groups) each rank tokenizes its own ones only; else every rank tokenizes everything.
+        # If there are enough shards (files, row groups), each rank tokenizes its own; else every rank tokenizes all.
         strategy: Any = "shards" if blocks.num_shards >= world_size else "examples"
         self.blocks = split_dataset_by_node(blocks, rank, world_size, strategy).repeat(None)
 
@@ -221,13 +221,14 @@ class Stream:
         path.with_suffix(".tmp").rename(path)
 
     def load(self, folder: str | Path) -> None:
-        """
+        """Restore the position from a checkpoint.
+
         Raises:
-            ValueError: the checkpoint was saved by another number of ranks.
+            ValueError: the checkpoint has no stream, or was saved by a different number of ranks.
         """
         saved = len([*Path(folder).glob("stream_*.json")])
         if not saved:
-            raise ValueError(f"{folder}: no stream was saved; data.streaming was false then")
+            raise ValueError(f"{folder}: no stream position was saved; resume with data.streaming=false")
         if saved != self.world_size:
             raise ValueError(
                 f"{folder}: a stream of {saved} ranks cannot resume on {self.world_size}; use {saved} ranks"

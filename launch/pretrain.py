@@ -3,8 +3,8 @@
     deepspeed --num_gpus 4 launch/pretrain.py configs/recipes/quickstart.yaml
     deepspeed --num_gpus 4 launch/pretrain.py configs/recipes/quickstart.yaml sdp=off    # plain ZeRO-1
 
-`torchrun`, `accelerate launch` and `srun` start it as well. The same command resumes a run that was stopped. The
-checkpoints, the tokenizer and the exported model (`hf`) are in `training.output_dir`.
+`torchrun`, `accelerate launch` and `srun` work as well. The same command resumes a stopped run. Checkpoints, tokenizer
+and the exported model (`hf`) are written to `training.output_dir`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SECTIONS = ("model", "data", "training", "deepspeed")
 
 
 class StreamTrainer(Trainer):
-    """Trains on a stream, whose place is saved with each checkpoint."""
+    """A Trainer for streams; each checkpoint contains the position in the stream."""
 
     def __init__(self, *arguments: Any, train_dataset: IterableDataset, **options: Any) -> None:
         super().__init__(*arguments, train_dataset=train_dataset, **options)
@@ -39,11 +39,11 @@ class StreamTrainer(Trainer):
         folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
         folder.mkdir(parents=True, exist_ok=True)
         self.stream.save(folder)
-        super()._save_checkpoint(model, trial)  # the Trainer's own state comes last and completes the checkpoint
+        super()._save_checkpoint(model, trial)  # writes trainer_state.json last, which completes the checkpoint
 
 
 def build_model(recipe: Recipe, blocks: Blocks, data: Data) -> PreTrainedModel:
-    """A model with random weights, of the recipe's sizes and the tokenizer's vocabulary."""
+    """Build a randomly initialized model with the recipe's sizes and the tokenizer's vocabulary."""
     tokenizer = blocks.tokenizer
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     config = model_config(recipe, vocab_size=len(tokenizer), **special)
@@ -56,15 +56,15 @@ def build_model(recipe: Recipe, blocks: Blocks, data: Data) -> PreTrainedModel:
 
 
 def whole_steps(blocks: Dataset, args: TrainingArguments) -> Dataset:
-    """Without the rest that fills no step, so that an epoch is the same on any number of ranks."""
+    """Drop the blocks that do not fill a step, so that an epoch is the same on any number of ranks."""
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     if len(blocks) < batch:
-        fail(f"data: {len(blocks)} blocks, but a step takes {batch}; give more text or smaller batches")
+        fail(f"data: {len(blocks)} blocks, but a step needs {batch}; use more text or smaller batches")
     return blocks.select(range(len(blocks) // batch * batch))
 
 
 def prepare(data: Data, seed: int, folder: str | Path) -> Blocks:
-    """`load_blocks`, or the end of the program with what is wrong."""
+    """Call `load_blocks`; exit with its error message if it fails."""
     try:
         return load_blocks(data, seed, Path(folder))
     except (ValueError, TypeError, OSError) as error:
@@ -72,14 +72,14 @@ def prepare(data: Data, seed: int, folder: str | Path) -> Blocks:
 
 
 def build_trainer(recipe: Recipe) -> Trainer:
-    """Data, model and Trainer of a run; every rank calls it."""
+    """Build data, model and Trainer of a run, on every rank."""
     data, args = section_of(Data, recipe.data, "data"), training_arguments(recipe)
     with args.main_process_first(local=args.save_on_each_node, desc="preparing the data"):
         blocks = prepare(data, args.seed, args.output_dir)
     if data.streaming:
-        args.ignore_data_skip = True  # the stream goes on by its own state
+        args.ignore_data_skip = True  # the stream restores its own position
         if args.max_steps <= 0:
-            fail("training.max_steps: needed, since a stream has no length")
+            fail("training.max_steps: required with data.streaming")
     else:
         blocks.train = whole_steps(blocks.train, args)
     set_seed(args.seed)
@@ -95,7 +95,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
 
 
 def run(trainer: Trainer) -> None:
-    """Train from the last checkpoint on; at the end evaluate and export the dense model."""
+    """Train from the last checkpoint, then evaluate and export the dense model."""
     args, checkpoint = trainer.args, last_checkpoint(trainer.args.output_dir)
     if checkpoint is not None and isinstance(trainer, StreamTrainer):
         try:

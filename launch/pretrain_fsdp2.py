@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 launch/pretrain_fsdp2.py configs/recipes/quickstart_fsdp2.yaml
     torchrun --nproc-per-node 4 launch/pretrain_fsdp2.py configs/recipes/quickstart_fsdp2.yaml sdp=off    # C = 1
 
-DeepSpeed is not needed. The same command resumes a run that was stopped; all is in `training.output_dir`.
+DeepSpeed is not needed. The same command resumes a stopped run. Output is written to `training.output_dir`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sdp_deepspeed.fsdp import CheckpointManager, clip_grad_norm_, param_groups,
 
 @dataclass
 class Training:
-    """The section `training`: what this loop knows of the Trainer's arguments."""
+    """The section `training`: the subset of the Trainer's arguments that this loop supports."""
 
     output_dir: str
     max_steps: int
@@ -55,11 +55,11 @@ class Training:
 
 
 def batches(blocks: Dataset, args: Training, step: int, ranks: Accelerator) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's micro-batches from a step on, without end. A step has the same blocks on any number of ranks."""
+    """Yield this rank's micro-batches from a step on, forever. A step has the same blocks on any number of ranks."""
     shape = (args.gradient_accumulation_steps, ranks.num_processes, args.per_device_train_batch_size)
     steps = len(blocks) // math.prod(shape)  # of an epoch
     if steps == 0:
-        fail(f"data: {len(blocks)} blocks, but a step takes {math.prod(shape)}; give more text or smaller batches")
+        fail(f"data: {len(blocks)} blocks, but a step needs {math.prod(shape)}; use more text or smaller batches")
     first, skipped = divmod(step, steps)
     for epoch in count(first):
         order = np.random.default_rng((args.seed, epoch)).permutation(len(blocks))[: steps * math.prod(shape)]
@@ -69,7 +69,7 @@ def batches(blocks: Dataset, args: Training, step: int, ranks: Accelerator) -> I
 
 
 def train_step(model: Any, micro_batches: Iterator[Any], optimizer: Any, args: Training) -> list[torch.Tensor]:
-    """The loss of this rank's subnetwork, and the norm of the dense model's averaged gradient."""
+    """Run one optimizer step. Returns the loss of this rank's subnetwork and the gradient norm of the dense model."""
     losses = []
     for _ in range(args.gradient_accumulation_steps):
         losses.append(model(**next(micro_batches)).loss / args.gradient_accumulation_steps)
@@ -82,7 +82,7 @@ def train_step(model: Any, micro_batches: Iterator[Any], optimizer: Any, args: T
 
 @torch.no_grad()
 def evaluate(model: Any, blocks: list[dict[str, list[int]]], size: int, ranks: Accelerator) -> float:
-    """Loss of the dense model: in evaluation mode every forward pass is the dense model's, and one of all ranks."""
+    """Loss of the dense model over all ranks. In evaluation mode, forward passes are collective."""
     model.eval()
     sums = torch.zeros(2, device=ranks.device)
     for start in range(0, len(blocks), size * ranks.num_processes):
@@ -100,13 +100,13 @@ def main() -> None:
     if recipe.prepare_only:
         prepare(data, args.seed, folder)
         return
-    # Accelerate starts the process group and the trackers; it does not see the model.
+    # Accelerate starts the process group and the trackers; the model is not prepared by it.
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), log_with=args.report_to or None, project_dir=folder)
     accelerator.init_trackers("pretrain_fsdp2")
     with accelerator.main_process_first():
         blocks = prepare(data, args.seed, folder)
     set_seed(args.seed)
-    with sdp_deepspeed.Init():  # no rank ever holds the whole model
+    with sdp_deepspeed.Init():  # no rank holds the whole model
         model: Any = build_model(recipe, blocks, data)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.bf16 else MixedPrecisionPolicy()
     block = recipe.block if recipe.block.get("enabled", True) else {"coverage": 1.0, "granularity": "layer"}

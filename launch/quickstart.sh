@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Trains a small Llama with subnetwork data parallelism on four workers, then with plain ZeRO-1 at equal FLOPs, and sets
-# them side by side. Everything is in runs/quickstart*; started again, it resumes, or shows the result again.
+# Trains a small Llama with subnetwork data parallelism on four ranks, then with plain ZeRO-1 at equal FLOPs, and prints
+# a comparison. Output is in runs/quickstart*. Run it again to resume, or to show the result again.
 # QUICKSTART_STEPS and QUICKSTART_WORKERS make it smaller (launch/test.sh does).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [ $# -gt 0 ]; then
-  echo "error: quickstart.sh takes no arguments, got: $*; for a run of your own see launch/pretrain.py --help" >&2
+  echo "error: quickstart.sh takes no arguments, got: $*; for your own runs see launch/pretrain.py --help" >&2
   exit 2
 fi
 # shellcheck source=launch/_environment.sh
 source launch/_environment.sh deepspeed
 
-# A step of subnetworks with whole ends takes 0.667 of a dense step's FLOPs: half of the steps at 0.667 and half at 1 are
-# 5/6 as many plain ones.
+# With both ends whole, a step of subnetworks takes 0.667 of a dense step's FLOPs. Half of the steps at 0.667 and half
+# at 1 cost as much as 5/6 as many dense steps.
 readonly workers=${QUICKSTART_WORKERS:-4} steps=${QUICKSTART_STEPS:-120}
 readonly recipe=configs/recipes/quickstart.yaml folder=${QUICKSTART_FOLDER:-runs}/quickstart
 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 if [ "${DS_ACCELERATOR:-}" = cpu ] || [ "$gpus" -lt "$workers" ]; then
-  say "$workers workers on the CPU ($gpus GPUs; each worker would take one)"
+  say "$workers workers on the CPU ($gpus GPUs; each worker needs one)"
   cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
   export DS_ACCELERATOR=cpu OMP_NUM_THREADS=$((cores > workers ? cores / workers : 1))
   build_cpu_operators
@@ -29,16 +29,16 @@ pretrain() {
     --log_level warning benchmarks/quickstart.py "$recipe" "training.save_steps=$((steps / 2))" "training.eval_steps=$((steps / 2))" "$@"
 }
 
-say "1/4 subnetwork data parallelism: each of $workers workers has half of the blocks (all at both ends), then all -> $folder"
+say "1/4 subnetwork data parallelism: half of the blocks on each of $workers workers (all at both ends), then all -> $folder"
 pretrain "training.max_steps=$steps" "training.output_dir=$folder"
 
-say "2/4 plain ZeRO-1, the same model and data, as many FLOPs -> ${folder}_zero1"
+say "2/4 plain ZeRO-1, the same model and data, equal FLOPs -> ${folder}_zero1"
 pretrain "training.max_steps=$((steps * 5 / 6))" "training.output_dir=${folder}_zero1" sdp=off
 
-say "3/4 what a worker holds, computes and sends (the most of all workers; measured)"
+say "3/4 memory, compute and traffic per worker (maximum over the workers, measured)"
 python benchmarks/quickstart_table.py "$folder" "${folder}_zero1"
 
-say "4/4 the trained model, loaded by Transformers alone from $folder/hf"
+say "4/4 text from the trained model, loaded with Transformers alone from $folder/hf"
 python -c '
 import sys
 from transformers import pipeline, set_seed

@@ -2,8 +2,8 @@
 
     deepspeed --num_gpus 4 launch/pretrain.py configs/recipes/134m.yaml training.max_steps=100 sdp.coverage=0.25
 
-`key=value` overrides any key by its dotted path; `sdp` stands for the block `subnetwork_data_parallel`, and `sdp=off`
-trains plain data parallelism with everything else equal. Unknown keys and values of the wrong type are errors.
+`key=value` overrides a key by its dotted path. `sdp` stands for the block `subnetwork_data_parallel`; `sdp=off` trains
+with plain data parallelism and everything else equal. Unknown keys and values of the wrong type are errors.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Kind = TypeVar("Kind")
 
 @dataclass
 class Recipe:
-    """A run's sections as mappings.
+    """The sections of a recipe.
 
     Attributes:
-        model: `model_type` and other keys of the Transformers config, or the `name` of one (folder or hub).
-        data: of the program's own dataclass.
+        model: `model_type` and other keys of the Transformers config, or the `name` of a config (folder or hub).
+        data: fields of the program's data class.
         training: fields of `TrainingArguments`.
-        deepspeed: the DeepSpeed config, block included; None without the section.
-        block: `subnetwork_data_parallel`, from the DeepSpeed config or a section of its own (FSDP2).
+        deepspeed: the DeepSpeed config with the block; None without this section.
+        block: `subnetwork_data_parallel`, from the DeepSpeed config or its own section (FSDP2).
         prepare_only: prepare the data and stop.
     """
 
@@ -53,7 +53,7 @@ class Recipe:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 in two points: 3e-4 is a number, and of words only true and false are booleans."""
+    """Two rules of YAML 1.2: 3e-4 is a number, and only true and false are booleans."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
         first: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:bool"]
@@ -68,27 +68,29 @@ _Loader.add_implicit_resolver(
 
 
 def fail(message: object) -> NoReturn:
-    """End the program on every rank; the first one says why."""
+    """Exit on every rank; rank 0 prints the message."""
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
-        time.sleep(5)  # launchers end all ranks when one has failed: not before the first one has spoken
+        time.sleep(5)  # launchers kill all ranks when one fails: let rank 0 print first
     sys.exit(2)
 
 
 def read_recipe(description: str, sections: Sequence[str], arguments: Sequence[str] | None = None) -> Recipe:
-    """The recipe that the command line names, overrides applied.
+    """Read the recipe that the command line names, and apply the overrides.
 
     Args:
-        description: of the program, for `--help`.
-        sections: what a recipe of this program may have.
-        arguments: the command line's, without the program's name.
+        description: text for `--help`.
+        sections: names of the sections that this program supports.
+        arguments: command line without the program's name. Default: `sys.argv`.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path, help="a YAML file, such as configs/recipes/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="training.max_steps=20, sdp.coverage=0.25")
-    parser.add_argument("--prepare_only", action="store_true", help="prepare the data in one process and stop")
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # of the deepspeed launcher
+    parser.add_argument("recipe", type=Path, help="YAML file, such as configs/recipes/quickstart.yaml")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="such as training.max_steps=20 sdp.coverage=0.25"
+    )
+    parser.add_argument("--prepare_only", action="store_true", help="prepare the data in one process and exit")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # passed by the deepspeed launcher
     options = parser.parse_intermixed_args(arguments)
     try:
         found = yaml.load(options.recipe.read_text(encoding="utf-8"), _Loader)  # of safe tags only
@@ -157,7 +159,7 @@ def _check_keys(given: Iterable[Any], known: Iterable[str], where: str) -> None:
 
 
 def section_of(kind: type[Kind], values: dict[str, Any], where: str, **more: Any) -> Kind:
-    """An instance of a dataclass from a section's values, checked and converted by the fields' types."""
+    """Create a dataclass from a section, with values validated and converted by the fields' types."""
     hints, known = get_type_hints(kind), [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
     _check_keys(values, known, where)
     checked = {}
@@ -173,16 +175,16 @@ def section_of(kind: type[Kind], values: dict[str, Any], where: str, **more: Any
 
 
 def training_arguments(recipe: Recipe, **defaults: Any) -> TrainingArguments:
-    """The Trainer's arguments; starts the process group of a distributed run."""
+    """Create the Trainer's arguments, which starts the process group of a distributed run."""
     use_cpu = os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available()
     values = {"use_cpu": use_cpu, "data_seed": recipe.training.get("seed", 42)} | defaults
     if recipe.training.get("enable_jit_checkpoint"):
-        fail("training.enable_jit_checkpoint: ranks may save at different steps; SIGTERM saves without it")
+        fail("training.enable_jit_checkpoint: not supported; remove it, since SIGTERM saves a checkpoint anyway")
     return section_of(TrainingArguments, values | recipe.training, "training", deepspeed=recipe.deepspeed)
 
 
 def model_config(recipe: Recipe, **defaults: Any) -> PretrainedConfig:
-    """The Transformers config that the section `model` describes; `defaults` for keys that it does not have."""
+    """Create the Transformers config of the section `model`; `defaults` apply to keys that it does not set."""
     values = dict(recipe.model)
     name, kind = values.pop("name", None), values.pop("model_type", None)
     if (name is None) == (kind is None):

@@ -3,8 +3,8 @@
     deepspeed --num_gpus 4 launch/train_vision.py configs/recipes/digits.yaml
     deepspeed --num_gpus 4 launch/train_vision.py configs/recipes/digits.yaml sdp=off    # plain ZeRO-1
 
-`torchrun`, `accelerate launch` and `srun` start it as well. The same command resumes a run that was stopped. The
-checkpoints and the exported model (`hf`) are in `training.output_dir`.
+`torchrun`, `accelerate launch` and `srun` work as well. The same command resumes a stopped run. Checkpoints and the
+exported model (`hf`) are written to `training.output_dir`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from callbacks import StopTogether
 from pretrain import SECTIONS, run
 from recipe import Recipe, fail, model_config, read_recipe, section_of, training_arguments
 
-STATISTICS_BATCHES = 16  # of each rank, for the batch norms of the dense model
+STATISTICS_BATCHES = 16  # batches per rank to estimate the batch norm statistics of the dense model
 
 
 @dataclass
@@ -37,13 +37,12 @@ class Images:
     """The section `data` of a recipe.
 
     Args:
-        path: what `load_dataset` takes (the name of a data set, a folder of images or parquet files), or "digits".
-        size: height and width of what the model sees, in pixels.
-        name: the configuration of the data set, if it has several.
-        padding: black pixels on each side, of which training takes a random window; None takes a random part of each
-            image, as usual for ImageNet.
-        flip: whether training mirrors half of the images.
-        mean, std: of pixels between 0 and 1, to normalize them.
+        path: argument of `load_dataset` (the name of a dataset, a folder of images or parquet files), or "digits".
+        size: height and width of the model's input, in pixels.
+        name: configuration of the dataset.
+        padding: black pixels added on each side before a random crop. None: a random resized crop, as for ImageNet.
+        flip: whether to mirror half of the training images.
+        mean, std: normalization of pixel values between 0 and 1.
     """
 
     path: str
@@ -63,7 +62,7 @@ class Images:
         return splits[self.train_split], splits[self.test_split]
 
     def processor(self) -> BitImageProcessorPil:
-        """What test images go through; it is saved beside the model."""
+        """Preprocessing of test images, which is saved with the model."""
         edge = self.size * 8 // 7 if self.padding is None else self.size  # 256 for 224
         crop = {"height": self.size, "width": self.size}
         return BitImageProcessorPil(
@@ -72,7 +71,7 @@ class Images:
 
 
 def digits() -> DatasetDict:
-    """Scikit-learn's 1797 handwritten digits of 8 x 8 pixels, a fifth of them for the test."""
+    """The 1,797 handwritten digits of scikit-learn, 8 x 8 pixels, a fifth of them as test split."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -83,8 +82,10 @@ def digits() -> DatasetDict:
 
 
 class Pixels(torch.utils.data.Dataset[dict[str, Any]]):
-    """Inputs of the model. Key `index` gives an image as it is tested. Key `(epoch, index)` augments it with random
-    numbers of (seed, epoch, index) alone, so that no worker process, number of ranks or resumption changes it."""
+    """Dataset of model inputs. The key `index` gives a test image, the key `(epoch, index)` an augmented one.
+
+    Augmentation depends on (seed, epoch, index) only, not on worker processes, number of ranks or resumption.
+    """
 
     def __init__(self, rows: Dataset, data: Images, seed: int) -> None:
         self.rows, self.data, self.seed, self.processor = rows, data, seed, data.processor()
@@ -116,14 +117,14 @@ class Pixels(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class EpochSampler(Sampler[tuple[int, int]]):
-    """Keys `(epoch, index)` of whole steps, in an order of (seed, epoch) alone; the epoch is the Trainer's."""
+    """Sample keys `(epoch, index)` of full steps, in an order that depends on (seed, epoch) only."""
 
     def __init__(self, trainer: Trainer) -> None:
         args, self.trainer = trainer.args, trainer
         step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         self.length = len(trainer.train_dataset) // step * step
         if self.length == 0:
-            fail(f"data: {len(trainer.train_dataset)} images, but a step takes {step}; give more or smaller batches")
+            fail(f"data: {len(trainer.train_dataset)} images, but a step takes {step}; use more or smaller batches")
 
     def __len__(self) -> int:
         return self.length
@@ -135,7 +136,7 @@ class EpochSampler(Sampler[tuple[int, int]]):
 
 
 class VisionTrainer(Trainer):
-    """Evaluates with batch norms of the dense model; training has seen those of subnetworks."""
+    """Re-estimates batch norm statistics before each evaluation, since training collects those of subnetworks."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
         return EpochSampler(self)
@@ -148,7 +149,7 @@ class VisionTrainer(Trainer):
         return super().evaluate(*arguments, **options)
 
     def statistics_batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Training images for this rank, the same at each evaluation."""
+        """Training images of this rank, the same at each evaluation."""
         args, size = self.args, len(self.train_dataset)
         mine = np.random.default_rng(args.seed).permutation(size)[args.process_index :: args.world_size]
         keys: Any = [(0, index) for index in np.resize(mine, STATISTICS_BATCHES * args.train_batch_size).tolist()]
@@ -161,7 +162,7 @@ def top1(predictions: Any) -> dict[str, float]:
 
 
 def build_trainer(recipe: Recipe) -> VisionTrainer:
-    """Data, model and Trainer of a run; every rank calls it."""
+    """Build data, model and Trainer of a run, on every rank."""
     data, args = section_of(Images, recipe.data, "data"), training_arguments(recipe)
     with args.main_process_first(local=args.save_on_each_node, desc="preparing the data"):
         try:

@@ -1,7 +1,7 @@
-"""Subnetwork Data Parallelism for DeepSpeed and FSDP2.
+"""Subnetwork data parallelism for DeepSpeed and FSDP2.
 
-Importing this package is enough: `deepspeed.initialize` then honors the block `subnetwork_data_parallel` of an
-ordinary DeepSpeed config. For FSDP2 there is `fully_shard`, which needs no DeepSpeed. Nothing heavy is imported here.
+After `import sdp_deepspeed`, `deepspeed.initialize` honors the block `subnetwork_data_parallel` of a DeepSpeed config.
+For FSDP2, use `fully_shard`, which does not need DeepSpeed. This module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import_hook.arm()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """`deepspeed.initialize` with the block honored: same arguments, same results.
+    """`deepspeed.initialize` with support for the block: the same arguments and results.
 
     Raises:
         ModuleNotFoundError: DeepSpeed is not installed.

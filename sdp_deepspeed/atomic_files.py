@@ -1,5 +1,5 @@
-"""Files that are complete or absent: written beside their place, synced, renamed. Only regular files are read: from a
-device or a pipe reading may never end.
+"""Atomic writes: to a temporary file, synced, then renamed. Reads accept only regular files, since reading from a
+device or pipe may never end.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 
 
 def regular(path: Path) -> Path:
-    """`path`, which is to be read.
+    """Check that `path` is a regular file, and return it.
 
     Raises:
-        OSError: it is not there, or neither a file nor a link to one.
+        OSError: the file does not exist, or is not a regular file.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is a device, a pipe or a folder, expected a file", str(path))
@@ -24,10 +24,10 @@ def regular(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str, *, concurrent: bool = False) -> None:
-    """Replace a file at once; if it cannot be written it stays as it was.
+    """Replace a file atomically; on error the old file is kept.
 
     Args:
-        concurrent: other processes may write the same file at the same time; the last one's stays.
+        concurrent: whether other processes may write the same file at the same time; the last one wins.
     """
     unique = f".{uuid.uuid4().hex}" if concurrent else ""
     staging = path.with_name(f".{path.name}{unique}.writing")
@@ -36,14 +36,14 @@ def write_text(path: Path, text: str, *, concurrent: bool = False) -> None:
         sync(staging)
         os.replace(staging, path)
     except BaseException:
-        with suppress(OSError):  # the error that led here is the one to tell
+        with suppress(OSError):  # report the original error
             staging.unlink(missing_ok=True)
         raise
     sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Until a file or a folder is on the disk."""
+    """Sync a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""`sdp_deepspeed.reestimate_batch_norm`: the one call for models of both hosts."""
+"""`sdp_deepspeed.reestimate_batch_norm`, for both hosts."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from sdp_deepspeed.messages import listed
 
 
 def reestimate_batch_norm(engine_or_model: Any, batches: Iterable[Any], *, num_batches: int) -> int:
-    """Give batch norms running statistics of the dense model, from some training batches; all ranks call it.
+    """Estimate the running statistics of the dense model's batch norms from training batches; collective.
 
-    In the forward regime training has averaged those of subnetworks, which fit no evaluation of the dense model. Call
-    it before an evaluation, an export, and a checkpoint that is to be exported. Each rank runs batches of its own
-    through the dense model, without gradients: batch norms normalize with their batch and all else is as in evaluation.
-    The statistics become the means over all batches of all ranks (cumulative, whatever `momentum` says), and
-    `num_batches_tracked` the number of a rank's batches. Modes, `momentum` and random numbers stay as they are.
+    In the forward regime, training collects the statistics of subnetworks, which do not fit the dense model. Call this
+    before an evaluation, an export, or a checkpoint to be exported. Each rank runs its batches through the dense model
+    without gradients. Batch norms normalize with batch statistics; other modules are in evaluation mode. The statistics
+    become the means over all batches of all ranks, independent of `momentum`; `num_batches_tracked` becomes the number
+    of batches per rank. Training modes, `momentum` and random state are unchanged.
 
     Args:
-        engine_or_model: the engine of a config with the block, or what `fully_shard` returned, or a module around that
-            as its `module`. It may be inside of the dense model (`engine.dense`, `sdp_deepspeed.fsdp.dense`).
-        batches: of this rank, as the model's `forward` takes them: each a dict of keyword arguments, a tuple or list of
-            arguments, or the one argument; on the model's device. Only the first `num_batches` are taken.
-        num_batches: on each rank.
+        engine_or_model: the engine, or a model that `fully_shard` returned, or a wrapper with that as its `module`.
+            The dense model may be active (`engine.dense`, `sdp_deepspeed.fsdp.dense`).
+        batches: inputs of the model's `forward` on its device: dicts of keyword arguments, tuples or lists of
+            arguments, or single arguments. Only the first `num_batches` are used.
+        num_batches: number of batches on each rank.
 
     Returns:
-        How many batch norms there are; 0 if none, after a line that says so.
+        The number of batch norms; 0 is logged.
 
     Raises:
-        ValueError: on all ranks: a rank has fewer batches, or `num_batches` is no number for all; of a model that is
-            neither. The running statistics are as they were.
-        RuntimeError: on all ranks, if the model fails with a batch; on those that wait, if a rank does not call it.
+        ValueError: on all ranks, if a rank has fewer batches, `num_batches` differs, or the model is of another kind.
+            The statistics are unchanged.
+        RuntimeError: on all ranks, if the model fails on a batch; on the waiting ranks, if a rank does not call it.
     """
     of_engine = getattr(engine_or_model, "reestimate_batch_norm", None)
     if callable(of_engine):
@@ -44,28 +44,30 @@ def reestimate_batch_norm(engine_or_model: Any, batches: Iterable[Any], *, num_b
             return of_sharded(module, batches, num_batches=num_batches)
     raise ValueError(
         f"reestimate_batch_norm: got {type(engine_or_model).__name__}, expected the engine of a config with the block "
-        "subnetwork_data_parallel, or a model of sdp_deepspeed.fully_shard; others have the dense model's statistics"
+        "subnetwork_data_parallel, or a model of sdp_deepspeed.fully_shard"
     )
 
 
 def batches_of(batches: Iterable[Any], num_batches: int, control: Any) -> list[Any]:
-    """The first batches of this rank; all ranks call it.
+    """Take the first batches of this rank; collective.
 
     Args:
         control: gloo group of all ranks.
 
     Raises:
-        ValueError: on all ranks: one has fewer, or they were given other numbers.
+        ValueError: on all ranks, if a rank has fewer batches, or `num_batches` differs.
     """
     from sdp_deepspeed.parallel.agree import gather_objects, run_on_all_ranks
 
     def take() -> list[Any]:
         own = list(itertools.islice(batches, num_batches))
         if len(own) < num_batches or num_batches < 1:
-            raise ValueError(f"num_batches: got {num_batches}, but there are {len(own)}; give each rank as many")
+            raise ValueError(
+                f"num_batches: got {num_batches}, but there are {len(own)}; give each rank as many batches"
+            )
         return own
 
     own = run_on_all_ranks(take, control)
     if len(set(numbers := gather_objects(num_batches, control))) > 1:
-        raise ValueError(f"num_batches: got {listed(numbers)} on ranks in their order; give all the same")
+        raise ValueError(f"num_batches: got {listed(numbers)} on the ranks; pass the same number on all")
     return own

@@ -1,11 +1,11 @@
-"""The JSON block `subnetwork_data_parallel`: parse it, and explain what is wrong in it."""
+"""The config block `subnetwork_data_parallel`: its fields and their validation."""
 
 from __future__ import annotations
 
 import difflib
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -21,7 +21,7 @@ StrategyName = Literal["block", "neuron"]
 
 
 class Mode(NamedTuple):
-    """What a worker computes of the model (regime), and what a unit is (strategy)."""
+    """A regime and a strategy."""
 
     regime: Regime
     strategy: StrategyName
@@ -32,7 +32,7 @@ class Mode(NamedTuple):
 
 MODES = tuple(Mode(*names) for names in itertools.product(get_args(Regime), get_args(StrategyName)))
 
-# Shorter names that users of the method may try; difflib finds the misspellings of KEY itself.
+# Other names that users may try; difflib finds misspellings of KEY.
 _OTHER_NAMES = frozenset(
     {"sdp", "sdpconfig", "subnetwork", "subnetworks", "subnetworkparallel", "subnetworkparallelism", "sdpdeepspeed"}
 )
@@ -40,59 +40,134 @@ _NEAR_MISS_RATIO = 0.8  # every top-level key of DeepSpeed stays below 0.7 (test
 
 
 class CheckpointOptions(BaseModel):
-    """`checkpoint` in the block; a field's description is what its error message says was expected."""
+    """`checkpoint` in the block. A field's title is what its error message expects; its description is for the docs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    asynchronous: bool = Field(default=False, description="true or false")
-    keep_last: int | None = Field(default=None, ge=1, description="a whole number of checkpoints to keep, at least 1")
-    verify: bool = Field(default=True, description="true or false")
+    asynchronous: bool = Field(
+        default=False,
+        title="true or false",
+        description="Return from `save_checkpoint` once the state is in host memory, and write the files in the "
+        "background.",
+    )
+    keep_last: int | None = Field(
+        default=None,
+        ge=1,
+        title="a whole number of checkpoints to keep, at least 1",
+        description="Delete all but the newest checkpoints. By default all are kept.",
+    )
+    verify: bool = Field(
+        default=True,
+        title="true or false",
+        description="Compare checksums before anything is loaded, which reads each file twice.",
+    )
 
 
 class SubnetworkConfig(BaseModel):
-    """The parsed block. A field's description is what its error message says was expected."""
+    """The parsed block. A field's title is what its error message expects; its description is for the docs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    enabled: bool = Field(default=True, description="true or false")
-    regime: Regime = Field(default="forward", description='"forward" or "backward"')
-    strategy: StrategyName | dict[str, StrategyName] = Field(
-        default="block",
-        description='"block", "neuron", or a mapping by part such as {"attention": "neuron", "mlp": "block"}',
-    )
     coverage: Coverage | None = Field(
-        default=None, description='a number above 0 and at most 1, or rules such as [{"units": "mlp", "coverage": 0.5}]'
+        default=None,
+        title='a number above 0 and at most 1, or rules such as [{"units": "mlp", "coverage": 0.5}]',
+        description="Share C of the subnetworks that hold each unit: one number, or [rules](#rules) by depth and name. "
+        "C times the number of subnetworks must be a whole number. Required, unless `holders` or a plan is given.",
     )
     holders: Holders | None = Field(
         default=None,
-        description='a whole number of holders per unit, at least 1, or rules such as [{"units": "mlp", "holders": 2}]',
+        title='a whole number of holders per unit, at least 1, or rules such as [{"units": "mlp", "holders": 2}]',
+        description="The same as a number of subnetworks, in place of `coverage`.",
+    )
+    regime: Regime = Field(
+        default="forward",
+        title='"forward" or "backward"',
+        description="`forward`: a rank runs only its own units. `backward`: a rank runs the whole model and computes "
+        "weight gradients for its own units only.",
+    )
+    strategy: StrategyName | dict[str, StrategyName] = Field(
+        default="block",
+        title='"block", "neuron", or a mapping by part such as {"attention": "neuron", "mlp": "block"}',
+        description="What a unit is: a residual branch (`block`), or a group of neurons, heads or channels (`neuron`). "
+        "With a mapping, parts that it does not name are shared.",
     )
     subnetworks: Literal["auto"] | int = Field(
         default="auto",
-        description='"auto" (one per data-parallel rank, fewer above eight holders) or a whole number of at least 1',
+        title='"auto" (one per data-parallel rank, fewer above eight holders) or a whole number of at least 1',
+        description="Number k of subnetworks, a divisor of the number of data-parallel ranks D; D / k ranks train each "
+        "one. `auto` is D, or the largest divisor with at most eight holders per unit.",
     )
-    granularity: Literal["sublayer", "layer"] = Field(default="sublayer", description='"sublayer" or "layer"')
-    assignment: str = Field(default="auto", description='"auto" or the path of a plan ending in .json')
+    granularity: Literal["sublayer", "layer"] = Field(
+        default="sublayer",
+        title='"sublayer" or "layer"',
+        description="Strategy `block`: a unit is a residual branch (`sublayer`), or a layer with all its branches.",
+    )
+    neuron_groups: int | None = Field(
+        default=None,
+        ge=1,
+        title="a whole number of groups, at least 1",
+        description="Strategy `neuron`: number of groups of hidden neurons in each MLP. By default one per subnetwork.",
+    )
     shared: tuple[str, ...] = Field(
-        default=(), strict=False, description="a list of regular expressions of parameter names (Python's re)"
+        default=(),
+        strict=False,
+        title="a list of regular expressions of parameter names (Python's re)",
+        description="Every rank holds the units whose name, or all of whose parameters, match one of these.",
     )
-    neuron_groups: int | None = Field(default=None, ge=1, description="a whole number of groups, at least 1")
-    dense_branch_scale: Literal["none", "coverage"] = Field(default="none", description='"none" or "coverage"')
-    seed: int = Field(default=0, ge=0, description="a whole number of at least 0")
-    allow_optimizer: bool = Field(default=False, description="true or false")
+    assignment: str = Field(
+        default="auto",
+        title='"auto" or the path of a plan ending in .json',
+        description="`auto` computes a balanced plan. A path reads one that `engine.plan.save` or your program wrote.",
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        title="a whole number of at least 0",
+        description="Chooses among equally good plans.",
+    )
+    redraw_interval: int | None = Field(
+        default=None,
+        ge=1,
+        title="a whole number of steps, at least 1",
+        description="Draw a new plan with the next seed after this many steps.",
+    )
     schedule: tuple[dict[str, Any], ...] | None = Field(
         default=None,
         strict=False,
         min_length=1,
-        description='a list of phases such as [{"until_step": 1000, "coverage": 0.5}, {"coverage": 1.0}]',
+        title='a list of phases such as [{"until_step": 1000, "coverage": 0.5}, {"coverage": 1.0}]',
+        description="[Phases](#phases), each with the keys that it changes, until a step or a share of all steps.",
     )
-    redraw_interval: int | None = Field(default=None, ge=1, description="a whole number of steps, at least 1")
     total_steps: Literal["auto"] | int | None = Field(
-        default=None, description='the number of steps of the whole run, or "auto" where the host fills it in'
+        default=None,
+        title='the number of steps of the whole run, or "auto" where the host fills it in',
+        description="Number of steps of the whole run, for phases that end at a share of it. The Trainer fills it in; "
+        "else it is `scheduler.params.total_num_steps`.",
     )
-    check_agreement: bool = Field(default=False, description="true or false")
+    dense_branch_scale: Literal["none", "coverage"] = Field(
+        default="none",
+        title='"none" or "coverage"',
+        description="Regime `forward`: `coverage` multiplies each branch of the dense model by its coverage, in "
+        "evaluation and export.",
+    )
+    allow_optimizer: bool = Field(
+        default=False,
+        title="true or false",
+        description="Allow an optimizer that is not known to be elementwise. Set it only if the optimizer updates each "
+        "element independently of the others.",
+    )
     checkpoint: CheckpointOptions = Field(
-        default=CheckpointOptions(), description='a mapping such as {"asynchronous": true, "keep_last": 3}'
+        default=CheckpointOptions(),
+        title='a mapping such as {"asynchronous": true, "keep_last": 3}',
+        description="[Options](#checkpoint) of checkpoints.",
+    )
+    check_agreement: bool = Field(
+        default=False,
+        title="true or false",
+        description="Debugging aid: compare the weights of all holders bit by bit after each step.",
+    )
+    enabled: bool = Field(
+        default=True, title="true or false", description="`false` trains as if the block were absent."
     )
 
     @field_validator("subnetworks", "total_steps")
@@ -136,8 +211,17 @@ class SubnetworkConfig(BaseModel):
 
     @property
     def plan_path(self) -> str | None:
-        """Path of the plan that `assignment` names, or None."""
+        """Path of the plan in `assignment`, or None."""
         return self.assignment if self.assignment.endswith(".json") else None
+
+
+class Combination(NamedTuple):
+    """A key that is refused beside others; docs/config.md lists all of them."""
+
+    key: str
+    is_refused: Callable[[SubnetworkConfig], bool]
+    problem: str
+    action: str
 
 
 _MODELS: Mapping[str | int, type[BaseModel]] = {
@@ -149,17 +233,17 @@ _MODELS: Mapping[str | int, type[BaseModel]] = {
 
 
 def parse(ds_config: Mapping[str, Any]) -> SubnetworkConfig | None:
-    """Read the block out of a DeepSpeed config.
+    """Parse the block of a DeepSpeed config.
 
     Args:
         ds_config: the whole DeepSpeed config, loaded.
 
     Returns:
-        The block, of its first phase if it has a schedule; None if it is absent or not enabled.
+        The block, with a schedule that of the first phase; None if it is absent or not enabled.
 
     Raises:
-        ValueError: a top-level key that is a near-miss of the block's name (DeepSpeed ignores unknown
-            top-level keys, so the run would train without SDP), or problems inside the block, all in one message.
+        ValueError: all problems of the block, or a top-level key whose name resembles the block's (DeepSpeed ignores
+            unknown top-level keys, so the run would silently train without subnetworks).
     """
     _refuse_near_misses(ds_config)
     if KEY not in ds_config:
@@ -182,44 +266,62 @@ def _validated(block: Mapping[str, Any], path: str) -> SubnetworkConfig:
 
 
 def _contradictions(config: SubnetworkConfig) -> list[str]:
-    """Settings that contradict each other or would have no effect."""
+    """Combinations of keys that are refused, a line for each."""
     problems = []
-    if config.coverage is not None and config.holders is not None:
-        got = f"{_words(config.coverage)} and {_words(config.holders)}"
-        problems.append(f"{KEY}.coverage and {KEY}.holders: got {got}, expected one of both")
-    if config.redraw_interval is not None and config.plan_path is not None:
-        problems.append(
-            f"{KEY}.redraw_interval: got {config.redraw_interval}, but the plan {config.plan_path!r} never changes; "
-            'use assignment "auto"'
-        )
-    rules = next((name for name in ("coverage", "holders") if isinstance(getattr(config, name), tuple)), None)
-    if config.plan_path is None:
-        if config.coverage is None and config.holders is None:
-            problems.append(f"{KEY}: neither coverage nor holders is given; add one, such as {KEY}.coverage: 0.5")
-        return problems + _without_effect(config)
-    for name in ("granularity", "shared", "neuron_groups", "seed", *([rules] if rules else [])):
-        if getattr(config, name) != SubnetworkConfig.model_fields[name].default:
-            value = getattr(config, name)
-            problems.append(f"{KEY}.{name}: got {value!r}, but the plan {config.plan_path!r} decides that; remove it")
+    for key, is_refused, problem, action in REFUSED_COMBINATIONS:
+        if is_refused(config):
+            value = getattr(config, key)
+            text = "rules" if key in ("coverage", "holders") and isinstance(value, tuple) else f"{value!r}"
+            problems.append(f"{KEY}.{key}: got {text}, which {problem}; {action}")
+    if config.plan_path is None and config.coverage is None and config.holders is None:
+        problems.append(f"{KEY}: neither coverage nor holders is given; add one, such as {KEY}.coverage: 0.5")
     return problems
 
 
-def _words(value: Coverage | Holders) -> str:
-    return "rules" if isinstance(value, tuple) else f"{value:g}"
+def _is_set(config: SubnetworkConfig, key: str) -> bool:
+    return bool(getattr(config, key) != SubnetworkConfig.model_fields[key].default)
 
 
-def _without_effect(config: SubnetworkConfig) -> list[str]:
-    """Settings of one strategy where only the other is chosen."""
-    chosen = {config.strategy} if isinstance(config.strategy, str) else set(config.strategy.values())
-    problems = []
-    for name, strategy in (("granularity", "block"), ("neuron_groups", "neuron")):
-        value = getattr(config, name)
-        if strategy not in chosen and value != SubnetworkConfig.model_fields[name].default:
-            problems.append(
-                f'{KEY}.{name}: got {value!r}, which has an effect on the strategy "{strategy}" only; remove it, or '
-                f'choose "{strategy}" for a part of the model'
-            )
-    return problems
+def _without_strategy(key: str, strategy: StrategyName) -> Combination:
+    def is_refused(config: SubnetworkConfig) -> bool:
+        chosen = [config.strategy] if isinstance(config.strategy, str) else list(config.strategy.values())
+        return _is_set(config, key) and config.plan_path is None and strategy not in chosen
+
+    problem = f'has no effect without the strategy "{strategy}"'
+    return Combination(key, is_refused, problem, f'remove it, or choose "{strategy}" for a part of the model')
+
+
+def _with_plan(key: str) -> Combination:
+    def is_refused(config: SubnetworkConfig) -> bool:
+        are_rules = isinstance(getattr(config, key), tuple) or key not in ("coverage", "holders")
+        return config.plan_path is not None and _is_set(config, key) and are_rules
+
+    return Combination(key, is_refused, "has no effect with a plan file, which decides it", "remove it")
+
+
+REFUSED_COMBINATIONS = (
+    Combination(
+        "coverage",
+        lambda config: config.coverage is not None and config.holders is not None,
+        "cannot be combined with holders",
+        "remove one of them",
+    ),
+    Combination(
+        "dense_branch_scale",
+        lambda config: config.dense_branch_scale == "coverage" and config.regime == "backward",
+        'has no effect in the regime "backward", which runs the whole model',
+        "remove it",
+    ),
+    Combination(
+        "redraw_interval",
+        lambda config: config.redraw_interval is not None and config.plan_path is not None,
+        "has no effect with a plan file, which cannot change",
+        'use assignment "auto"',
+    ),
+    _without_strategy("granularity", "block"),
+    _without_strategy("neuron_groups", "neuron"),
+    *map(_with_plan, ("granularity", "shared", "neuron_groups", "seed", "coverage", "holders")),
+)
 
 
 def _refuse_near_misses(ds_config: Mapping[str, Any]) -> None:

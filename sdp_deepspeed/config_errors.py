@@ -1,4 +1,4 @@
-"""What is wrong with a config block, in words: a line for each problem that pydantic found."""
+"""Error messages for a config block: one line for each problem that pydantic reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Models = Mapping[str | int, type[BaseModel]]
 
 
 def normalized(name: str) -> str:
-    """Without what people write differently: case, hyphens, underscores."""
+    """Lower case, without hyphens and underscores."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
@@ -28,16 +28,16 @@ def explain(error: ValidationError, block: Mapping[str, Any], root: str, models:
 
     Args:
         error: of the block's model.
-        block: as it was given.
-        root: the block's own key.
-        models: the block's model at "", and those of what lies inside, by key; a field's description is what was
+        block: the original block.
+        root: key of the block.
+        models: the block's model at "", and models of nested objects by key. The title of a field says what is
             expected.
     """
     problems: dict[str, str] = {}
     for item in error.errors(include_url=False, include_context=False):
         keys = _keys(item["loc"], block)
         path = root + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
-        # A union reports each alternative on its own: the first line per key says it all.
+        # A union reports each alternative; the first message per key suffices.
         fields = models["" if len(keys) == 1 else keys[0]].model_fields if keys else {}
         problems.setdefault(path, _explain_one(path, keys, item, fields, block))
     lines = [line for text in problems.values() for line in text.split("\n")]
@@ -47,7 +47,7 @@ def explain(error: ValidationError, block: Mapping[str, Any], root: str, models:
 
 
 def _keys(location: Sequence[int | str], block: Mapping[str, Any]) -> tuple[int | str, ...]:
-    """Keys of the block that lead to a problem: one, or more inside an object that has fields of its own."""
+    """Keys of the block that lead to a problem; more than one inside nested objects."""
     if location[1:2] == (RULES,):
         is_alone = isinstance(block[str(location[0])], Mapping)
         return (location[0], *location[3 if is_alone else 2 : 4])
@@ -68,9 +68,9 @@ def _explain_one(
         return f"{path}: unknown key; {did_you_mean(normalized(name), fields, cutoff=0.5)}"
     if kind == "invalid_key":
         return f"{path}: keys must be text"
-    value: Any = reduce(getitem, keys, block)  # type: ignore[arg-type]  # lists have whole numbers for keys
+    value: Any = reduce(getitem, keys, block)  # type: ignore[arg-type]  # lists have integer keys
     if value == "auto":
         where = "is only possible for subnetworks, assignment and total_steps"
-        return f'{path}: "auto" {where}; expected {fields[name].description}'
+        return f'{path}: "auto" {where}; expected {fields[name].title}'
     detail = f" ({message})" if kind == "value_error" and name == "shared" else ""
-    return f"{path}: got {value!r}, expected {fields[name].description}{detail}"
+    return f"{path}: got {value!r}, expected {fields[name].title}{detail}"

@@ -1,9 +1,9 @@
-"""The dense model in place of a rank's subnetwork: for evaluation, export, and whoever wants its weights.
+"""The dense model in place of a rank's subnetwork, for evaluation and export.
 
-In the forward regime each lacking slice comes by a broadcast from one of its holders over the data-parallel ranks; in
-the backward regime every rank has all weights. The dense model is resident from then on until `end`, so ranks may
-afterwards run other numbers of batches, or one part of the model alone, without meeting again. It takes the memory of
-the dense weights, which ZeRO 1 and 2 take always.
+In the forward regime each lacking slice is broadcast by one of its holders to all data-parallel ranks; in the backward
+regime every rank has all weights. The dense model stays resident until `end`, so ranks may then run different numbers
+of batches, or parts of the model, without synchronization. It takes the memory of the dense weights, which ZeRO-1 and 2
+always take.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from sdp_deepspeed.units import Piece
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_ELEMENTS = 2**24  # of one broadcast
+_CHUNK_ELEMENTS = 2**24  # per broadcast
 _PARTIAL = (
-    "this rank does not hold all of it, so the state dict is partial; take it inside `with engine.dense():` on every "
-    "rank, or use engine.save_checkpoint or engine.save_pretrained"
+    "this rank does not hold all of it, so the state dict is partial; take it inside `with engine.dense():` on all "
+    "ranks, or use engine.save_checkpoint or save_pretrained"
 )
 
 
 class DenseView:
-    """Makes a masked module the dense model, and a subnetwork again.
+    """Turns a masked module into the dense model, and back into the subnetwork.
 
     Args:
         mask: applied.
         groups: process groups.
         device: of the weights.
-        meet: waits for all ranks, before the first collective.
-        changed: called when the module is a subnetwork again, whose weights the caller may have changed meanwhile.
-        is_scaled: whether dense branches are multiplied by their coverage.
+        meet: synchronizes all ranks before the first collective.
+        changed: called when the module is the subnetwork again; weights may have been changed meanwhile.
+        is_scaled: whether to multiply dense branches by their coverage.
 
     Attributes:
-        is_resident: whether the module is the dense model now.
+        is_resident: whether the module is currently the dense model.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class DenseView:
 
     @property
     def is_collective(self) -> bool:
-        """Whether ranks need each other to make the model dense."""
+        """Whether making the model dense is a collective."""
         fetches = self.mask.plan.regime == "forward" and not self.mask.plan.is_whole
         return self._groups.data_parallel.size > 1 and (fetches or bool(running_statistics(self.mask)))
 
@@ -83,11 +83,11 @@ class DenseView:
     @torch.inference_mode(False)
     @torch.no_grad()
     def make_resident(self, what: str = "the dense model", *, scales: bool = True) -> None:
-        """Make the module the dense model. Every rank calls it, unless it is dense already.
+        """Make the module the dense model. Collective, unless it is dense already.
 
         Args:
-            what: the call that needs it, for messages.
-            scales: whether branches are scaled, where they are to be.
+            what: name of the call, for messages.
+            scales: whether to apply `is_scaled`.
         """
         if self.is_resident:
             return
@@ -102,7 +102,7 @@ class DenseView:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Make the module this rank's subnetwork again, with the weights as they are now."""
+        """Make the module this rank's subnetwork again, with its current weights."""
         self._is_evaluating = False
         if self.is_resident:
             self._scaled.close()
@@ -111,9 +111,9 @@ class DenseView:
 
     @contextmanager
     def resident(self, what: str = "engine.dense") -> Iterator[None]:
-        """The module is the dense model in the block."""
+        """Context in which the module is the dense model."""
         if self.is_resident and not self._is_evaluating:
-            yield  # an outer block ends it
+            yield  # an outer context ends it
             return
         was_evaluating, self._is_evaluating = self._is_evaluating, False
         self.make_resident(what)
@@ -130,7 +130,7 @@ class DenseView:
             self.end()
 
     def _fetch(self) -> None:
-        """Broadcast every slice that some rank lacks from one of its holders, several at a time."""
+        """Broadcast every slice that some rank lacks from one of its holders, in chunks."""
         me, group = self._groups.rank, self._groups.data_parallel
         if group.size == 1:
             return
@@ -170,14 +170,14 @@ class DenseView:
     # ---- hooks --------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
-        """In evaluation the first forward pass without gradients makes the model dense, whatever part of it runs; a
-        state dict of a subnetwork can be taken, but not used."""
+        """Install hooks: in evaluation the first forward pass without gradients, of any part of the model, makes it
+        dense; state dicts of a subnetwork raise when used."""
         model = self.mask.model
         containers = {""}
         for branch in self.mask.branches:
             path = branch.layer.split(".")
             containers |= {".".join(path[:end]) for end in range(1, len(path) + 1)}
-        owned = WeakSet(model.get_submodule(name) for name in containers)  # copies of the module are nobody's
+        owned = WeakSet(model.get_submodule(name) for name in containers)  # not copies of the module
         view, root = self, id(model)
 
         @torch.compiler.disable
@@ -209,11 +209,13 @@ class DenseView:
     def _warn(self) -> None:
         self._has_warned = True
         if not self.is_resident and self.mask.plan.trains_subnetworks:
-            logger.warning("%s: in training mode a forward pass is a subnetwork's; the dense one needs eval()", KEY)
+            logger.warning(
+                "%s: in training mode a forward pass is a subnetwork's; call eval() for the dense model's", KEY
+            )
 
     def _install_refusals(self, model: nn.Module) -> None:
         view, owned = self, WeakSet(model.modules())
-        lacking: dict[str, dict[str, str]] = {}  # by module, its tensors of which ranks have a part, with their names
+        lacking: dict[str, dict[str, str]] = {}  # names of partial tensors, by module
         for name, pieces in (*self.mask.pieces.items(), *self.mask.buffer_pieces.items()):
             is_partial = self.mask.plan.regime == "forward" or pieces[0][0].dim is not None
             if is_partial and any(len(holders) < self._groups.data_parallel.size for _, holders in pieces):

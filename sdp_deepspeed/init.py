@@ -1,9 +1,9 @@
-"""`sdp_deepspeed.Init`: build the dense model without its memory, and give each rank the weights that it holds.
+"""`sdp_deepspeed.Init`: build a model without its memory; later, each rank initializes the weights that it holds.
 
-Under `Init` tensors are on the meta device, and what constructors, `reset_parameters` and Transformers' `_init_weights`
-do to them is recorded. Later each tensor of which a rank holds a part is computed from the recording, whole and on the
-CPU, and cut. So weights depend on the constructors and the seed alone, and are the same on every rank, in every layout,
-mode and host; and a table that a constructor computes has the bits that it has without `Init`.
+Under `Init` tensors are on the meta device, and the operations of constructors, `reset_parameters` and Transformers'
+`_init_weights` are recorded. Later each tensor of which a rank holds a part is computed from the recording, whole and
+on the CPU, and cut. So weights depend on the constructors and the seed only, and are the same on every rank, in every
+layout, mode and host. Tables that constructors compute are bit-identical to those without `Init`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _GET_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 class Init:
     """Context in which a model is built without storage.
 
-    `deepspeed.initialize` gives each rank the weights that it holds, initialized as the model's constructors do it.
-    Each parameter has the distribution that it has without this context, from other random numbers: those of PyTorch's
-    seed at this place on rank 0.
+    `deepspeed.initialize` or `fully_shard` then initializes the weights that each rank holds, as the model's
+    constructors would. Parameters have the same distribution as without this context, but other random numbers, derived
+    from PyTorch's seed on rank 0.
 
     Raises:
-        RuntimeError: inside, where a constructor needs the value of a tensor, by a second `Init`, by `from_pretrained`;
-            after it, where weights are changed before `deepspeed.initialize`.
+        RuntimeError: inside, if a constructor needs the value of a tensor, by a nested `Init`, and by
+            `from_pretrained`; after it, if weights are changed before `deepspeed.initialize`.
     """
 
     def __init__(self) -> None:
@@ -50,14 +50,14 @@ class Init:
         from transformers import PreTrainedModel
 
         if PreTrainedModel.init_weights is _init_weights:
-            raise RuntimeError("sdp_deepspeed.Init inside another one: build the whole model in one")
+            raise RuntimeError("sdp_deepspeed.Init inside another one: build the whole model in one context")
         recording, seed = Recording(), torch.initial_seed()
         modules: dict[int, nn.Module] = {}
 
         def note(module: nn.Module, *_: Any) -> None:
             modules[id(module)] = module
 
-        # PyTorch's list of functions that create tensors may be of a moment when Transformers had replaced some.
+        # PyTorch's cached list of factory functions may contain replacements by Transformers.
         torch.utils._device._device_constructors.cache_clear()
         with ExitStack() as stack:
             _replace(stack, PreTrainedModel, "init_weights", _init_weights)
@@ -77,13 +77,15 @@ class Init:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is not None and "meta tensor" in str(error):
-            error.add_note("sdp_deepspeed.Init: a constructor needs a tensor's value; build this model without Init")
+            error.add_note(
+                "sdp_deepspeed.Init: a constructor needs the value of a tensor; build this model without Init"
+            )
         inside, self._inside = self._inside, ExitStack()
         inside.__exit__(kind, error, traceback)
 
 
 class _Constructing(TorchFunctionMode):
-    """`torch.tensor` keeps its values, and what initializers pass over on the meta device they initialize."""
+    """Keep the values of `torch.tensor`, and make initializers that skip meta tensors run."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -96,21 +98,21 @@ class _Constructing(TorchFunctionMode):
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Until the stack's end."""
+    """Set an attribute until the stack is closed."""
     stack.callback(setattr, owner, name, vars(owner)[name])
     setattr(owner, name, value)
 
 
 def _init_weights(self: Any) -> None:
-    """Transformers' own only ties weights on the meta device."""
+    """Initialize on the meta device, where Transformers' method only ties weights."""
     self.initialize_weights()
     self.tie_weights(recompute_mapping=False)
 
 
 def _refuse_pretrained(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(
-        "from_pretrained inside sdp_deepspeed.Init: build the model from its config, and load the weights by "
-        "engine.load_pretrained after deepspeed.initialize"
+        "from_pretrained inside sdp_deepspeed.Init: build the model from its config, and call engine.load_pretrained "
+        "after deepspeed.initialize"
     )
 
 
@@ -118,8 +120,8 @@ def _refuse_pretrained(*_: Any, **__: Any) -> NoReturn:
 def _truncated_normal(
     tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
 ) -> torch.Tensor:
-    """By the inverse of the distribution function. PyTorch's own draws again until all values are inside, and how often
-    depends on values."""
+    """Truncated normal by inverse transform sampling. PyTorch's rejection sampling depends on values, which do not
+    exist on the meta device."""
     low, high = (math.erf((bound - mean) / (std * 2**0.5)) for bound in (a, b))
     values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device).uniform_(low, high).erfinv_()
     return tensor.copy_(values.mul_(std * 2**0.5).add_(mean).clamp_(a, b))
@@ -133,16 +135,16 @@ _OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow",
 
 
 def _deferred_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Views of a deferred tensor are deferred; a cast has its values, and stands for it; it cannot be written to."""
+    """Views and casts of a deferred tensor are deferred; in-place operations raise."""
     name = getattr(func, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
     if is_in_place or name in (*_OPERATORS, "__setitem__", "__deepcopy__") or "out" in (kwargs or {}):
         raise RuntimeError(
             f"{name}: between sdp_deepspeed.Init and deepspeed.initialize weights do not exist, and cannot be changed "
-            "or copied: do it inside Init"
+            "or copied; do it inside Init"
         )
     if func == _GET_IS_META:
-        return False  # else initializers pass over it in silence
+        return False  # otherwise initializers skip it
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **(kwargs or {}))
         source: Any = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) in _DEFERRED.values())
@@ -172,7 +174,7 @@ def _defer(tensor: Any, weights: tuple[Recording, int, Ref]) -> None:
 
 
 def _defer_all(modules: Iterable[nn.Module], recording: Recording, seed: int) -> None:
-    """Tensors of the modules and of all inside of them; those that have data lose it to the recording."""
+    """Defer all tensors of the modules and their submodules; existing data moves to the recording."""
     for module in {id(module): module for root in modules for module in root.modules()}.values():
         plain = [value for value in vars(module).values() if is_meta(value)]
         for tensor in (*module._parameters.values(), *module._buffers.values(), *plain):
@@ -183,8 +185,8 @@ def _defer_all(modules: Iterable[nn.Module], recording: Recording, seed: int) ->
 
 
 def give(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """The same object on another device, for optimizers and whoever else has it. (`swap_tensors` refuses tensors with
-    weak references, and `.data` another device.)"""
+    """Move a tensor object to another device, keeping its identity. `swap_tensors` refuses tensors with weak
+    references, and `.data` refuses a different device."""
     torch._C._swap_tensor_impl(tensor, value.requires_grad_(tensor.requires_grad))
 
 
@@ -192,17 +194,17 @@ def give(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 class DeferredWeights:
-    """Initial weights of a model that was built under `Init`.
+    """Initial weights of a model built under `Init`.
 
-    Takes the model over before anything is done to it: from then on its tensors are ordinary ones on the meta device.
-    They may be cast, which casts the values; a mask may be applied.
+    The constructor turns the model's tensors into ordinary meta tensors. These may be cast, which casts the values, and
+    a mask may be applied.
 
     Attributes:
-        seed: of this rank at `Init`; all ranks must use the same one.
+        seed: of this rank at `Init`; all ranks must use the same seed.
 
     Raises:
-        ValueError: by name, a tensor that nothing initializes, or that was replaced since `Init`, or built without it.
-            The same on every rank.
+        ValueError: the same on every rank: a tensor is not initialized, was replaced after `Init`, or was built
+            without it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -215,12 +217,14 @@ class DeferredWeights:
                 "change weights after deepspeed.initialize"
             )
         if len({id(recording) for recording, _, _ in weights.values()}) > 1:
-            raise ValueError("parts of the model were built in several sdp_deepspeed.Init: use one for the whole model")
+            raise ValueError(
+                "parts of the model were built in several sdp_deepspeed.Init contexts; use one for the whole model"
+            )
         self._recording, self.seed, _ = next(iter(weights.values()))
         self._refs = {name: ref for name, (_, _, ref) in weights.items()}
         if blank := [name for name, ref in self._refs.items() if not self._recording.is_written(ref)]:
             raise ValueError(_uninitialized(blank))
-        self._plain = [  # tensors that are plain attributes
+        self._plain = [  # tensors in plain attributes
             (module, key, value._sdp_weights[-1])
             for module in model.modules()
             for key, value in vars(module).items()
@@ -232,22 +236,23 @@ class DeferredWeights:
 
     @staticmethod
     def are_in(model: nn.Module) -> bool:
-        """Whether the model has tensors without data, so that there is something to do."""
+        """Whether the model was built under `Init`."""
         return any(map(is_meta, named_tensors(model).values()))
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def materialize(self, mask: Mask, device: torch.device, seed: int) -> None:
-        """Give the model's meta tensors their storage, and the initial values of what this rank stores. They stay the
-        objects that they are, and random states what they were. At no time there is more than what the rank stores, and
-        one dense tensor.
+        """Allocate and initialize what this rank stores of the model's meta tensors.
+
+        Tensor objects and random state are unchanged. Peak memory is what the rank stores, plus one dense tensor.
 
         Args:
             mask: of the model, applied or not.
+            device: of the weights.
             seed: the same on every rank.
 
         Raises:
-            ValueError: by name, a tensor of which a part is not initialized, where the rank stores some of it.
+            ValueError: a part of a tensor that this rank stores is not initialized.
         """
         random_state = torch.get_rng_state()
         for tensor in mask.tensors():
@@ -267,13 +272,12 @@ class DeferredWeights:
         return list(self._refs)
 
     def restore_attributes(self, device: torch.device, seed: int) -> None:
-        """Of tensors that are plain attributes of modules."""
+        """Initialize tensors in plain attributes of modules."""
         for module, key, ref in self._plain:
             setattr(module, key, self._recording.value(ref, seed).to(device))
 
     def value(self, name: str, seed: int) -> torch.Tensor:
-        """The initial value of a dense tensor on the CPU, in the dtype in which it was built. Draws from PyTorch's
-        generator."""
+        """The initial value of a dense tensor, on the CPU in its original dtype. Changes PyTorch's random state."""
         value = self._recording.value(self._refs[name], seed)
         if value.is_floating_point() and value.isnan().any():
             raise ValueError(_uninitialized([name]))
@@ -285,7 +289,7 @@ def _uninitialized(names: list[str]) -> str:
 
 
 def _zeros_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """In the same layout, in a storage as large."""
+    """Zeros with the same strides and storage size."""
     num_elements = tensor.untyped_storage().nbytes() // tensor.itemsize
     zeros = torch.zeros(num_elements, dtype=tensor.dtype, device=device)
     return zeros.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

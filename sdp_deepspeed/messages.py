@@ -1,4 +1,4 @@
-"""Words that error messages have in common."""
+"""Helpers for error messages."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import difflib
 from collections.abc import Collection, Iterable
 
 MAX_LISTED = 5
-# An extra of ours (pyproject.toml), since FSDP2's users do without.
+# The extra [deepspeed] of pyproject.toml.
 NEEDS_DEEPSPEED = 'needs DeepSpeed: pip install "deepspeed>=0.19.8,<0.20" "accelerate>=1.15,<2"'
 
 
 def listed(values: Iterable[object], *, limit: int = MAX_LISTED, separator: str = ", ") -> str:
-    """The first `limit` values, and how many more there are: "a, b, c, d, e, +3 more"."""
+    """The first `limit` values, and the number of further ones: "a, b, c, d, e, +3 more"."""
     texts = [str(value) for value in values]
     more = [f"+{len(texts) - limit} more"] if len(texts) > limit else []
     return separator.join([*texts[:limit], *more])
 
 
 def quoted(values: Iterable[object], *, limit: int = MAX_LISTED) -> str:
-    """`listed`, each value as Python writes it."""
+    """`listed` of the values' `repr`."""
     return listed(map(repr, values), limit=limit)
 
 
 def nearest(name: str, known: Collection[str], *, cutoff: float = 0.6) -> str | None:
-    """The known name that looks most like `name`, if one does (0 for any, 1 for `name` itself)."""
+    """The known name most similar to `name`, if the similarity is at least `cutoff` (0 to 1)."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(name: str, known: Collection[str], *, cutoff: float = 0.6) -> str:
-    """ "did you mean 'coverage'?", or all known names where none is near."""
+    """ "did you mean 'coverage'?", or all known names if none is similar."""
     near = nearest(name, known, cutoff=cutoff)
     return f"known: {', '.join(known)}" if near is None else f"did you mean {near!r}?"
 

@@ -1,7 +1,7 @@
-"""Operations on meta tensors, recorded so that any of the tensors can be computed later, by itself.
+"""Record operations on meta tensors, so that each of the tensors can be computed later, independently.
 
-An operation that draws random numbers is seeded by its place in the recording: values depend on the recording and the
-seed alone, not on which tensors are computed, or in which order.
+Operations that draw random numbers are seeded by their position in the recording. Values depend on the recording and
+the seed only, not on which tensors are computed, or in which order.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _BLANK = {f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")}
-# In-place operations that leave nothing of their target as it was.
+# In-place operations that overwrite their target completely.
 _REPLACING = {f"aten::{name}_" for name in ("normal", "uniform", "zero", "fill", "copy", "exponential", "bernoulli")}
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor without data: a view into the storage of that number."""
+    """Reference to a tensor without data: a view into a numbered storage."""
 
     storage: int
     shape: tuple[int, ...]
@@ -38,12 +38,12 @@ class Ref:
 
 @dataclass(frozen=True)
 class Operation:
-    """A call, with Refs in the place of meta tensors.
+    """A recorded call, with Refs in place of meta tensors.
 
     Args:
-        outputs: those with a storage of their own, by position.
-        reads: storages whose values it needs.
-        replaces: storages of whose earlier values it leaves nothing.
+        outputs: outputs with a new storage, by position.
+        reads: storages that the call reads.
+        replaces: storages that the call overwrites completely.
     """
 
     call: Callable[..., Any]
@@ -56,18 +56,18 @@ class Operation:
 
 
 def is_meta(value: Any) -> bool:
-    """Whether it is a tensor without data, also where `Tensor.is_meta` is overridden."""
+    """Whether a value is a meta tensor, also if `Tensor.is_meta` is overridden."""
     return isinstance(value, torch.Tensor) and value.untyped_storage().device.type == "meta"
 
 
 class Recording(TorchDispatchMode):
-    """Inside, what is done to meta tensors is recorded."""
+    """Context that records operations on meta tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self._operations: list[Operation] = []
-        self._writers: dict[int, list[int]] = defaultdict(list)  # by storage, indices of operations
-        self._storages: list[torch.UntypedStorage] = []  # kept: while one lives, no other has its address
+        self._writers: dict[int, list[int]] = defaultdict(list)  # indices of operations, by storage
+        self._storages: list[torch.UntypedStorage] = []  # kept alive, so that addresses are unique
         self._numbers: dict[int, int] = {}
 
     def ref(self, tensor: torch.Tensor) -> Ref:
@@ -93,7 +93,7 @@ class Recording(TorchDispatchMode):
         names = {argument.name for argument in arguments}
         if "device" in names:
             kwargs["device"] = "cpu"
-        if {"device", "dtype"} <= names:  # the default dtype may be another one later
+        if {"device", "dtype"} <= names:  # the default dtype may change
             kwargs["dtype"] = result.dtype
         kwargs.pop("generator", None)
         args, kwargs = tree_map_only(torch.Tensor, self._without_data, (args, kwargs))
@@ -118,15 +118,15 @@ class Recording(TorchDispatchMode):
         return self.ref(tensor) if is_meta(tensor) else tensor.detach().clone()
 
     def is_written(self, ref: Ref) -> bool:
-        """Whether something wrote to the tensor's storage."""
+        """Whether any operation wrote to the tensor's storage."""
         return ref.storage in self._writers
 
     @torch.no_grad()
     def value(self, ref: Ref, seed: int) -> torch.Tensor:
-        """Compute a tensor on the CPU, and what it depends on; of its storage NaN where nothing wrote to it. Random
-        numbers are PyTorch's, whose state changes.
+        """Compute a tensor, and everything it depends on, on the CPU. Elements that nothing wrote to are NaN.
 
-        It is what the same operations on the CPU give, but for other random numbers.
+        The result equals that of the same operations on the CPU, up to different random numbers. Changes PyTorch's
+        random state.
         """
         memory: dict[int, torch.UntypedStorage] = {}
 
@@ -148,7 +148,7 @@ class Recording(TorchDispatchMode):
         return with_data(ref)
 
     def _needed_for(self, storage: int) -> list[int]:
-        """Indices of the operations that a storage's values come from, ascending."""
+        """Indices of the operations that determine a storage's values, ascending."""
         needed: set[int] = set()
         waiting = [(storage, len(self._operations))]
         while waiting:

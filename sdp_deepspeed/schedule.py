@@ -1,7 +1,6 @@
-"""Coverage over time: the block's `schedule` and `redraw_interval`, as what each step's config is.
+"""Coverage over time: `schedule` and `redraw_interval` of the block, as a config for each step.
 
-A phase sets keys of the block; what it does not set is as the block says. Pure data: the engine re-plans itself where
-the next step has another config.
+A phase overrides keys of the block. Pure data: the engine re-plans when the next step has another config.
 """
 
 from __future__ import annotations
@@ -15,32 +14,46 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sdp_deepspeed.config_errors import explain
 from sdp_deepspeed.messages import quoted
 
-# Keys that an engine reads once, when it is built.
+# Keys that the engine reads only at construction.
 FIXED = ("enabled", "allow_optimizer", "checkpoint")
-# Keys that a phase cannot have either.
+# Other keys that a phase cannot have.
 OF_SCHEDULE = ("schedule", "redraw_interval", "total_steps")
-_EITHER = ("coverage", "holders")  # one says what the other would
+_EITHER = ("coverage", "holders")  # alternatives
 _ZERO = "zero_optimization"
 
 
-class _Ends(BaseModel):
-    """What a phase says beside keys of the block. A field's description is what its error message says was expected."""
+class PhaseEnd(BaseModel):
+    """Keys of a phase beside those of the block. A field's title is what its error message expects."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
-    until_step: int | None = Field(default=None, ge=1, description="the number of the phase's last step, at least 1")
-    until: float | None = Field(default=None, gt=0, lt=1, description="a share of all steps, above 0 and below 1")
-    stage: Literal[0, 1, 2] | None = Field(default=None, description="one of ZeRO's stages 0, 1 and 2")
+    until_step: int | None = Field(
+        default=None,
+        ge=1,
+        title="the number of the phase's last step, at least 1",
+        description="Number of the last step of the phase.",
+    )
+    until: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        title="a share of all steps, above 0 and below 1",
+        description="The same as a share of `total_steps`.",
+    )
+    stage: Literal[0, 1, 2] | None = Field(
+        default=None, title="one of ZeRO's stages 0, 1 and 2", description="ZeRO stage of the phase."
+    )
 
 
 @dataclass(frozen=True)
 class Phase:
-    """
+    """A phase of a schedule.
+
     Args:
-        first_step: its first step, counted from 1.
-        until_step: its last one; None if it goes on to the end.
-        block: keys of the block that it sets.
-        stage: ZeRO's; None leaves the config's.
+        first_step: first step, counted from 1.
+        until_step: last step; None for the last phase.
+        block: keys of the block that it overrides.
+        stage: ZeRO stage; None for the config's.
     """
 
     first_step: int
@@ -51,12 +64,13 @@ class Phase:
 
 @dataclass(frozen=True)
 class Schedule:
-    """
+    """The configs of a run over time.
+
     Args:
-        config: DeepSpeed's, as it was given.
+        config: the original DeepSpeed config.
         key: of the block in it.
         phases: at least one.
-        redraw_interval: steps after which a new assignment is drawn; None for never.
+        redraw_interval: number of steps after which a new assignment is drawn; None for never.
     """
 
     config: Mapping[str, Any]
@@ -66,10 +80,10 @@ class Schedule:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], key: str) -> Schedule | None:
-        """What a config, whose block was parsed, says; None if nothing changes over time.
+        """Read the schedule of a config with a valid block; None if nothing changes over time.
 
         Raises:
-            ValueError: shares of a number of steps that nobody knows, or a phase without a step.
+            ValueError: shares of an unknown number of steps, or a phase without steps.
         """
         block = config[key]
         given, interval = block.get("schedule"), block.get("redraw_interval")
@@ -81,46 +95,46 @@ class Schedule:
         if total is not None and total <= last_end and has_shares(phases):
             raise ValueError(
                 f"{key}.schedule: the run has {total} steps ({_where_total(key, block)}), but the last phase would "
-                f"begin after step {last_end}; give it steps"
+                f"begin after step {last_end}; end earlier phases sooner"
             )
         starts = [1, *(end + 1 for end in ends[:-1] if end is not None)]
         pieces = zip(phases, starts, ends, strict=True)
         return cls(config, key, tuple(_phase(phase, first, last) for phase, first, last in pieces), interval)
 
     def check_first(self, stage: int) -> None:
-        """ValueError if the first phase has another of ZeRO's stages than the config, with which the run begins."""
+        """Raise ValueError if the first phase has a different ZeRO stage than the config."""
         first = self.phases[0].stage
         if first not in (None, stage):
             raise ValueError(
-                f"{self.key}.schedule[0].stage: got {first}, but the config itself has {stage}, with which the run "
-                "begins; set it there"
+                f"{self.key}.schedule[0].stage: got {first}, but zero_optimization.stage is {stage}; set the first "
+                "stage there"
             )
 
     def path_of(self, phase: int) -> str:
-        """What of the config asks for a phase."""
+        """Path in the config of a phase."""
         given = self.config[self.key].get("schedule")
         return f"{self.key}.redraw_interval" if given is None else f"{self.key}.schedule[{phase}]"
 
     def in_words(self) -> str:
-        """The same on all ranks if they were given the same."""
+        """Text to compare over ranks."""
         return f"{self.phases}, redraw_interval {self.redraw_interval}"
 
     def phase_after(self, steps: int) -> int:
-        """Index of the phase of the step after so many."""
+        """Index of the phase of the step after `steps` steps."""
         return sum(phase.first_step <= steps + 1 for phase in self.phases) - 1
 
     def draw_after(self, steps: int) -> int:
-        """How often another assignment was drawn before the step after so many."""
+        """Number of re-drawn assignments before the step after `steps` steps."""
         return 0 if self.redraw_interval is None else steps // self.redraw_interval
 
     @property
     def turns(self) -> list[int]:
-        """Steps after which phases begin, and the first other draw."""
+        """Steps after which phases begin, and after the first re-draw."""
         first_draw = [] if self.redraw_interval is None else [self.redraw_interval]
         return sorted({*(phase.first_step - 1 for phase in self.phases), *first_draw})
 
     def config_after(self, steps: int) -> dict[str, Any]:
-        """DeepSpeed's config for the step after so many: its block has no schedule."""
+        """DeepSpeed config of the step after `steps` steps; its block has no schedule."""
         phase, draw = self.phases[self.phase_after(steps)], self.draw_after(steps)
         block = merged(_without_schedule(self.config[self.key]), phase.block)
         if draw:
@@ -129,13 +143,13 @@ class Schedule:
 
 
 def merged(block: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A block with other values; `coverage` takes the place of `holders`, and it theirs."""
+    """A block with changed keys; `coverage` and `holders` replace each other."""
     dropped = _EITHER if any(changes.get(name) is not None for name in _EITHER) else ()
     return {name: value for name, value in block.items() if name not in dropped} | dict(changes)
 
 
 def with_stage(config: Mapping[str, Any], stage: int | None) -> dict[str, Any]:
-    """DeepSpeed's config with a stage of ZeRO's; None leaves it."""
+    """DeepSpeed config with another ZeRO stage; None keeps it."""
     if stage is None:
         return dict(config)
     zero = config.get(_ZERO)
@@ -143,22 +157,19 @@ def with_stage(config: Mapping[str, Any], stage: int | None) -> dict[str, Any]:
 
 
 def blocks_of_phases(block: Mapping[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
-    """The block that each phase has, without the schedule, and its path for messages; of a block without a schedule the
-    one that it is.
+    """The path, for messages, and the effective block of each phase; of a block without schedule, its own.
 
     Args:
-        block: whose own keys are of the right types.
-        key: the block's.
+        block: with keys of valid types.
+        key: of the block.
 
     Raises:
-        ValueError: what is wrong with a phase, a line for each problem.
+        ValueError: problems of phases, one line each.
     """
     base, phases = _without_schedule(block), block.get("schedule")
     problems = list(_problems(phases or (), f"{key}.schedule"))
     if type(block.get("total_steps")) is int and not has_shares(phases or ()):
-        problems.append(
-            f"{key}.total_steps: got {block['total_steps']}, but no phase has until, a share of it; remove it"
-        )
+        problems.append(f"{key}.total_steps: got {block['total_steps']}, but no phase uses until; remove it")
     if problems:
         raise ValueError("\n".join(problems))
     if phases is None:
@@ -168,7 +179,7 @@ def blocks_of_phases(block: Mapping[str, Any], key: str) -> list[tuple[str, dict
 
 
 def has_shares(phases: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a phase ends at a share of all steps, so that their number must be known."""
+    """Whether a phase ends at a share of all steps."""
     return any(phase.get("until") is not None for phase in phases)
 
 
@@ -177,7 +188,7 @@ def _without_schedule(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _phase(given: Mapping[str, Any], first: int, last: int | None) -> Phase:
-    block = {name: value for name, value in given.items() if name not in _Ends.model_fields}
+    block = {name: value for name, value in given.items() if name not in PhaseEnd.model_fields}
     return Phase(first, last, block, given.get("stage"))
 
 
@@ -185,26 +196,26 @@ def _problems(phases: Sequence[Mapping[str, Any]], path: str) -> Iterator[str]:
     for index, phase in enumerate(phases):
         where = f"{path}[{index}]"
         try:
-            ends = _Ends.model_validate(dict(phase))
+            ends = PhaseEnd.model_validate(dict(phase))
         except ValidationError as error:
-            yield explain(error, phase, where, {"": _Ends})
+            yield explain(error, phase, where, {"": PhaseEnd})
             continue
         fixed = [name for name in (*FIXED, *OF_SCHEDULE) if name in phase]
         if fixed:
-            yield f"{where}: {quoted(fixed)} cannot change in a run; write it outside the schedule"
+            yield f"{where}: {quoted(fixed)} cannot change in a run; set it outside of the schedule"
         said = [name for name in ("until_step", "until") if getattr(ends, name) is not None]
         if index == len(phases) - 1 and said:
-            yield f"{where}.{said[0]}: the last phase goes on to the end of the run; remove it, or add a phase after it"
+            yield f"{where}.{said[0]}: the last phase lasts until the end of the run; remove it, or add a phase"
         if index < len(phases) - 1 and len(said) != 1:
-            yield f"{where}: expected one of until_step (its last step) and until (share of all steps), got {len(said)}"
+            yield f"{where}: expected either until_step (last step) or until (share of all steps), got {len(said)}"
 
 
 def _ends(phases: Sequence[Mapping[str, Any]], total: int | None, path: str) -> list[int | None]:
-    """The last step of each phase."""
+    """Last step of each phase."""
     ends = [_end(phase, total, f"{path}[{index}]") for index, phase in enumerate(phases[:-1])]
     for index, (before, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if end <= before:
-            raise ValueError(f"{path}[{index}]: it ends with step {end}, but the phase before it with step {before}")
+            raise ValueError(f"{path}[{index}]: ends with step {end}, but the phase before it ends with step {before}")
     return [*ends, None]
 
 
@@ -213,8 +224,8 @@ def _end(phase: Mapping[str, Any], total: int | None, where: str) -> int:
         return int(phase["until_step"])
     if total is None:
         raise ValueError(
-            f"{where}.until: got {phase['until']}, but nobody says how many steps the run has; give total_steps in the "
-            "block, scheduler.params.total_num_steps, or until_step in place of until"
+            f"{where}.until: got {phase['until']}, but the number of steps is unknown; set total_steps or "
+            "scheduler.params.total_num_steps, or use until_step"
         )
     return max(1, round(phase["until"] * total))
 
@@ -224,7 +235,7 @@ def _where_total(key: str, block: Mapping[str, Any]) -> str:
 
 
 def _total_steps(config: Mapping[str, Any], block: Mapping[str, Any]) -> int | None:
-    """Of the whole run: what the block says, or else the learning rate's schedule."""
+    """Number of steps of the run, from the block or else from the LR scheduler."""
     scheduler = config.get("scheduler")
     params = scheduler.get("params") if isinstance(scheduler, Mapping) else None
     known = params.get("total_num_steps") if isinstance(params, Mapping) else None

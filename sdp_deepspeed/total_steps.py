@@ -1,4 +1,4 @@
-"""How many steps a schedule's fractions are of, where the program that trains knows it and the block leaves it open."""
+"""Fill `total_steps` of a schedule from the host, if the block leaves it open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OPEN = (None, "auto")
 
 
 def phases_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The phases of the schedule in a DeepSpeed config, as far as it is one; nothing is checked here."""
+    """The phases of the schedule in a DeepSpeed config that has not been validated."""
     block = config.get(KEY)
     if not isinstance(block, Mapping) or block.get("enabled") is False:
         return []
@@ -21,20 +21,19 @@ def phases_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def never_begins(config: Mapping[str, Any], steps: int) -> str | None:
-    """What to tell where the last phase would begin after the last of so many steps."""
+    """A warning if the last phase would begin after the end of the run."""
     ends = [phase["until_step"] for phase in phases_of(config) if type(phase.get("until_step")) is int]
-    if not ends or not 0 < steps <= max(ends):  # 0: the Trainer evaluates, and trains nothing
+    if not ends or not 0 < steps <= max(ends):  # 0: the Trainer only evaluates
         return None
     return (
-        f"{KEY}.schedule: the run ends with step {steps}, but the last phase would begin after step {max(ends)}, so "
-        "nothing is trained in it"
+        f"{KEY}.schedule: the run ends with step {steps}, but the last phase would begin after step {max(ends)}; it is "
+        "not reached"
     )
 
 
 def fill_total_steps(config: dict[str, Any], steps: int) -> bool:
-    """Write the number of steps of the whole run into the block if a phase ends at a fraction of them, and the block
-    does not say how many they are. Returns whether that was so."""
+    """Set `total_steps` if the schedule has shares and the block does not set it. Returns whether it was set."""
     if not has_shares(phases_of(config)) or config[KEY].get("total_steps") not in _OPEN:
         return False
-    config[KEY] = {**config[KEY], "total_steps": steps}  # a new one: the user's own stays as it is
+    config[KEY] = {**config[KEY], "total_steps": steps}  # a copy: do not change the user's
     return True

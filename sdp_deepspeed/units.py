@@ -1,7 +1,7 @@
-"""Units and pieces: what a worker holds or lacks as a whole (plan/README.md says which units there are).
+"""Units and pieces: the smallest parts of a model that a rank holds or lacks as a whole.
 
-Pure data, keyed by the dense model's names and coordinates, so that exchange, optimizer, norm,
-dense view and export never ask which strategy made a unit.
+Pure data in the names and coordinates of the dense model, so that optimizer, norm, dense view and export do not depend
+on the strategy that made a unit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Piece:
 
     Args:
         parameter: the tensor's dense name, as in `named_parameters()` or `named_buffers()`.
-        dim: the stored dimension that is cut; None means the whole tensor.
+        dim: the stored dimension along which it is a slice; None means the whole tensor.
         start: first index along `dim` (0 for a whole tensor).
         length: number of indices along `dim`; for a whole tensor its number of elements.
         kind: "parameter" or "buffer".
@@ -35,12 +35,12 @@ class Piece:
     def __post_init__(self) -> None:
         if self.dim is not None and (self.dim < 0 or self.start < 0 or self.length < 1):
             raise ValueError(
-                f"piece of {self.parameter!r}: dim, start and length must be a slice that is not empty, "
-                f"got dim={self.dim}, start={self.start}, length={self.length}"
+                f"piece of {self.parameter!r}: got dim={self.dim}, start={self.start}, length={self.length}, expected "
+                "a non-empty slice"
             )
 
     def narrow(self, tensor: Any) -> Any:
-        """The piece's view into `tensor`, the whole tensor of the dense model (not copied)."""
+        """View of the piece in `tensor`, the dense tensor."""
         if self.dim is None:
             return tensor
         return tensor.narrow(self.dim, self.start, self.length)
@@ -55,7 +55,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unit:
-    """The smallest part of a model that a worker holds or lacks as a whole."""
+    """The smallest part of a model that a rank holds or lacks as a whole."""
 
     name: str
     pieces: tuple[Piece, ...]
@@ -63,7 +63,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What one unit costs the worker that holds it; the assignment balances it.
+    """Cost of a unit for a rank that holds it.
 
     Args:
         num_parameters: trainable elements.
@@ -77,7 +77,7 @@ class UnitCost:
 
 
 class _Claim(NamedTuple):
-    """What a unit has of a tensor."""
+    """A unit's slice of a tensor."""
 
     start: int
     stop: int
@@ -86,7 +86,7 @@ class _Claim(NamedTuple):
 
 
 def check_pieces(units: Iterable[Unit], shape_of: Callable[[Piece], tuple[int, ...] | None]) -> None:
-    """Refuse units that do not fit the model or that overlap.
+    """Check that units fit the model and do not overlap.
 
     Args:
         units: the units of a plan.
@@ -116,11 +116,11 @@ def _check_range(unit_name: str, piece: Piece, shape: tuple[int, ...]) -> None:
 
 
 def _check_overlap(unit_name: str, piece: Piece, claims: list[_Claim]) -> None:
-    """Refuse a piece that meets another of its tensor; `claims` are in order and do not meet, so neighbors decide."""
+    """Raise ValueError if a piece overlaps another one of its tensor. `claims` are sorted and disjoint."""
     if claims and (piece.dim is None or claims[0].dim != piece.dim):
         raise ValueError(
-            f"{piece.parameter!r} is claimed by {claims[0].unit!r} and {unit_name!r}: pieces of one tensor "
-            "must all cut the same dim, or one unit must hold it whole"
+            f"{piece.parameter!r} is claimed by {claims[0].unit!r} and {unit_name!r}: pieces of one tensor must be "
+            "slices of the same dim"
         )
     claim = _Claim(piece.start, piece.start + piece.length, piece.dim, unit_name)
     place = bisect(claims, claim.start, key=lambda other: other.start)

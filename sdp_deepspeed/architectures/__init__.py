@@ -1,14 +1,13 @@
-"""Where a model's residual branches are: one small description per layer class.
+"""Descriptions of the residual branches of layer classes.
 
-A user's own model takes three lines:
+To describe your own model:
 
     from sdp_deepspeed import architectures
     architectures.register("my_package.model.MyBlock", architectures.Branch("attention", norm="ln1", body="attn"),
                            architectures.Branch("mlp", norm="ln2", body="ff"))
 
-The described layer must compute `x + body(norm(x))` for each branch, in any order or in parallel; whatever
-lies between `body` and the addition (dropout) is named in `after`. For the neuron strategy a branch also names the
-layers that its neurons or heads run through:
+The layer must compute `x + after(body(norm(x)))` for each branch, one after the other or in parallel. For the neuron
+strategy, a branch also names the layers that its neurons or heads run through:
 
     inner=architectures.InnerLayers((architectures.Cut("up", dim=0), architectures.Cut("down", dim=1, is_output=True)))
 """

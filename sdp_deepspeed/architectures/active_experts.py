@@ -1,4 +1,4 @@
-"""What of a mixture of experts a token uses: all of its matrices weigh, but only those of some experts cost FLOPs."""
+"""Share of the experts that a token uses, to count FLOPs of mixtures of experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sdp_deepspeed.architectures.registry import branches_of
 
 
 def active_shares(model: nn.Module) -> dict[str, Fraction]:
-    """By dense name of each tensor of experts the share of its elements that a token is multiplied with."""
+    """Share of the elements of each tensor of experts that a token uses, by dense name."""
     shares: dict[str, Fraction] = {}
     for name, layer in model.named_modules():
         for branch in _mixtures(layer):
@@ -24,25 +24,25 @@ def active_shares(model: nn.Module) -> dict[str, Fraction]:
 
 
 def _shares(name: str, experts: nn.Module, num_active: int) -> dict[str, Fraction]:
-    """Of experts that are stacked in one tensor, or of modules in a list."""
+    """Shares for experts that are stacked in one tensor, or are modules in a list."""
     tensors = dict(experts.named_parameters(name))
     if isinstance(experts, nn.ModuleList):
         return {key: Fraction(num_active * (tensor.dim() > 1), len(experts)) for key, tensor in tensors.items()}
     if all(tensor.dim() < 3 for tensor in tensors.values()):
         raise ValueError(
-            f"{name!r}: Experts: no parameter has an expert for each index of its first of three dimensions, so what a "
-            "token uses is not known; name a ModuleList of experts, or stack them, or leave Experts out"
+            f"{name!r}: Experts: no parameter has shape [experts, ., .]; name a ModuleList of experts, or a module "
+            "that stacks them, or leave Experts out"
         )
     return {key: Fraction(num_active * (tensor.dim() > 2), tensor.shape[0]) for key, tensor in tensors.items()}
 
 
 def _mixtures(layer: nn.Module) -> list[Branch]:
-    """The branches of a layer that are mixtures."""
+    """Branches of a layer that are mixtures."""
     return [branch for branch in branches_of(type(layer)) or () if branch.is_in(layer) and has_experts(layer, branch)]
 
 
 def has_experts(layer: nn.Module, branch: Branch) -> bool:
-    """Whether a branch of a layer is a mixture: some layers of a class are, and others are not."""
+    """Whether a branch of a layer is a mixture; this may differ between layers of a class."""
     if branch.experts is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Description of one residual branch of a layer, and of the neurons or heads inside it."""
+"""`Branch`: description of a residual branch of a layer, and of the neurons or heads inside it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 @dataclass(frozen=True)
 class Cut:
-    """A linear layer or convolution in a branch's body, of which a worker keeps only the rows or columns of its
-    neurons, channels or heads; or a batch norm over them.
+    """A linear layer or convolution in a branch's body, of which a rank keeps the rows or columns of its neurons,
+    channels or heads; or a batch norm over them.
 
     Args:
-        module: submodule of the body, with a `weight` and perhaps a `bias`; or a parameter (the weights of all experts
-            in one tensor), whose bias is the parameter of that name with `_bias`. Of a batch norm all vectors are cut,
-            its running statistics too.
-        dim: stored dimension of the weight that runs over the neurons or heads. A bias runs over them with its last.
-        blocks: blocks stacked along `dim`, each of which runs over all heads: the number of equal ones (3 for GPT-2's
-            `c_attn`: queries, keys, values), or, if they differ, for each the attribute path of the body with a number
-            that its width is in proportion to (Phi-3's `qkv_proj`). A projection that interleaves them per head
+        module: submodule of the body with a `weight` and optionally a `bias`; or a parameter (the weights of all
+            experts in one tensor), whose bias has the same name with the suffix `_bias`. All vectors of a batch norm
+            are cut, including running statistics.
+        dim: stored dimension of the weight that runs over the neurons or heads. For a bias it is the last dimension.
+        blocks: blocks stacked along `dim`, each of which runs over all heads: the number of equal blocks (3 for GPT-2's
+            `c_attn`: queries, keys, values), or, if widths differ, for each block the attribute path of the body with a
+            number in proportion to its width (Phi-3's `qkv_proj`). A projection that interleaves them per head
             (GPT-NeoX) is one block.
-        is_output: whether this is the branch's output projection, whose bias all workers share. Experts and a shared
-            expert beside them have one each.
+        is_output: whether this is the branch's output projection, whose bias is shared. Experts and shared experts have
+            one each.
         optional: whether a body may lack the module.
-        interleaved: indices of one neuron that lie next to each other in a block (2 for GPT-OSS, where gates and ups
-            alternate); those of heads are counted.
+        interleaved: number of adjacent indices of a neuron in a block (2 for GPT-OSS, where gates and ups alternate);
+            for heads it follows from the sizes.
     """
 
     module: str
@@ -42,7 +42,7 @@ class Cut:
     interleaved: int = 1
 
     def names(self, known: Container[str]) -> tuple[str, str]:
-        """Names of its weight and of its bias, if it has one.
+        """Names of the weight and the bias.
 
         Args:
             known: names of all parameters of the body.
@@ -55,23 +55,22 @@ class Cut:
 
 @dataclass(frozen=True)
 class InnerLayers:
-    """What the neuron strategy may cut inside a branch: a row of equal cells, each a hidden neuron or a head.
+    """The layers that the neuron strategy may cut inside a branch. A cell is a hidden neuron or a head.
 
-    All names are of the body, or of the layer if the body is several modules of it.
+    Names are relative to the body, or to the layer if the body consists of several modules.
 
     Args:
         cuts: all layers that the cells run through, at least the output projection.
-        heads: attribute path of the body with the number of cells, for attention that of key/value heads, because
-            the queries that use one go with it; None if each index of a cut is a cell (an MLP's neurons).
-        scaled: attributes of the body that count in proportion to the cells it has, such as GPT-2's `split_size`; of
-            its config, which other layers share, "config.NAME".
-        caches: keyword arguments of the body that hold a key/value cache, which training has no use for; of one that
-            holds several "NAME.ATTRIBUTE", the body's own.
-        tail: submodules of the body that run on its output, such as dropout; each takes and returns one tensor.
-        before: submodules of the body that run before the cells and are not cut, of one that is a single module.
-        per_head: submodules of the body that run on each head alike, such as Qwen3's norms of queries and keys; their
-            parameters are shared by all heads. A body may lack them.
-        by_head: keyword arguments of the body that are None or tensors with the model's heads along dim 1.
+        heads: attribute path of the body with the number of cells. For attention: the number of key/value heads, with
+            which their queries go. None if each index of a cut is a cell (the neurons of an MLP).
+        scaled: attributes of the body in proportion to its number of cells, such as GPT-2's `split_size`; "config.NAME"
+            for attributes of a config that layers share.
+        caches: keyword arguments of the body with a key/value cache; "NAME.ATTRIBUTE" if a cache has several parts.
+        tail: submodules that run on the body's output, such as dropout, from one tensor to one tensor.
+        before: submodules of a single-module body that run before the cells and are not cut.
+        per_head: submodules that are applied to each head, such as Qwen3's norms of queries and keys; their parameters
+            are shared. A body may lack them.
+        by_head: keyword arguments of the body that are None, or tensors with the model's heads along dim 1.
     """
 
     cuts: tuple[Cut, ...]
@@ -86,14 +85,14 @@ class InnerLayers:
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts in a branch's body, of which each token uses some: what they cost is less than what they weigh.
+    """Experts in a branch's body, of which each token uses some.
 
     Args:
-        module: submodule of the body whose parameters have an expert for each index of their first dimension, or a
-            ModuleList of experts.
-        router: submodule of the body that chooses.
-        num_active: attribute path of the body with the number of experts that a token uses.
-        noise: attribute path of the body with the strength of noise that it draws for its input in training.
+        module: submodule of the body whose parameters have experts along the first dimension, or a ModuleList of
+            experts.
+        router: submodule of the body that chooses experts.
+        num_active: attribute path of the body with the number of experts per token.
+        noise: attribute path of the body with the strength of its input noise in training.
     """
 
     module: str
@@ -107,27 +106,26 @@ class Branch:
     """A branch that a skip connection bypasses: `x + after(body(norm(x)))`.
 
     Args:
-        name: of the part, "attention" or "mlp" (a user's model may use other words).
-        norm: submodule of the layer that the branch starts with, or several that run one after the other; each takes
-            and returns one tensor. None if there is none, or if it is not the branch's own: two branches read the same
-            norm, or the norm is on the stream.
-        body: submodule that does the work; or several that run one after the other, each on the output of the one
-            before it, the first if that is a tuple.
-        after: submodules between the body and the addition, such as dropout; each takes and returns one tensor.
-        num_outputs: 1 if `body` returns a tensor, n if it returns a tuple of n whose first is the branch's output; of
-            several modules this is about the first.
-        inner: its neurons or heads; None if only the block strategy is possible, without scaled dense branches.
-        handed_on: what the further outputs of the body are where it is not whole: the keyword argument of the same
-            meaning, which it got from the layer before (T5's position bias), else None.
-        uncut_reason: why there is no `inner`, for the message that refuses the neuron strategy.
-        experts: in the body, if it is a mixture; the bodies of some layers may lack them.
-        when: attribute paths of the layer with the values that they have where it has this branch, or with the type
-            of what is there, for a class whose config decides what it computes; others of the class may have the same
-            name.
-        bypassed: as `when`, where the skip connection is the identity; elsewhere (a projection of it) the branch is no
-            block, and only what is inside can be cut.
-        parameters: of the layer itself that belong to the branch, each read before the last module of `after` runs; a
-            layer may have None there.
+        name: of the part: "attention", "mlp", or your own.
+        norm: submodule of the layer at the start of the branch, or several that run one after the other, from one
+            tensor to one tensor. None without a norm, or if the norm is shared: two branches read it, or it is on the
+            residual stream.
+        body: submodule of the layer; or several that run one after the other, each on the (first) output of the
+            previous one.
+        after: submodules between body and addition, such as dropout, from one tensor to one tensor.
+        num_outputs: 1 if the (first) body returns a tensor, n if it returns a tuple of n, of which the first is the
+            branch's output.
+        inner: neurons or heads; None if only the block strategy without `dense_branch_scale` is possible.
+        handed_on: keyword arguments that a lacking body returns as its further outputs (T5's position bias); other
+            outputs are None.
+        uncut_reason: why there is no `inner`, for error messages.
+        experts: for a mixture of experts; some layers of the class may lack them.
+        when: conditions for a layer to have this branch: attribute paths with a value or a type, for classes whose
+            config decides what they compute. Several branches may have the same name.
+        bypassed: conditions, like `when`, for the skip connection to be the identity. Elsewhere the branch cannot be a
+            block, and can only be cut into neurons.
+        parameters: parameters of the layer itself that belong to the branch, each read before the last module of
+            `after` runs. A layer may have None there.
     """
 
     name: str
@@ -146,55 +144,55 @@ class Branch:
     def __post_init__(self) -> None:
         if not self.body:
             raise ValueError(f"branch {self.name!r}: body: name the submodule that does the work")
-        if self.parameters and not self.after:  # the dense model has them until the last module has run
+        if self.parameters and not self.after:  # the dense model keeps them until the last module has run
             raise ValueError(
                 f"branch {self.name!r}: parameters: name in `after` a submodule that runs once {self.parameters[0]!r} "
-                "was read, or leave the parameter out, and it is shared"
+                "was read, or leave the parameter out to share it"
             )
         names = (*self.modules, *self.parameters)
         again = [name for index, name in enumerate(names) if _is_inside(name, names[:index])]
         if again:
             raise ValueError(
-                f"branch {self.name!r}: {again[0]!r} is named twice, or inside of another module that is named; norm, "
-                "body and after are modules that run one after the other, and parameters those of none of them"
+                f"branch {self.name!r}: {again[0]!r} is named twice, or inside of another named module; norm, body, "
+                "after and parameters must not overlap"
             )
 
     def is_in(self, layer: nn.Module) -> bool:
-        """Whether a layer of the described class has this branch."""
+        """Whether a layer of the described class has this branch (`when`)."""
         return _meets(layer, self.when)
 
     def is_bypassed(self, layer: nn.Module) -> bool:
-        """Whether the skip connection of such a layer is the identity."""
+        """Whether the skip connection of a layer is the identity (`bypassed`)."""
         return _meets(layer, self.bypassed)
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """Submodules of the layer before the bodies, in the order in which they run."""
+        """Submodules of the layer before the bodies, in forward order."""
         return (self.norm,) if isinstance(self.norm, str) else self.norm or ()
 
     @property
     def bodies(self) -> tuple[str, ...]:
-        """Submodules of the layer that do the work, in the order in which they run."""
+        """Bodies: submodules of the layer, in forward order."""
         return (self.body,) if isinstance(self.body, str) else self.body
 
     @property
     def root(self) -> str:
-        """Submodule of the layer that the names of `inner` start at; empty for the layer itself."""
+        """Submodule of the layer to which names of `inner` are relative; empty for the layer itself."""
         return self.body if isinstance(self.body, str) else ""
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Submodules of the layer that belong to the branch, in the order in which they run."""
+        """Submodules of the layer that belong to the branch, in forward order."""
         return (*self.norms, *self.bodies, *self.after)
 
     @property
     def num_outputs_of_modules(self) -> tuple[int, ...]:
-        """Of each of `modules`; 0 for one that passes its input on where the branch is lacking."""
+        """Number of outputs of each of `modules`; 0 for modules that pass their input on if the branch is lacking."""
         return tuple(self.num_outputs if name == self.bodies[0] else 0 for name in self.modules)
 
 
 def attribute(module: nn.Module, path: str) -> Any:
-    """What is at an attribute path of a module, such as "config.num_key_value_heads"; AttributeError if nothing is."""
+    """Value at an attribute path of a module, such as "config.num_key_value_heads"; AttributeError without it."""
     return reduce(getattr, path.split("."), module)
 
 

@@ -1,7 +1,7 @@
-"""The convolutional families of Transformers (read in 5.23.0), by the qualified name of their layer class.
+"""The convolutional families of Transformers 5.23.0, by the qualified name of their layer class.
 
-What a layer has up to the addition is its branch; the activation after it is on the stream. Where the skip connection
-projects (a stage's first layer), the branch is no block, but its inner channels are cut as anywhere.
+The branch ends at the addition; the activation after it is on the residual stream. If the skip connection projects (the
+first layer of a stage), the branch cannot be a block, but its inner channels can be cut.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _BYPASSED = (("shortcut", nn.Identity),)
 
 
 def _cut_before(last: int) -> InnerLayers:
-    """Cells are what the last convolution but one puts out; the norm after the last runs on the sum over all."""
+    """Cells are the output channels of the second to last convolution; the last norm runs on the sum over all."""
     return InnerLayers(
         (
             Cut(f"{last - 1}.convolution", 0),
@@ -27,7 +27,7 @@ def _cut_before(last: int) -> InnerLayers:
 
 
 _BASIC = (Branch("convolution", body="layer", inner=_cut_before(1), bypassed=_BYPASSED),)
-# Its 3x3 convolution lies between two inner widths: with both cut, its pieces would belong to two units each.
+# The 3x3 convolution of a bottleneck is cut along its outputs only: otherwise its pieces would belong to two units.
 _BOTTLENECK = (Branch("convolution", body="layer", inner=_cut_before(2), bypassed=_BYPASSED),)
 
 CONVOLUTIONAL: dict[str, tuple[Branch, ...]] = {

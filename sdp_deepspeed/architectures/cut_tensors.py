@@ -1,4 +1,4 @@
-"""The tensors that run over a branch's neurons or heads, and how each is cut."""
+"""Tensors over a branch's neurons or heads, and how they are cut."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sdp_deepspeed.units import Kind, Piece
 
 @dataclass(frozen=True)
 class CutTensor:
-    """A weight, a bias or running statistics that run over the cells of a branch.
+    """A weight, bias or running statistic over the cells of a branch.
 
     Args:
         cut: the layer that it belongs to, and how it is cut.
         parameter: dense name.
         dim: stored dimension that runs over the cells.
         size: number of indices along `dim`.
-        shares: of each of its blocks, what its width is in proportion to.
+        shares: number in proportion to the width of each block.
         kind: "parameter" or "buffer".
     """
 
@@ -33,13 +33,13 @@ class CutTensor:
     kind: Kind = "parameter"
 
     def has_blocks_of(self, num_cells: int) -> bool:
-        """Whether each block divides into so many cells of one width."""
+        """Whether each block divides into `num_cells` cells of equal width."""
         return num_cells > 0 and all(
             self.size * share % (sum(self.shares) * num_cells) == 0 and share for share in self.shares
         )
 
     def pieces(self, cells: range, num_cells: int) -> list[Piece]:
-        """The pieces of a stretch of cells, one per block."""
+        """Pieces of a range of cells, one per block."""
         result, start = [], 0
         for share in self.shares:
             block = self.size * share // sum(self.shares)
@@ -51,14 +51,14 @@ class CutTensor:
 
 
 def cut_tensors_of(root_name: str, root: nn.Module, cut: Cut) -> list[CutTensor]:
-    """Of one layer of a body, in live shapes; none if the body lacks the layer, and may.
+    """Tensors of one layer of a body, from live shapes; none if an optional layer is missing.
 
     Args:
-        root_name: dense name of the module that `cut` is named from.
+        root_name: dense name of the module to which names of `cut` are relative.
 
     Raises:
-        AttributeError: there is no such submodule.
-        ValueError: it has no weight, or one that is not cut as described.
+        AttributeError: the submodule is missing.
+        ValueError: it has no weight, or one that does not fit the description.
     """
     parameters = dict(root.named_parameters())
     weight, bias = cut.names(parameters)
@@ -83,7 +83,7 @@ def cut_tensors_of(root_name: str, root: nn.Module, cut: Cut) -> list[CutTensor]
 
 
 def _module_of(root: nn.Module, cut: Cut) -> nn.Module | None:
-    """None where a body may, and does, lack it."""
+    """The module of a cut; None if it is optional and missing."""
     try:
         return root.get_submodule(cut.module)
     except AttributeError:
@@ -93,19 +93,18 @@ def _module_of(root: nn.Module, cut: Cut) -> nn.Module | None:
 
 
 def _vectors(name: str, norm: nn.Module, cut: Cut) -> list[CutTensor]:
-    """Of a batch norm, those that it has."""
+    """Tensors of a batch norm."""
     vectors: list[tuple[Kind, str, torch.Tensor]] = [("parameter", path, p) for path, p in norm.named_parameters()]
     vectors += [("buffer", path, buffer) for path, buffer in norm.named_buffers() if buffer.dim()]
     return [CutTensor(cut, f"{name}.{path}", 0, len(vector), kind=kind) for kind, path, vector in vectors]
 
 
 def _check_groups(name: str, convolution: Any, cut: Cut) -> None:
-    """Channels of a group read those of their group alone, so they cannot be cut as those of all are; but one that runs
-    on each channel by itself is cut with its channels."""
+    """Raise ValueError for grouped convolutions, except depthwise ones: channels read only those of their group."""
     groups = convolution.groups
     is_depthwise = groups == convolution.in_channels == convolution.out_channels
     if groups > 1 and not (is_depthwise and cut.dim == 0 and not cut.is_output):
         raise ValueError(
-            f"{name} is a {type(convolution).__name__} in {groups} groups, whose channels do not all read the same: "
-            "only one that runs on each channel by itself is cut, along dim 0, between two others"
+            f"{name} is a {type(convolution).__name__} with {groups} groups; only depthwise convolutions can be cut, "
+            "along dim 0, between two other cuts"
         )

@@ -1,4 +1,4 @@
-"""The decoder families of Transformers (read in 5.23.0), by the qualified name of their layer class."""
+"""The decoder families of Transformers 5.23.0, by the qualified name of their layer class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MLP = Branch("mlp", norm="post_attention_layernorm", body="mlp", inner=GATED)
 _LLAMA = (ATTENTION, _MLP)
 _GLM = (ATTENTION, replace(_MLP, inner=_FUSED_GATE))
 
-# A norm before and after each branch: both are the branch's own.
+# Norms before and after each branch belong to the branch.
 _GEMMA2 = (
     replace(ATTENTION, after=("post_attention_layernorm",)),
     replace(_MLP, norm="pre_feedforward_layernorm", after=("post_feedforward_layernorm",)),
@@ -29,7 +29,7 @@ _GLM4 = (
     replace(ATTENTION, after=("post_self_attn_layernorm",)),
     replace(_MLP, after=("post_mlp_layernorm",), inner=_FUSED_GATE),
 )
-# A norm after each branch only. That of queries and keys is one over all heads.
+# Norms after each branch only; the norms of queries and keys run over all heads.
 _OLMO2 = (
     replace(
         ATTENTION,
@@ -41,14 +41,14 @@ _OLMO2 = (
     replace(_MLP, norm=None, after=("post_feedforward_layernorm",)),
 )
 _STARCODER2 = (ATTENTION, replace(_MLP, inner=InnerLayers((Cut("c_fc", 0), Cut("c_proj", 1, is_output=True)))))
-# One norm for both branches, which is neither's own: shared.
+# Both branches read one norm, which is shared.
 _COHERE = (
     replace(
         ATTENTION,
         norm=None,
         inner=replace(
             QKVO,
-            # Weights of their own for each head.
+            # Separate weights for each head.
             cuts=(*QKVO.cuts, Cut("q_norm", 0, optional=True), Cut("k_norm", 0, optional=True)),
             per_head=(),
         ),
@@ -96,7 +96,7 @@ _STABLELM = (
     replace(_MLP, norm=None, after=("dropout",), when=(_ONE_NORM,)),
 )
 
-# The MLP's layers are the decoder layer's own.
+# The layers of the MLP are children of the decoder layer.
 _OPT_ATTENTION = Branch(
     "attention",
     norm="self_attn_layer_norm",
@@ -119,7 +119,7 @@ _NORM_BEFORE, _NORM_AFTER = (("do_layer_norm_before", True),), (("do_layer_norm_
 _OPT = (
     replace(_OPT_ATTENTION, when=_NORM_BEFORE),
     replace(_OPT_MLP, when=_NORM_BEFORE),
-    # The norms are on the stream, after the addition: shared.
+    # Norms after the addition, on the residual stream, are shared.
     replace(_OPT_ATTENTION, norm=None, when=_NORM_AFTER),
     replace(_OPT_MLP, norm=None, when=_NORM_AFTER),
 )
@@ -146,7 +146,7 @@ _GPT2 = (
         inner=InnerLayers((Cut("c_fc", 1), Cut("c_proj", 0, is_output=True)), tail=("dropout",)),
     ),
 )
-# One description for both forms: in the parallel one both branches read the layer's input.
+# Serial and parallel form: in the latter both branches read the layer's input.
 _GPT_NEOX = (
     Branch(
         "attention",

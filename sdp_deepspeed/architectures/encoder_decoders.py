@@ -1,7 +1,7 @@
-"""The encoder-decoder families of Transformers (read in 5.23.0), by the qualified name of their layer class.
+"""The encoder-decoder families of Transformers 5.23.0, by the qualified name of their layer class.
 
-The first layer's self-attention of T5 makes the position bias of all layers: it is in no unit. What makes no bias of
-its own hands on the one that it got, and uses what that has for its heads.
+The self-attention of T5's first layer computes the position bias of all layers, so it is shared. Other layers pass on
+the bias that they receive, and use the part for their heads.
 """
 
 from __future__ import annotations

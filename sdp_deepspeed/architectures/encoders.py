@@ -1,14 +1,14 @@
-"""The encoder families of Transformers (read in 5.23.0), by the qualified name of their layer class.
+"""The encoder families of Transformers 5.23.0, by the qualified name of their layer class.
 
-BERT normalizes the stream after each addition: that norm is in no branch. A rank that lacks a branch adds nothing
-before the norm.
+BERT normalizes the residual stream after each addition. That norm is shared: a rank that lacks a branch adds nothing
+before it.
 """
 
 from __future__ import annotations
 
 from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
 
-# One that attends to an encoder too has a branch more.
+# Layers with cross-attention have another branch.
 _ENCODER = (("add_cross_attention", False),)
 _BERT = (
     Branch(
@@ -35,7 +35,7 @@ _BERT = (
         when=_ENCODER,
     ),
 )
-# The first layer has no norm before its attention.
+# The first layer has no norm before attention.
 _MODERNBERT = (
     Branch(
         "attention",

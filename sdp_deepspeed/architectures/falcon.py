@@ -1,4 +1,4 @@
-"""Falcon (Transformers 5.23.0): its config decides where norms are, and how heads lie in one fused projection."""
+"""Falcon (Transformers 5.23.0): its config decides the position of norms, and the layout of the fused projection."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MLP = Branch(
     body="mlp",
     inner=InnerLayers((Cut("dense_h_to_4h", 0), Cut("dense_4h_to_h", 1, is_output=True))),
 )
-# Where both branches read one norm, it is neither's own: shared.
+# A norm that both branches read is shared.
 _NORMS: tuple[tuple[str | None, str | None, dict[str, Any]], ...] = (
     ("ln_attn", "ln_mlp", {"new_decoder_architecture": True, "parallel_attn": True, "num_ln_in_parallel_attn": 2}),
     (None, None, {"new_decoder_architecture": True, "parallel_attn": True, "num_ln_in_parallel_attn": 1}),

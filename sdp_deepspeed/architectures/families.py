@@ -1,5 +1,4 @@
-"""All families that the package describes, by the qualified name of their layer class; the data is in one file for each
-kind of model."""
+"""All described families, by the qualified name of their layer class."""
 
 from __future__ import annotations
 
@@ -29,14 +28,13 @@ FAMILIES: dict[str, tuple[Branch, ...]] = {
 }
 
 
-# Files whose modules every family may have inside of a layer, besides those of its own.
+# Files whose modules may occur inside the layers of any family.
 _COMMON = ("torch.nn.", "torchvision.ops.", "transformers.activations", "transformers.pytorch_utils")
 
 
 def is_of_package(layer: nn.Module) -> bool:
-    """Whether the description that a layer takes is one of FAMILIES, and not a user's, and the layer consists of the
-    modules that it was written for: from the file of the described class, or building blocks of the hosts, none with
-    another `forward` than in its source."""
+    """Whether a layer uses a description of FAMILIES, and consists of the modules that it was written for: from the
+    file of the described class, or common building blocks, with their original `forward`."""
     name = described_as(type(layer))
     if name not in FAMILIES or branches_of(type(layer)) != FAMILIES[name]:
         return False

@@ -1,8 +1,9 @@
-"""What each weight of a model costs that takes images: in convolutional and hierarchical models, stages run at
-different numbers of positions.
+"""FLOPs of each weight of an image model: in convolutional and hierarchical models, stages run at different numbers of
+positions.
 
-A copy of the model without storage runs once on one image, and each product is counted for the weight in it. Integers
-only, and the same on every rank: plans are compared by hash. Products without weights (attention scores) are left out.
+A copy of the model without storage runs once on one image, and each product is attributed to its weight. Results are
+integers and equal on every rank, since plans are compared by hash. Products without weights (attention scores) are
+omitted.
 """
 
 from __future__ import annotations
@@ -28,23 +29,22 @@ _DEFAULT_SIZE = 224
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
 
-# By model, of which later only the names of parameters count: it is asked about again when plans change, and by then it
-# is masked and runs otherwise.
+# Cached by model: when plans change, the model is masked and would run differently.
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[frozenset[str], Mapping[str, Fraction] | None]] = WeakKeyDictionary()
 
 
 def flops_per_element(model: nn.Module) -> Mapping[str, Fraction] | None:
-    """FLOPs of one image for an element of each parameter, multiply and add counted as two, by dense name: twice the
-    number of positions that a matrix or kernel is applied at.
+    """FLOPs per image and parameter element, by dense name: twice the number of positions where a matrix or kernel is
+    applied.
 
-    The image has the size that the model or its config says (`image_size`), or 224 x 224. Nothing of the model changes,
-    and no random number is drawn. Not a collective; all ranks find the same.
+    The image has the size in the model or its config (`image_size`), or 224 x 224. The model and random state are
+    unchanged. Not collective; all ranks get the same result.
 
     Args:
-        model: whole, on any device or without storage. One that was asked about before may be masked by now.
+        model: whole, on any device, also meta; masked if the result is cached.
 
     Returns:
-        None for a model that does not take images, and, with one warning, for one that cannot be run like that.
+        None for a model that does not take images, and, with a warning, for one that cannot be run like this.
     """
     if not takes_images(model):
         return None
@@ -56,7 +56,7 @@ def flops_per_element(model: nn.Module) -> Mapping[str, Fraction] | None:
 
 
 def takes_images(model: nn.Module) -> bool:
-    """Whether a model says so (`main_input_name`), or, where it says nothing, begins with a convolution over images."""
+    """Whether `main_input_name` says so, or else the model begins with a 2-d convolution."""
     name = getattr(model, "main_input_name", None)
     if name is not None:
         return bool(name == "pixel_values")
@@ -64,7 +64,7 @@ def takes_images(model: nn.Module) -> bool:
 
 
 def image_shape(model: nn.Module) -> tuple[int, int, int]:
-    """Channels, height and width of the images that a model takes."""
+    """Channels, height and width of a model's images."""
     config: Any = getattr(model, "config", None)
     first = _first_with_weights(model)
     size: Any = getattr(config, "image_size", None) or getattr(model, "image_size", None) or _DEFAULT_SIZE
@@ -74,16 +74,18 @@ def image_shape(model: nn.Module) -> tuple[int, int, int]:
 
 
 def _first_with_weights(model: nn.Module) -> nn.Module | None:
-    leaves = (m for m in model.modules() if not any(True for _ in m.children()))  # others have position embeddings
+    leaves = (
+        m for m in model.modules() if not any(True for _ in m.children())
+    )  # other modules may have position embeddings
     return next((m for m in leaves if any(p.dim() > 1 for p in m.parameters(recurse=False))), None)
 
 
 def _count_or_warn(model: nn.Module) -> dict[str, Fraction] | None:
     try:
         return _count(model)
-    except Exception as problem:  # of the user's code, which takes other inputs, or reads values
+    except Exception as problem:  # of user code with other inputs, or that reads values
         warnings.warn(
-            f"what an image costs in each layer could not be counted ({type(problem).__name__}: {problem}): units are "
+            f"FLOPs per layer could not be counted ({type(problem).__name__}: {problem}): units are "
             f"balanced as if all layers ran at equally many positions. An assignment of your own ({KEY}.assignment: a "
             "plan's path) may balance them better",
             stacklevel=4,
@@ -94,7 +96,7 @@ def _count_or_warn(model: nn.Module) -> dict[str, Fraction] | None:
 def _count(model: nn.Module) -> dict[str, Fraction]:
     stand_ins = {id(tensor): _without_storage(tensor) for tensor in chain(model.parameters(), model.buffers())}
     copy = deepcopy(model, dict[int, Any](stand_ins)).eval()
-    for module in copy.modules():  # what hosts and compilers put there may run the original
+    for module in copy.modules():  # wrappers of hosts and compilers may run the original
         vars(module).pop("forward", None)
     parameters = list(copy.parameters())
     image = torch.empty(1, *image_shape(model), dtype=parameters[0].dtype, device="meta")
@@ -113,13 +115,13 @@ def _without_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Products(TorchDispatchMode):
-    """Counts the FLOPs of products by the weight in them, also where it is transposed, cast, normalized or a part."""
+    """Counts FLOPs of products by weight, also if it is transposed, cast, normalized or sliced."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._origin = {_storage(parameter): parameter for parameter in parameters}
         self._flops = {_storage(parameter): 0 for parameter in parameters if parameter.dim() > 1}
-        self._made: list[torch.Tensor] = []  # alive, so that no other gets its address
+        self._made: list[torch.Tensor] = []  # kept alive, so that addresses are unique
 
     def flops_of(self, parameter: torch.Tensor) -> int:
         return self._flops.get(_storage(parameter), 0)
@@ -134,7 +136,7 @@ class _Products(TorchDispatchMode):
         if formula is not None:
             for storage in {_storage(parameter) for parameter in known} & self._flops.keys():
                 self._flops[storage] += int(formula(*args, **(kwargs or {}), out_val=result))
-        elif known and len(known) == len(origins):  # what is made of parameters alone stands for the largest
+        elif known and len(known) == len(origins):  # a function of parameters alone counts for the largest
             self._follow(max(known, key=torch.Tensor.numel), result)
         return result
 

@@ -1,4 +1,4 @@
-"""Where a live model's described branches are, which pieces belong to each, and how they may be cut."""
+"""Locate the described branches in a live model, with their pieces and cuts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class LocatedBranch:
 
     Args:
         layer: dense name of its layer, as in `named_modules()`.
-        description: of the branch, by its class.
+        description: of the branch.
         pieces: all of the branch's parameters and buffers, whole.
         num_cells: neurons or heads (key/value heads) inside; 0 if the description names none.
-        cut_tensors: what runs over them.
-        uncuttable_reason: why this branch cannot be cut, if it cannot: its layers are not as described.
-        is_bypassed: whether the skip connection is the identity, so that a worker may lack the branch as a whole.
+        cut_tensors: tensors over these.
+        uncuttable_reason: why this branch cannot be cut; empty if it can.
+        is_bypassed: whether the skip connection is the identity, so that the branch can be a block.
     """
 
     layer: str
@@ -45,27 +45,27 @@ class LocatedBranch:
 
     @property
     def bodies(self) -> tuple[str, ...]:
-        """Dense names of the modules that do the work, in the order in which they run."""
+        """Dense names of the bodies, in forward order."""
         return tuple(f"{self.layer}.{name}" for name in self.description.bodies)
 
     @property
     def root(self) -> str:
-        """Dense name of the module that the names of the description's `inner` start at."""
+        """Dense name of the module to which names of `inner` are relative."""
         return f"{self.layer}.{self.description.root}".rstrip(".")
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Dense names of those that are the layer's own."""
+        """Dense names of the layer's own parameters in the branch."""
         inside = {piece.parameter for piece in self.pieces}
         return tuple(name for path in self.description.parameters if (name := f"{self.layer}.{path}") in inside)
 
     def pieces_of_cells(self, cells: range) -> tuple[Piece, ...]:
-        """The pieces of a stretch of cells, in model order of their tensors."""
+        """Pieces of a range of cells, in model order."""
         return tuple(piece for tensor in self.cut_tensors for piece in tensor.pieces(cells, self.num_cells))
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Dense module names in the order in which they run."""
+        """Dense names of the modules, in forward order."""
         return tuple(f"{self.layer}.{name}" for name in self.description.modules)
 
 
@@ -73,8 +73,8 @@ def locate_branches(model: nn.Module) -> list[LocatedBranch]:
     """All residual branches of the described layers, in model order.
 
     Raises:
-        ValueError: no layer is described, one runs other code than its description is of, a described submodule is
-            missing, or a branch shares a tensor with another part of the model.
+        ValueError: no layer is described, a layer runs other code than its description was written for, a described
+            submodule is missing, or a branch shares a tensor with another part of the model.
     """
     branches = []
     for name, module in model.named_modules():
@@ -82,7 +82,7 @@ def locate_branches(model: nn.Module) -> list[LocatedBranch]:
             located = LocatedBranch(name, branch, _pieces(name, module, branch), is_bypassed=branch.is_bypassed(module))
             try:
                 num_cells, cut_tensors = _cells(name, module, branch)
-            except (AttributeError, ValueError) as problem:  # of no concern to the block strategy
+            except (AttributeError, ValueError) as problem:  # irrelevant for the block strategy
                 branches.append(replace(located, uncuttable_reason=f"{problem}"))
             else:
                 branches.append(replace(located, num_cells=num_cells, cut_tensors=cut_tensors))
@@ -94,15 +94,15 @@ def locate_branches(model: nn.Module) -> list[LocatedBranch]:
 
 
 def _refuse_common_modules(model: nn.Module, branches: Sequence[LocatedBranch]) -> None:
-    """A rank that lacks one of two branches would lack the module in the other, too."""
+    """Raise ValueError for modules in two branches."""
     owners: dict[nn.Module, str] = {}
     for branch in branches:
         for name in branch.modules:
             module = model.get_submodule(name)
             if owners.setdefault(module, branch.name) != branch.name:
                 raise ValueError(
-                    f"{name!r} is the same {type(module).__name__} in the branches {owners[module]} and {branch.name}: "
-                    "give each branch a module of its own"
+                    f"{name!r} is the same {type(module).__name__} in the branches {owners[module]} and {branch.name}; "
+                    "give each branch a separate module"
                 )
 
 
@@ -113,8 +113,8 @@ def _pieces(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[Piece, .
             module = layer.get_submodule(path)
         except AttributeError:
             raise ValueError(
-                f"{layer_name} ({type(layer).__name__}) has no submodule {path!r}, which the description of its "
-                f"branch {branch.name!r} names; its submodules are {[name for name, _ in layer.named_children()]}"
+                f"{layer_name} ({type(layer).__name__}) has no submodule {path!r}, which its description names in "
+                f"{branch.name!r}; its submodules are {[name for name, _ in layer.named_children()]}"
             ) from None
         prefix = f"{layer_name}.{path}"
         pieces += [Piece(name, None, 0, p.numel()) for name, p in module.named_parameters(prefix)]
@@ -123,7 +123,7 @@ def _pieces(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[Piece, .
 
 
 def _own_pieces(layer_name: str, layer: nn.Module, branch: Branch) -> list[Piece]:
-    """Parameters of the layer itself that belong to a branch."""
+    """Pieces of a branch that are parameters of the layer itself."""
     pieces = []
     for path in branch.parameters:
         try:
@@ -132,8 +132,8 @@ def _own_pieces(layer_name: str, layer: nn.Module, branch: Branch) -> list[Piece
             parameter = layer
         if parameter is not None and not isinstance(parameter, nn.Parameter):
             raise ValueError(
-                f"{layer_name} ({type(layer).__name__}) has no parameter {path!r}, which the description of its branch "
-                f"{branch.name!r} names; its own are {[name for name, _ in layer.named_parameters(recurse=False)]}"
+                f"{layer_name} ({type(layer).__name__}) has no parameter {path!r}, which its description names in "
+                f"{branch.name!r}; its own are {[name for name, _ in layer.named_parameters(recurse=False)]}"
             )
         if parameter is not None:
             pieces.append(Piece(f"{layer_name}.{path}", None, 0, parameter.numel()))
@@ -141,7 +141,7 @@ def _own_pieces(layer_name: str, layer: nn.Module, branch: Branch) -> list[Piece
 
 
 def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tuple[CutTensor, ...]]:
-    """Number of cells of a branch, and its tensors that run over them; an error if they are not as described."""
+    """Number of cells of a branch, and the tensors over them; raises if they do not fit the description."""
     if branch.inner is None:
         raise ValueError(
             branch.uncut_reason
@@ -150,7 +150,7 @@ def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tupl
     root_name, root = f"{layer_name}.{branch.root}".rstrip("."), layer.get_submodule(branch.root)
     tensors = [tensor for cut in branch.inner.cuts for tensor in cut_tensors_of(root_name, root, cut)]
     heads = branch.inner.heads
-    # Experts and a shared expert beside them have different numbers of neurons: a cell is some of each.
+    # Experts and shared experts have different numbers of neurons: a cell is some of each.
     widths = {tensor.size for tensor in tensors if tensor.cut.is_output} or {tensors[0].size}
     num_cells = gcd(*widths) if heads is None else int(attribute(root, heads))
     for tensor in tensors:
@@ -160,7 +160,7 @@ def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tupl
         if not is_of_neurons or not tensor.has_blocks_of(num_cells):
             raise ValueError(
                 f"{tensor.parameter} has {tensor.size} indices along dim {tensor.dim}, which do not divide into "
-                f"{_blocks_in_words(tensor)} x {num_cells} cells of the branch {branch.name!r}: correct its description"
+                f"{_blocks_in_words(tensor)} x {num_cells} cells of the branch {branch.name!r}; correct its description"
             )
     bodies = {name: layer.get_submodule(name) for name in branch.bodies}
     inside = {
@@ -179,7 +179,7 @@ def _blocks_in_words(tensor: CutTensor) -> str:
 def _refuse_other_tensors(
     root_name: str, inside: Mapping[str, nn.Module], root: nn.Module, branch: Branch, sizes: Collection[int]
 ) -> None:
-    """A norm over the neurons, such as a BatchNorm, has an element for each of them, and would meet fewer."""
+    """Raise ValueError for other tensors with an element per neuron, such as those of a norm over neurons."""
     inner = branch.inner
     assert inner is not None
     paths = {*(cut.module for cut in inner.cuts), *inner.per_head, *inner.tail}
@@ -195,11 +195,11 @@ def _refuse_other_tensors(
             is_known = {name, tensor_name} & known or f"{tensor_name}.".startswith(before)
             if is_known or tensor.dim() != 1 or len(tensor) not in sizes:
                 continue
-            # Of heads, or where the output is as wide, a vector of this size may be one over the output.
+            # With heads, or if the output has the same width, such a vector may run over the output.
             if isinstance(module, BATCH_NORMS) or (inner.heads is None and outputs != {len(tensor)}):
                 raise ValueError(
-                    f"{name} ({type(module).__name__}) has an element for each of the {len(tensor)} neurons and "
-                    "is not cut with them: use the block strategy for this part"
+                    f"{name} ({type(module).__name__}) has an element for each of the {len(tensor)} neurons, but is "
+                    "not cut; use the block strategy for this part"
                 )
 
 
@@ -213,6 +213,6 @@ def _refuse_tied(model: nn.Module, branches: Sequence[LocatedBranch]) -> None:
         place = inside.get(name, "the shared part")
         if owners.setdefault(id(tensor), place) != place:
             raise ValueError(
-                f"{name!r} is the same tensor in {owners[id(tensor)]} and in {place}: a unit must not share "
-                "tensors; untie them, or do not describe this layer"
+                f"{name!r} is the same tensor in {owners[id(tensor)]} and in {place}; untie them, or do not describe "
+                "this layer"
             )

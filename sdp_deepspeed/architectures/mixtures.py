@@ -1,7 +1,12 @@
-"""The mixtures of experts of Transformers (read in 5.23.0), by the qualified name of their layer class.
+"""Mixtures of experts of Transformers 5.23.0, by the qualified name of their layer class.
 
 Transformers stores all experts of a layer in two tensors, [expert, out, in]. Some layers of a model may have an MLP
-instead. README.md says what a unit is there, and why.
+instead.
+
+A block unit is the whole branch with norm, router and experts, so that tokens are routed as in the dense model. Single
+experts are not units: a rank without one could not send tokens anywhere, since routers normalize over the experts that
+they choose. A neuron unit is the same share of the neurons of every expert; router, norms and output biases are shared,
+so routing is the dense model's there, too.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from sdp_deepspeed.architectures.branch import Branch, Cut, Experts, InnerLayers
 from sdp_deepspeed.architectures.decoders import ATTENTION, GATED, QKVO
 
 _ROUTED = (Cut("experts.gate_up_proj", 1, blocks=2), Cut("experts.down_proj", 2, is_output=True))
-# Multi-head latent attention: the projections to the latent space, and the norms there, are all heads'.
+# Multi-head latent attention: projections to the latent space, and norms there, are shared by all heads.
 _LATENT = InnerLayers(
     (
         Cut("q_proj", 0, optional=True),
@@ -26,7 +31,7 @@ _LATENT = InnerLayers(
 
 
 def _mixture(shared: str | None = None, noise: str | None = None) -> Branch:
-    """Of gated experts, with an MLP beside them that every token uses, or an MLP in their place."""
+    """A branch of gated experts, optionally with a shared expert, or with an MLP in their place."""
     beside = [replace(cut, module=f"{shared}.{cut.module}") for cut in GATED.cuts if shared]
     cuts = tuple(replace(cut, optional=True) for cut in (*_ROUTED, *beside, *GATED.cuts))
     experts = Experts("experts", "gate", "gate.top_k", noise)
@@ -34,7 +39,7 @@ def _mixture(shared: str | None = None, noise: str | None = None) -> Branch:
 
 
 _DEEPSEEK = (replace(ATTENTION, inner=_LATENT), _mixture("shared_experts"))
-# A sink is a logit of each query head. Gates and ups alternate, and matrices are stored [expert, in, out].
+# Sinks are a logit per query head. Gates and ups alternate; matrices are stored as [expert, in, out].
 _GPT_OSS = (
     replace(ATTENTION, inner=replace(QKVO, cuts=(*QKVO.cuts, Cut("sinks", 0)))),
     Branch(

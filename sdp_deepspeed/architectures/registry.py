@@ -1,4 +1,4 @@
-"""Layer classes that are described, by qualified name, so that nothing has to be imported to describe it."""
+"""Registry of described layer classes, by qualified name, so that describing imports nothing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sdp_deepspeed.messages import listed
 
 @dataclass(frozen=True)
 class _Description:
-    """What a class was described as.
+    """Description of a class.
 
     Args:
-        branches: in the order in which they run.
-        code: what the class ran then; None if it was described by name.
+        branches: in forward order.
+        code: methods of the class at that time; None if it was described by name.
     """
 
     branches: tuple[Branch, ...]
@@ -30,40 +30,46 @@ _DESCRIPTIONS: dict[str, _Description] = {}
 
 
 def register(layer_class: type | str, *branches: Branch) -> None:
-    """Describe a layer class; a second description of the same class replaces the first. It holds for the code that
-    the class has now, and for subclasses that run the same.
+    """Describe the residual branches of a layer class. A second call for the same class replaces the first.
+
+    The description applies to the current code of the class, and to subclasses that run the same code.
 
     Args:
         layer_class: the class, or its qualified name "package.module.Class".
-        branches: its residual branches in the order in which they run.
+        branches: residual branches in forward order.
+
+    Raises:
+        ValueError: no branches, or branches with the same name and conditions.
     """
     name = layer_class if isinstance(layer_class, str) else _qualified(layer_class)
     if not branches or len({(branch.name, branch.when) for branch in branches}) < len(branches):
-        raise ValueError(f"{name}: give one or more branches with different names, got {[b.name for b in branches]}")
+        raise ValueError(
+            f"{name}: got branches {[b.name for b in branches]}, expected one or more with different names"
+        )
     _DESCRIPTIONS[name] = _Description(branches, None if isinstance(layer_class, str) else code_of(layer_class))
 
 
 def described_as(layer_class: type) -> str:
-    """Qualified name of a class, or of its nearest base class, that is described; empty if there is none."""
+    """Qualified name of a class or its nearest base class that is described; empty without."""
     base = _described_base(layer_class)
     return "" if base is None else _qualified(base)
 
 
 def branches_of(layer_class: type) -> tuple[Branch, ...] | None:
-    """The description of a class or of the nearest described base class, None if there is none."""
+    """Branches of a class or its nearest described base class; None without."""
     base = _described_base(layer_class)
     return None if base is None else _DESCRIPTIONS[_qualified(base)].branches
 
 
 def branches_in(name: str, layer: nn.Module) -> tuple[Branch, ...]:
-    """Branches of a module, none if it is no described layer.
+    """Branches of a module; empty if it is not a described layer.
 
     Args:
         name: of the layer, for messages.
 
     Raises:
-        ValueError: it runs other code than the class that is described, has a form that is not described, or does not
-            say which it has.
+        ValueError: the layer runs other code than the described class, its form is not described, or it lacks an
+            attribute that decides the form.
     """
     base = _described_base(type(layer))
     if base is None:
@@ -76,8 +82,8 @@ def branches_in(name: str, layer: nn.Module) -> tuple[Branch, ...]:
             branch.is_bypassed(layer)
     except AttributeError as problem:
         raise ValueError(
-            f"{name!r}: the description of {type(layer).__name__} asks for an attribute (`when`, `bypassed`) that this "
-            f"one lacks: {problem}. {how_to_describe(layer)}"
+            f"{name!r}: the description of {type(layer).__name__} uses an attribute (`when`, `bypassed`) that this "
+            f"layer lacks: {problem}. {how_to_describe(layer)}"
         ) from None
     names = [branch.name for branch in branches]
     if not branches:
@@ -88,20 +94,22 @@ def branches_in(name: str, layer: nn.Module) -> tuple[Branch, ...]:
             f"{listed(known, separator='; ')}. {how_to_describe(layer)}"
         )
     if len({*names}) < len(names):
-        raise ValueError(f"{name!r}: of the branches {names} of {type(layer).__name__} only one of each name may fit")
+        raise ValueError(
+            f"{name!r}: the branches {names} of {type(layer).__name__} apply, expected different names; correct `when`"
+        )
     return branches
 
 
 def how_to_describe(layer: nn.Module) -> str:
-    """What a user writes to describe the class of a layer, with the names that the layer has."""
+    """Instructions to describe the class of a layer, with names of its submodules."""
     children = ", ".join(name for name, child in layer.named_children() if any(True for _ in child.parameters()))
     return (
-        "If each of its branches is x + after(body(norm(x))), describe it before deepspeed.initialize or fully_shard, "
-        f"with names of its submodules ({children}) for NORM and BODY:\n"
+        "If each branch is x + after(body(norm(x))), describe it before deepspeed.initialize or fully_shard, with "
+        f"names of submodules ({children}) for NORM and BODY:\n"
         "from sdp_deepspeed.architectures import Branch, register\n"
         f'register("{_qualified(type(layer))}",\n'
         '         Branch("attention", norm="NORM", body="BODY"), Branch("mlp", norm="NORM", body="BODY"))\n'
-        "(more: sdp_deepspeed/architectures/README.md)"
+        "(see docs/guide.md)"
     )
 
 

@@ -1,8 +1,8 @@
-"""ResNets for small images: Transformers' own layers behind a 3x3 stem without pooling, widened on request.
+"""ResNets for small images: Transformers' layers behind a 3x3 stem without pooling, optionally wider.
 
-The stem of Transformers' ResNet takes three quarters of each side away before the first layer, which leaves 8 of the 32
-pixels of CIFAR. Its layers are untouched, so their description (`convolutional.py`) holds here too. Importing this
-module registers the model type with Transformers' automatic classes.
+The stem of Transformers' ResNet reduces each side by a factor of four before the first layer, which leaves 8 of the 32
+pixels of CIFAR. The layers are unchanged, so their description (`convolutional.py`) applies. Importing this module
+registers the model type with Transformers' auto classes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ MODEL_TYPE = "sdp_small_image_resnet"
 
 @strict
 class SmallImageResNetConfig(ResNetConfig):
-    """A ResNet-18 unless told otherwise. `hidden_sizes` follows from the next two and cannot be given.
+    """Config of the model; by default a ResNet-18. `hidden_sizes` follows from the arguments.
 
     Args:
         stage_sizes: channels of each stage before widening.
-        width_factor: times as many channels in every stage; the stem keeps `embedding_size`, as in wide residual
-            networks (Zagoruyko and Komodakis, arXiv 1605.07146). A ResNet-18 widened so is a WideResNet-18.
+        width_factor: factor of the channels of every stage; the stem keeps `embedding_size`, as in wide residual
+            networks (Zagoruyko and Komodakis, arXiv 1605.07146).
 
     Raises:
-        ValueError: a width below 1, no stage, or as many depths as there are no stages.
+        ValueError: a width below 1, no stages, or a different number of depths.
     """
 
     model_type = MODEL_TYPE
@@ -47,13 +47,16 @@ class SmallImageResNetConfig(ResNetConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         self.stage_sizes = list(self.stage_sizes)
         if self.width_factor < 1:
-            raise ValueError(f"width_factor is {self.width_factor}, expected at least 1")
+            raise ValueError(f"width_factor: got {self.width_factor}, expected at least 1")
         if not self.stage_sizes or len(self.stage_sizes) != len(self.depths or ()):
-            raise ValueError(f"stage_sizes {self.stage_sizes} and depths {self.depths}: expected one of each per stage")
+            raise ValueError(
+                f"got stage_sizes {self.stage_sizes} and depths {self.depths}, expected one of each per stage"
+            )
         sizes = [self.width_factor * size for size in self.stage_sizes]
         if self.hidden_sizes is not None and list(self.hidden_sizes) != sizes:
             raise ValueError(
-                f"hidden_sizes is {list(self.hidden_sizes)}, but stage_sizes times width_factor {sizes}: leave it out"
+                f"hidden_sizes: got {list(self.hidden_sizes)}, expected stage_sizes * width_factor {sizes}; leave it "
+                "out"
             )
         self.hidden_sizes = sizes
         super().__post_init__(**kwargs)
@@ -95,7 +98,7 @@ class SmallImageResNetForImageClassification(SmallImageResNetPreTrainedModel, Re
         self.post_init()
 
 
-# Transformers' automatic classes know the model type once this is imported.
+# Register the model type with Transformers' auto classes.
 AutoConfig.register(MODEL_TYPE, SmallImageResNetConfig, exist_ok=True)
 AutoModel.register(SmallImageResNetConfig, SmallImageResNetModel, exist_ok=True)
 AutoModelForImageClassification.register(SmallImageResNetConfig, SmallImageResNetForImageClassification, exist_ok=True)

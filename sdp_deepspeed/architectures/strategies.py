@@ -1,4 +1,4 @@
-"""Which units a strategy makes of a model's branches, and what each costs."""
+"""Units of a model's branches for a strategy, and their costs."""
 
 from __future__ import annotations
 
@@ -29,17 +29,15 @@ def units_of_branches(
     """The model's units in model order.
 
     Args:
-        strategy: "block", "neuron", or a mapping from parts (names of branches) to these; parts that a mapping does
-            not name stay shared.
-        granularity: of blocks: "sublayer" makes each branch a unit, "layer" all block branches of one layer together.
-        shared: regular expressions; a unit whose name or whose parameters they match stays shared.
-        neuron_groups: units that the neurons of each branch without heads are divided into.
-        num_subnetworks: what `neuron_groups` is when it is None.
+        strategy: "block", "neuron", or a mapping from parts (names of branches) to these; other parts are shared.
+        granularity: of blocks: "sublayer" makes each branch a unit, "layer" all branches of a layer.
+        shared: regular expressions of names or parameters of units to share.
+        neuron_groups: number of units of each branch without heads.
+        num_subnetworks: default of `neuron_groups`.
 
     Raises:
-        ValueError: a mapping that names no branch of the model, no branch that can be a block, a branch whose neurons
-            are not described, more groups than neurons, groups that nothing is divided into, a pattern that matches no
-            unit's parameter, or only a part of a unit's parameters.
+        ValueError: a mapping with unknown parts, no branch that can be a block, a branch without described neurons,
+            more groups than neurons, groups without an effect, or a pattern that matches no unit, or a part of one.
     """
     by_part = _strategy_of_parts(branches, strategy)
     _check_groups([branch for branch in branches if by_part.get(branch.description.name) == "neuron"], neuron_groups)
@@ -54,21 +52,21 @@ def units_of_branches(
     units = [Unit(name, tuple(pieces)) for name, pieces in grouped.items()]
     if by_part and not units:
         raise ValueError(
-            f"{KEY}.strategy: no branch of the model can be a block, since none is bypassed by an identity (all skip "
-            'connections project); use "neuron", or a model with more layers'
+            f"{KEY}.strategy: no branch of the model can be a block, since all skip connections project; use "
+            '"neuron", or a model with more layers'
         )
     patterns = {pattern: re.compile(pattern) for pattern in shared}
     for pattern, compiled in patterns.items():
         _check_pattern(pattern, compiled, units)
     left = [unit for unit in units if not any(_matches(compiled, unit) for compiled in patterns.values())]
     if not left:
-        raise ValueError(f"{KEY}.shared: {list(patterns)} match all {len(units)} units, so that none is left to divide")
+        raise ValueError(f"{KEY}.shared: {list(patterns)} match all {len(units)} units; leave some to divide")
     return left
 
 
 def constrained_branches(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> list[str | None]:
-    """For each unit the branch of which each subnetwork must keep a unit; None for blocks, and where a shared group of
-    neurons or a shared head already gives every worker a part."""
+    """Branch of each unit of which every subnetwork needs a unit; None for blocks, and for branches with a shared group
+    of neurons or head."""
     names = branches_of_units(units, branches)
     claimed: dict[str, int] = {}
     for unit in units:
@@ -84,15 +82,15 @@ def constrained_branches(units: Sequence[Unit], branches: Sequence[LocatedBranch
 
 
 def layers_of_units(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> tuple[list[int], int]:
-    """For each unit the index of its layer among all that have branches, in model order: an encoder's come first; and
-    how many there are, those that have no unit included."""
+    """Layer index of each unit, among all layers with branches in model order (encoder first), and the number of these
+    layers."""
     numbers = {layer: index for index, layer in enumerate(dict.fromkeys(branch.layer for branch in branches))}
     layers = {piece.parameter: numbers[branch.layer] for branch in branches for piece in branch.pieces}
     return [layers[unit.pieces[0].parameter] for unit in units], len(numbers)
 
 
 def branches_of_units(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> list[str | None]:
-    """For each unit of neurons or heads its branch; None for blocks."""
+    """Branch of each unit of neurons or heads; None for blocks."""
     names = {tensor.parameter: branch.name for branch in branches for tensor in branch.cut_tensors}
     cut = [next((piece.parameter for piece in unit.pieces if piece.dim is not None), None) for unit in units]
     return [names.get(parameter) if parameter is not None else None for parameter in cut]
@@ -105,7 +103,7 @@ def _strategy_of_parts(branches: Sequence[LocatedBranch], strategy: str | Mappin
     unknown = [part for part in strategy if part not in parts]
     if unknown:
         raise ValueError(
-            f"{KEY}.strategy: {unknown[0]!r} is no part of this model; its parts are {', '.join(map(repr, parts))}"
+            f"{KEY}.strategy: {unknown[0]!r} is not a part of this model; its parts are {', '.join(map(repr, parts))}"
         )
     return dict(strategy)
 
@@ -116,8 +114,8 @@ def _check_groups(branches: Sequence[LocatedBranch], neuron_groups: int | None) 
         blocks = {branch.description.name: "block" for branch in uncut}
         strategy = {branch.description.name: "neuron" for branch in branches} | blocks
         raise ValueError(
-            f"{KEY}.strategy: the neurons or heads of {uncut[0].name!r} cannot be cut: {uncut[0].uncuttable_reason}. "
-            f'Use "block" for the part {uncut[0].description.name!r}: "strategy": {json.dumps(strategy)}'
+            f"{KEY}.strategy: {uncut[0].name!r} cannot be cut into neurons or heads: {uncut[0].uncuttable_reason}. "
+            f'Use "strategy": {json.dumps(strategy)}'
         )
     if neuron_groups is None:
         return
@@ -133,7 +131,7 @@ def _check_groups(branches: Sequence[LocatedBranch], neuron_groups: int | None) 
 
 
 def _cells_of_units(branch: LocatedBranch, num_groups: int) -> dict[str, range]:
-    """Per unit its stretch of cells: single heads, or groups of neurons of about the same size."""
+    """Range of cells of each unit: single heads, or groups of neurons of about equal size."""
     assert branch.description.inner is not None
     if branch.description.inner.heads is not None:
         return {f"{branch.name}.head_{head}": range(head, head + 1) for head in range(branch.num_cells)}
@@ -143,9 +141,9 @@ def _cells_of_units(branch: LocatedBranch, num_groups: int) -> dict[str, range]:
 
 
 def _edges(num_cells: int, count: int, *, slack: int = 20) -> list[int]:
-    """Where groups begin and end: at multiples of 8, which 16-bit matrix units of GPUs ask for, or of the largest power
-    of two that is at most the `slack`th part of a group: 20 keeps groups alike within 5%. Grouped products of experts
-    do not run without, so there groups are less alike."""
+    """Boundaries of groups: multiples of 8, as 16-bit tensor cores need, or of the largest power of two that is at most
+    1/`slack` of a group: 20 keeps sizes equal within 5%. Grouped products of experts require multiples, so there sizes
+    may differ more."""
     step = 1
     while step < 8 and 2 * step * slack * count <= num_cells:
         step *= 2
@@ -169,17 +167,17 @@ def _check_pattern(pattern: str, compiled: re.Pattern[str], units: Sequence[Unit
         left = [name for name in names if not compiled.search(name)]
         if left and len(left) < len(names) and not compiled.search(unit.name):
             raise ValueError(
-                f"{KEY}.shared: {pattern!r} matches only a part of {unit.name!r}, not {left[0]!r}; a unit is held "
-                f"as a whole, so match its name, for example with {re.escape(unit.name)!r}"
+                f"{KEY}.shared: {pattern!r} matches only a part of {unit.name!r}, not {left[0]!r}; match the whole "
+                f"unit, for example with {re.escape(unit.name)!r}"
             )
 
 
 def unit_costs(model: nn.Module, units: Sequence[Unit]) -> list[UnitCost]:
-    """Cost of each unit: weights of matrices count 2 FLOPs per token, attention scores are left out.
+    """Cost of each unit: 2 FLOPs per matrix weight and token, without attention scores.
 
-    Scores grow with the sequence length, which a model does not know; they shift all attention units alike. Of experts
-    those count that a token uses, as if all were used alike. Of models that take images, weights count at as many
-    positions of an image as they run at (`image_flops.py`).
+    Scores depend on the sequence length, which is unknown here; they affect all attention units equally. Experts count
+    by the share that a token uses. For image models, weights count by the number of positions where they are applied
+    (`image_flops.py`).
     """
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))

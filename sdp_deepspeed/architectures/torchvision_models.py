@@ -1,7 +1,7 @@
-"""The families of torchvision (read in 0.28.0), by the qualified name of their layer class; it need not be installed.
+"""The families of torchvision 0.28.0, by the qualified name of their layer class; it need not be installed.
 
-Its attention takes the width of a head from that of the residual stream, so heads cannot be cut. Its ResNet has one
-ReLU for what is inside of a branch and for the stream, which is in no branch: it makes nothing of nothing.
+Its attention derives the width of a head from that of the residual stream, so heads cannot be cut. Its ResNet uses one
+ReLU for branches and stream; it is in no branch, and maps zero to zero.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _VIT = (
     Branch("attention", norm="ln_1", body="self_attention", num_outputs=2, uncut_reason=_UNCUT),
     Branch("mlp", norm="ln_2", body="mlp", inner=_MLP),
 )
-# One `stochastic_depth` for both branches: what it draws is a factor.
+# One `stochastic_depth` for both branches: it multiplies by a random factor.
 _SWIN = (
     Branch("attention", norm="norm1", body="attn", uncut_reason=_UNCUT),
     Branch("mlp", norm="norm2", body="mlp", inner=_MLP),
@@ -25,7 +25,7 @@ _SWIN_V2 = (
     Branch("attention", body="attn", after=("norm1",), uncut_reason=_UNCUT),
     Branch("mlp", body="mlp", after=("norm2",), inner=_MLP),
 )
-# Before and after its neurons `block` gives the dimensions another order.
+# `block` permutes dimensions before and after the neurons.
 _CONVNEXT = (
     Branch(
         "layer",
@@ -40,7 +40,7 @@ _BYPASSED = (("downsample", None),)
 
 
 def _resnet(last: int) -> Branch:
-    """Cut like ResNet in `convolutional.py`: the channels before the last convolution, of `last`."""
+    """Cut like ResNet in `convolutional.py`: channels before the last convolution."""
     first = tuple(f"{kind}{index}" for index in range(1, last) for kind in ("conv", "bn"))
     return Branch(
         "convolution",

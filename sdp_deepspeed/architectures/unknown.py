@@ -1,4 +1,4 @@
-"""What a user reads whose model has no layer that is described."""
+"""Error message for models without a described layer."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from sdp_deepspeed.architectures.registry import described, how_to_describe
 
 
 def refusal_of(model: nn.Module) -> str:
-    """The message for a model without a described layer: the lines that describe its layer, and what is known.
+    """Error message for a model without a described layer: how to describe it, and the known classes.
 
-    Its layers are taken to be the modules that the model repeats, with most of its parameters.
+    The layer is assumed to be the repeated module with most of the parameters.
     """
     families = dict.fromkeys(name.rpartition(".")[2] for name in described())
-    unknown, known = f"{type(model).__name__} has no layer whose residual branches are known", ", ".join(families)
+    unknown, known = f"{type(model).__name__} has no layer with known residual branches", ", ".join(families)
     layer = repeated_layer(model)
     if layer is None:
-        way = "Describe yours with sdp_deepspeed.architectures.register (sdp_deepspeed/architectures/README.md)"
-        return f"{unknown}. {way}. Known are {known}"
-    return f"{unknown}; the one that it repeats is {type(layer).__name__}. {how_to_describe(layer)}\nKnown are {known}"
+        way = "Describe yours with sdp_deepspeed.architectures.register (docs/guide.md)"
+        return f"{unknown}. {way}. Known: {known}"
+    return f"{unknown}; it repeats {type(layer).__name__}. {how_to_describe(layer)}\nKnown: {known}"
 
 
 def repeated_layer(model: nn.Module) -> nn.Module | None:
-    """The first module of the class that a list of the model repeats, with most parameters; None without such."""
+    """First module of the repeated class with most parameters; None without one."""
     sizes: Counter[type] = Counter()
     first: dict[type, nn.Module] = {}
     for container in model.modules():

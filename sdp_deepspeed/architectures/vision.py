@@ -1,6 +1,6 @@
-"""The vision families of Transformers (read in 5.23.0), by the qualified name of their layer class.
+"""The vision families of Transformers 5.23.0, by the qualified name of their layer class.
 
-What makes other shapes of the stream (Swin's patch merging, ConvNeXt's down-sampling) is no branch, and shared.
+Modules that change the shape of the stream (Swin's patch merging, ConvNeXt's down-sampling) are shared.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ _MLP = InnerLayers((Cut("fc1", 0), Cut("fc2", 1, is_output=True)))
 _GATED_MLP = InnerLayers((Cut("gate_proj", 0), Cut("up_proj", 0), Cut("down_proj", 1, is_output=True)))
 _SWIGLU = "attention.config.use_swiglu_ffn"
 
-# One dropout for both branches; it leaves a zero a zero.
+# One dropout for both branches; it maps zero to zero.
 _VIT = (
     Branch("attention", norm="layernorm_before", body="attention", num_outputs=2, inner=_HEADS),
     Branch("mlp", norm="layernorm_after", body="mlp", inner=_MLP),
 )
-# The layer cuts what its norm gives into windows, and puts them together again before `drop_path`. A head has a column
-# of the table of relative positions.
+# The layer partitions the output of its norm into windows, and merges them before `drop_path`. A head has a column of
+# the table of relative positions.
 _SWIN = (
     Branch(
         "attention",
@@ -34,7 +34,7 @@ _SWIN = (
     ),
     Branch("mlp", norm="layernorm_after", body="mlp", inner=_MLP),
 )
-# The norms are after the branches. A head has its scale, and its output of the network that makes the table.
+# Norms are after the branches. A head has its scale, and an output of the network that computes the table.
 _SWINV2 = (
     Branch(
         "attention",
@@ -60,7 +60,7 @@ _SWINV2 = (
         inner=InnerLayers((Cut("intermediate.dense", 0), Cut("output.dense", 1, is_output=True))),
     ),
 )
-# One `drop_path` for both branches: what it draws is a factor.
+# One `drop_path` for both branches: it multiplies by a random factor.
 _DINOV2 = (
     Branch("attention", norm="norm1", body="attention", after=("layer_scale1",), num_outputs=2, inner=_HEADS),
     Branch("mlp", norm="norm2", body="mlp", after=("layer_scale2",), inner=_MLP, when=((_SWIGLU, False),)),

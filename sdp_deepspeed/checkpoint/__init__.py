@@ -1,1 +1,1 @@
-"""Checkpoints of the dense model on `torch.distributed.checkpoint`, from any layout to any other."""
+"""Checkpoints of the dense model with `torch.distributed.checkpoint`, between any two layouts."""

@@ -1,7 +1,7 @@
-"""Boxes of dense tensors, and how `torch.distributed.checkpoint` (DCP) writes and reads them.
+"""Boxes of dense tensors, and how `torch.distributed.checkpoint` (DCP) saves and loads them.
 
-A shard is a flat range of a slice's elements in row-major order. In the dense tensor that is a few boxes, and boxes are
-what DCP keys its chunks by, so that a checkpoint does not know who wrote it.
+A shard is a flat range of a slice's elements in row-major order, which corresponds to a few boxes of the dense tensor.
+DCP keys its chunks by boxes, so a checkpoint is independent of the layout that saved it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWrite
 
 @dataclass(frozen=True)
 class Boxes:
-    """Some boxes of one dense tensor and where their elements are on this rank. DCP takes it as a sharded tensor.
+    """Boxes of a dense tensor, with their elements on this rank. DCP treats it as a sharded tensor.
 
     Args:
         shape: of the dense tensor.
         dtype: of the elements.
-        parts: by each box's first index, a tensor in the box's shape.
+        parts: tensor in the shape of the box, by offsets of the box.
     """
 
     shape: torch.Size
@@ -31,7 +31,7 @@ class Boxes:
     parts: dict[torch.Size, torch.Tensor] = field(default_factory=dict)
 
     def size(self) -> torch.Size:
-        """DCP compares it with what was stored."""
+        """Shape of the dense tensor, which DCP compares with the stored one."""
         return self.shape
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -53,13 +53,13 @@ State = dict[str, Boxes]
 
 
 def add_box(state: State, key: str, shape: Sequence[int], offsets: Sequence[int], values: torch.Tensor) -> None:
-    """Add a box of a dense tensor of `shape` to `state[key]`; empty ones are left out."""
+    """Add a box of a dense tensor of `shape` to `state[key]`, unless it is empty."""
     if values.numel():
         state.setdefault(key, Boxes(torch.Size(shape), values.dtype)).parts[torch.Size(offsets)] = values
 
 
 def on_host(state: State) -> State:
-    """The same boxes of copies in host memory."""
+    """Copy all boxes to host memory."""
     result: State = {}
     for key, boxes in state.items():
         flat = torch.cat([values.reshape(-1) for values in boxes.parts.values()]).cpu()
@@ -73,7 +73,7 @@ def on_host(state: State) -> State:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """DCP's, for `Boxes`."""
+    """DCP's planner for `Boxes`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -83,7 +83,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's, for `Boxes` and without pickles."""
+    """DCP's planner for `Boxes`, without pickles."""
 
     def set_up_planner(
         self, state_dict: Mapping[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -92,9 +92,10 @@ class LoadPlanner(DefaultLoadPlanner):
         self.flatten_state_dict = False
 
     def create_local_plan(self) -> LoadPlan:
-        """
+        """See DCP.
+
         Raises:
-            ValueError: elements that are to be filled are nowhere, which DCP would leave as they are.
+            ValueError: the checkpoint lacks elements; DCP itself would leave these unchanged.
         """
         plan = super().create_local_plan()
         found: dict[str, int] = {}

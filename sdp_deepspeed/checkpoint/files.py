@@ -1,8 +1,8 @@
-"""A folder of checkpoints: each complete or absent, none lost while another is written.
+"""A folder of checkpoints, which are written atomically: each is complete or absent.
 
-A checkpoint is written to `TAG.tmp` by all ranks, completed by `checksums.json`, synced and renamed to `TAG`; `latest`
-follows. One that is replaced is `TAG.old` in the meantime. So a process that is killed at any moment leaves nothing
-incomplete under the name of a tag, and the last checkpoint under its own or as `TAG.old`.
+All ranks write to `TAG.tmp`. The folder is completed by `checksums.json`, synced and renamed to `TAG`; then `latest` is
+updated. A checkpoint that is being replaced is kept as `TAG.old`. So a process that is killed at any moment leaves
+nothing incomplete under the name of a tag, and the previous checkpoint under its own name or as `TAG.old`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from sdp_deepspeed.atomic_files import sync, write_text
 FORMAT = 1
 CHECKSUMS, INDEX, LATEST, LOCK = "checksums.json", ".metadata", "latest", ".lock"
 WRITING, REPLACED = ".tmp", ".old"
-Checksums = dict[str, list[int]]  # bytes and CRC-32 of each file
+Checksums = dict[str, list[int]]  # size in bytes and CRC-32 of each file
 
 
 # ---- the folder -----------------------------------------------------------------------------------------------------
 
 
 def check_tag(tag: str) -> None:
-    """ValueError for a tag that is no name of a folder."""
+    """Raise ValueError for a tag that is not the name of a folder."""
     if not tag or tag.startswith(".") or "/" in tag or tag == LATEST or tag.endswith((WRITING, REPLACED)):
         raise ValueError(
             f"checkpoint tag {tag!r}: expected the name of a folder, without '/', not beginning with '.' nor ending in "
@@ -48,14 +48,13 @@ def check_tag(tag: str) -> None:
 
 
 def lock_folder(folder: Path) -> filelock.BaseFileLock | None:
-    """Make the folder, and take its lock: no other job writes to it until the lock is released or forgotten, or this
-    process ends.
+    """Create the folder and lock it, so that no other job writes to it until the lock is released or this process ends.
 
     Returns:
-        None where the file system knows no locks.
+        The lock; None if the file system does not support locks.
 
     Raises:
-        ValueError: another job has it.
+        ValueError: another job holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(folder / LOCK, timeout=0, thread_local=False, is_singleton=True)
@@ -63,10 +62,10 @@ def lock_folder(folder: Path) -> filelock.BaseFileLock | None:
     try:
         lock.acquire()
     except filelock.Timeout:
-        raise ValueError(f"another job writes checkpoints to {folder}; give each job a folder of its own") from None
+        raise ValueError(f"another job writes checkpoints to {folder}; use a separate folder for each job") from None
     except NotImplementedError:
         return None
-    if is_first:  # what killed jobs left behind
+    if is_first:  # remove what killed jobs left behind
         for replaced in filter(_is_ours, folder.glob(f"*{REPLACED}")):
             _restore_or_remove(replaced)
         for written in filter(_is_ours, folder.glob(f"*{WRITING}")):
@@ -75,7 +74,7 @@ def lock_folder(folder: Path) -> filelock.BaseFileLock | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a folder has files of a checkpoint, complete or not, and no others."""
+    """Whether a folder contains only files of a checkpoint, complete or not."""
     return path.is_dir() and all(
         file.suffix == ".distcp" or file.name.startswith((INDEX, CHECKSUMS, f".{CHECKSUMS}")) for file in path.iterdir()
     )
@@ -94,14 +93,14 @@ def _remove(path: Path) -> None:
 
 
 def open_new(folder: Path, tag: str) -> Path:
-    """An empty folder for the files of a checkpoint.
+    """Create an empty folder for the files of a checkpoint.
 
     Raises:
-        ValueError: `folder / tag` is there and no checkpoint, and would be lost.
+        ValueError: `folder / tag` exists, and is not a checkpoint.
     """
     final = folder / tag
     if final.exists() and not ((final / CHECKSUMS).is_file() or (final / INDEX).is_file()):
-        raise ValueError(f"{final} is no checkpoint and would be replaced; give another tag")
+        raise ValueError(f"{final} is not a checkpoint, and would be replaced; use another tag")
     path = folder / f"{tag}{WRITING}"
     _remove(path)
     path.mkdir()
@@ -109,11 +108,12 @@ def open_new(folder: Path, tag: str) -> Path:
 
 
 def publish(folder: Path, tag: str, checksums: Checksums, *, latest: bool, keep_last: int | None) -> None:
-    """Complete a written checkpoint and give it its name; then `latest` names it, and old ones go.
+    """Complete a checkpoint, rename it, update `latest`, and remove old checkpoints.
 
     Args:
-        checksums: of all its files.
-        keep_last: number of checkpoints that stay; None keeps all.
+        checksums: of all files.
+        latest: whether to update `latest`.
+        keep_last: number of checkpoints to keep; None keeps all.
     """
     written, final, replaced = folder / f"{tag}{WRITING}", folder / tag, folder / f"{tag}{REPLACED}"
     content = {"format": FORMAT, "saved_at": time.time_ns(), "files": checksums}
@@ -129,26 +129,26 @@ def publish(folder: Path, tag: str, checksums: Checksums, *, latest: bool, keep_
         named = _named(folder)
         for old in complete_tags(folder)[keep_last:]:
             if old != named:
-                gone = folder / f"{old}{WRITING}"  # so that nobody takes a half for a whole
+                gone = folder / f"{old}{WRITING}"  # a half-deleted checkpoint must not look complete
                 os.rename(folder / old, gone)
                 _remove(gone)
 
 
 def abandon(folder: Path, tag: str) -> None:
-    """Remove what was begun and will not be completed; what it was about to replace comes back."""
+    """Remove an unfinished checkpoint, and restore the one that it was going to replace."""
     _remove(folder / f"{tag}{WRITING}")
     if (replaced := folder / f"{tag}{REPLACED}").exists():
         _restore_or_remove(replaced)
 
 
 def path_of(folder: Path, tag: str) -> Path:
-    """Where a checkpoint's files are now."""
+    """Current path of a checkpoint's files."""
     replaced = folder / f"{tag}{REPLACED}"
     return replaced if not (folder / tag).exists() and replaced.exists() else folder / tag
 
 
 def complete_tags(folder: Path) -> list[str]:
-    """Tags of complete checkpoints, the newest first; their files may have been damaged since."""
+    """Tags of complete checkpoints, newest first; their files may have been damaged since."""
     found = set()
     for file in folder.glob(f"*/{CHECKSUMS}"):
         if file.parent.suffix != WRITING:
@@ -160,13 +160,13 @@ def complete_tags(folder: Path) -> list[str]:
 
 
 def tags_to_try(folder: Path) -> list[str]:
-    """The tag that `latest` names, then complete ones from the newest."""
+    """The tag in `latest`, then the other complete ones, newest first."""
     named, complete = _named(folder), complete_tags(folder)
     return complete if named is None else list(dict.fromkeys([named, *complete]))
 
 
 def _named(folder: Path) -> str | None:
-    """What `latest` names, if it is there."""
+    """The tag in `latest`; None without the file."""
     try:
         tag = (folder / LATEST).read_text(encoding="utf-8").strip()
         check_tag(tag)
@@ -177,13 +177,13 @@ def _named(folder: Path) -> str | None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """An empty folder to write to, which becomes `out` when the block ends well, and goes when it does not.
+    """Context with an empty folder to write to, which is renamed to `out` on success and removed on error.
 
     Raises:
-        ValueError: `out` is there already and not an empty folder.
+        ValueError: `out` exists and is not an empty folder.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} is there already; give a new folder")
+        raise ValueError(f"{out} is there already; use a new folder")
     written = out.with_name(f"{out.name}{WRITING}")
     _remove(written)
     written.mkdir(parents=True)
@@ -202,19 +202,19 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def read_checksums(path: Path) -> dict[str, Any]:
-    """`format`, `saved_at` (nanoseconds) and `files` of a checkpoint.
+    """Read the checksum file of a checkpoint: `format`, `saved_at` (nanoseconds) and `files`.
 
     Raises:
-        ValueError: the file is missing or damaged, or of another format.
+        ValueError: the file is missing, damaged, or of a different format.
     """
     file = path / CHECKSUMS
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         own, names, found = content.pop("own"), content["files"], content["format"]
         if own != _crc_of(content) or any("/" in name for name in names) or INDEX not in names:
-            raise ValueError("its checksum is not the one it was written with")
+            raise ValueError("its checksum does not match")
     except FileNotFoundError:
-        raise ValueError(f"{path} is no complete checkpoint: {CHECKSUMS} is missing") from None
+        raise ValueError(f"{path} is not a complete checkpoint: {CHECKSUMS} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from None
     if found != FORMAT:
@@ -227,11 +227,11 @@ def _crc_of(content: Mapping[str, Any]) -> int:
 
 
 def problems_in(path: Path, *, rank: int = 0, size: int = 1, read: bool = True) -> list[str]:
-    """What is wrong with a checkpoint.
+    """Check the files of a checkpoint. Returns the problems.
 
     Args:
-        rank, size: which share of the files is looked at.
-        read: whether their content is looked at, and not their sizes alone.
+        rank, size: the share of the files to check.
+        read: whether to check contents, too, and not only sizes.
     """
     try:
         found = sorted(read_checksums(path)["files"].items())[rank::size]
@@ -241,10 +241,10 @@ def problems_in(path: Path, *, rank: int = 0, size: int = 1, read: bool = True) 
 
 
 def problem_of(file: Path, expected: Sequence[int], *, read: bool = True) -> str | None:
-    """What is wrong with a file of a checkpoint.
+    """Check a file of a checkpoint. Returns the problem, or None.
 
     Args:
-        expected: bytes and CRC-32.
+        expected: size in bytes and CRC-32.
     """
     size, checksum = expected
     try:
@@ -264,10 +264,10 @@ def problem_of(file: Path, expected: Sequence[int], *, read: bool = True) -> str
 
 
 class _ChecksummedFile:
-    """A file that is written from start to end.
+    """A file that is written sequentially, with a running checksum.
 
     Attributes:
-        error: of the system, where there was one: torch.save raises another in its place.
+        error: the OSError that occurred, if any: torch.save raises a different error in its place.
     """
 
     def __init__(self, path: Path) -> None:
@@ -291,7 +291,7 @@ class _ChecksummedFile:
         self._file.flush()
 
     def close(self) -> None:
-        """Sync and close; DCP closes the file of metadata itself."""
+        """Sync and close; DCP closes the metadata file itself."""
         if not self._file.closed:
             with self._file:
                 self._file.flush()
@@ -304,7 +304,8 @@ class _ChecksummedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """
+        """See DCP.
+
         Raises:
             OSError: with the name of the file.
         """
@@ -319,10 +320,10 @@ class _ChecksummedFiles(FileSystem):
 
 
 class Writer(FileSystemWriter):
-    """DCP's, with a checksum of each file that this rank has written.
+    """DCP's writer, with a checksum of each file that this rank writes.
 
     Args:
-        from_device: whether tensors are not in host memory; if all are, DCP starts no GPU to copy them.
+        from_device: whether some tensors are on a device. If not, DCP does not initialize the GPU.
     """
 
     def __init__(self, path: Path, *, from_device: bool = False) -> None:
@@ -334,24 +335,24 @@ class Writer(FileSystemWriter):
         return self._files.checksums
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """torch.save's own checksums, which no reader looks at, are left out: together they would cost a third."""
+        """Write without torch.save's own checksums, which no reader checks and which take a third of the time."""
         kept = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)
         try:
             return super().write_data(plan, planner)
         except OSError:
             raise
-        except Exception as error:  # other ranks get it as a pickle
+        except Exception as error:  # the error is pickled for other ranks
             raise RuntimeError(f"{type(error).__name__}: {error}") from None
         finally:
             torch.serialization.set_crc32_options(kept)
 
     def storage_meta(self) -> None:
-        """Nothing of this machine's paths is stored."""
+        """Store no paths of this machine."""
 
 
 class Reader(FileSystemReader):
-    """DCP's, without arbitrary pickles; an error names its file."""
+    """DCP's reader, without arbitrary pickles, and with file names in errors."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -364,7 +365,7 @@ class Reader(FileSystemReader):
                 with file.open("rb") as stream:
                     self.metadata = _IndexUnpickler(stream).load()
                 if any("/" in info.relative_path for info in self.metadata.storage_data.values()):
-                    raise ValueError("it names files of other folders")
+                    raise ValueError("it refers to files in other folders")
             except Exception as error:
                 raise ValueError(f"{file} is damaged: {error}") from error
         assert self.metadata is not None
@@ -372,11 +373,11 @@ class Reader(FileSystemReader):
 
     @torch.no_grad()
     def read(self, planner: LoadPlanner, state: Mapping[str, Any]) -> None:
-        """Fill the boxes of a state. No collective.
+        """Fill the boxes of a state; not collective.
 
         Raises:
-            ValueError: a key is missing or has another shape.
-            RuntimeError: a file cannot be read; some boxes may have been filled.
+            ValueError: a key is missing or has a different shape.
+            RuntimeError: a file cannot be read; some boxes may have been filled already.
         """
         planner.set_up_planner(dict(state), self.read_metadata())
         self.set_up_storage_reader(self.read_metadata(), is_coordinator=False)
@@ -403,13 +404,13 @@ _KNOWN = {
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Reads what DCP writes into its index, and nothing else."""
+    """Unpickles the classes that DCP writes into its index, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _KNOWN:
             return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):  # how some releases of Python 3.11 pickle the member of an enum
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle enum members so
             return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 

@@ -1,7 +1,7 @@
-"""Folders in Hugging Face format: the dense model of a checkpoint, or of a live run, as one; and a start from one.
+"""Folders in Hugging Face format: export of a checkpoint or a live run, and import of weights.
 
-Transformers calls some tensors otherwise in files than in modules, and stores some in other parts. Exports leave this
-to its `save_pretrained`, of a model on the meta device; a start applies its renamings.
+Transformers renames some tensors in files, and stores some in other parts. Exports use `save_pretrained` of a model on
+the meta device, which does this; imports apply Transformers' renamings.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Facts = Mapping[str, Any]
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
-    """What makes a model of Transformers from its weights: its class, and JSON of its configs. Empty for others."""
+    """Class and configs (JSON) of a Transformers model; empty for other models."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not hasattr(model, "save_pretrained"):
         return {}
@@ -59,16 +59,17 @@ def export(
     max_shard_size: str = "5GB",
     tokenizer: Path | None = None,
 ) -> None:
-    """Write the dense model of a checkpoint to a new folder, complete or not at all. One process; tensors wait in a
-    scratch file there, so that memory has one shard of the output at a time.
+    """Export the dense model of a checkpoint to a new folder, atomically, in one process.
+
+    Tensors are staged in a scratch file, so that one output shard is in memory at a time.
 
     Args:
         facts: of the checkpoint (manager.py).
-        dtype: of floating-point weights. Default: those of the run; masters are rounded once.
-        tokenizer: folder whose tokenizer is added.
+        dtype: of floating-point weights. Default: that of the run; masters are rounded once.
+        tokenizer: folder of a tokenizer to add.
 
     Raises:
-        ValueError: `out` is there already, or `tokenizer` has none.
+        ValueError: `out` exists, or `tokenizer` contains no tokenizer.
     """
     tokens = None if tokenizer is None else _tokenizer(tokenizer)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
@@ -93,11 +94,11 @@ def _tokenizer(folder: Path) -> Any:
 def dense_state_dict(
     state: RankState, device: torch.device, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
-    """The live dense model in host memory of rank 0; empty on others. Every rank calls it.
+    """Gather the live dense model in host memory of rank 0; empty on other ranks. Collective.
 
     Args:
-        device: where the default group's backend takes tensors.
-        dtype: of floating-point weights. Default: those of the run; masters are rounded once.
+        device: of collectives in the default group.
+        dtype: of floating-point weights. Default: that of the run; masters are rounded once.
     """
     offered = {key: boxes for key, boxes in written_state(state).items() if key.startswith(f"{WEIGHT}/")}
     offers = Offers(offered, state.groups.control)
@@ -105,7 +106,9 @@ def dense_state_dict(
     dtypes = _dtypes({name: str(tensor.dtype).removeprefix("torch.") for name, tensor in own.items()}, dtype)
     stored: dict[str, Any] = offers.metadata.state_dict_metadata
     shapes = {key.partition("/")[2]: found.size for key, found in stored.items()} if dist.get_rank() == 0 else {}
-    tensors = run_on_all_ranks(lambda: _room_for(shapes, dtypes), state.groups.control)  # or an error on all of them
+    tensors = run_on_all_ranks(
+        lambda: _room_for(shapes, dtypes), state.groups.control
+    )  # an allocation error is raised on all ranks
     fill(_whole(tensors), offered, offers, device)
     return tensors
 
@@ -129,7 +132,7 @@ def _whole(tensors: Mapping[str, torch.Tensor]) -> State:
 def _scratch_tensors(
     folder: Path, shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, torch.Tensor]:
-    """Tensors in files without a name, so that memory need not have them all."""
+    """Tensors in unnamed temporary files, so that they need not fit into memory."""
     tensors, file = {}, folder / "scratch"
     for name, shape in shapes.items():
         tensors[name] = torch.from_file(str(file), shared=True, size=shape.numel(), dtype=dtypes[name]).view(shape)
@@ -138,7 +141,7 @@ def _scratch_tensors(
 
 
 def _save(tensors: dict[str, torch.Tensor], model: Facts, folder: Path, max_shard_size: str) -> None:
-    """Weights and configs; of what is no model of Transformers under the names of the module."""
+    """Save weights and configs; models of other libraries keep the names of the module."""
     import transformers
 
     kind = getattr(transformers, model["class"], None) if model else None
@@ -162,11 +165,11 @@ def _save(tensors: dict[str, torch.Tensor], model: Facts, folder: Path, max_shar
 
 
 def load_pretrained(state: RankState, folder: Path) -> None:
-    """Start from a local folder: masters and weights; the optimizer's state stays. Every rank calls it, and reads what
-    it steps.
+    """Load masters and weights from a local folder; optimizer state is unchanged. Collective; each rank reads what it
+    steps.
 
     Raises:
-        ValueError: on all ranks, before anything is changed: files are missing or damaged, or of another model.
+        ValueError: on all ranks, before anything is changed, if files are missing, damaged, or of a different model.
     """
 
     def prepare() -> tuple[dict[str, torch.Tensor], State]:
@@ -179,7 +182,7 @@ def load_pretrained(state: RankState, folder: Path) -> None:
 
 
 def whole_metadata(tensors: Mapping[str, torch.Tensor]) -> Metadata:
-    """DCP's, of whole tensors by key."""
+    """DCP's metadata of whole tensors by key."""
     result: dict[str, Any] = {}
     for key, tensor in tensors.items():
         chunk = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
@@ -189,14 +192,14 @@ def whole_metadata(tensors: Mapping[str, torch.Tensor]) -> Metadata:
 
 @torch.no_grad()
 def fill_boxes(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
-    """From whole tensors by key; of tensors that are mapped from files no more is read than the boxes have."""
+    """Fill boxes from whole tensors by key. Of memory-mapped tensors only the boxes are read."""
     for key, boxes in state.items():
         for offsets, values in boxes.parts.items():
             values.copy_(tensors[key][tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))])
 
 
 def _stored_tensors(folder: Path, state: RankState) -> dict[str, torch.Tensor]:
-    """The model's tensors by our key, mapped from the files.
+    """Memory-map the model's tensors, by our key.
 
     Raises:
         ValueError: see `load_pretrained`.
@@ -208,8 +211,8 @@ def _stored_tensors(folder: Path, state: RankState) -> dict[str, torch.Tensor]:
     found, repeated, unknown = matched(in_module, model, known)
     if converted and known - found.keys():
         raise ValueError(
-            f"{folder} stores {quoted(converted)}, parts of tensors of the model; save it with "
-            "save_pretrained(..., save_original_format=False)"
+            f"{folder} stores the model's {quoted(converted)} in parts; save it with save_pretrained(..., "
+            "save_original_format=False)"
         )
     if unknown:
         raise ValueError(f"{folder} is of another model, which has {quoted(unknown)}; build the model that was saved")
@@ -217,7 +220,7 @@ def _stored_tensors(folder: Path, state: RankState) -> dict[str, torch.Tensor]:
         one, two = stored[in_module[name]], stored[in_module[other]]
         if one.dtype != two.dtype or not torch.equal(one, two):
             raise ValueError(
-                f"{folder}: {name!r} and {other!r} differ, and the model ties them; build it with "
+                f"{folder}: {name!r} and {other!r} differ, but the model ties them; build it with "
                 "tie_word_embeddings=false"
             )
     return {state.key(WEIGHT, name): stored[in_module[other]] for name, other in found.items()}
@@ -240,7 +243,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _mapped(file: Path) -> dict[str, torch.Tensor]:
-    """Tensors of a safetensors file, which are read from the disk when they are used."""
+    """Memory-mapped tensors of a safetensors file."""
     try:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -249,7 +252,7 @@ def _mapped(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _module_names(stored: Iterable[str], model: nn.Module) -> tuple[dict[str, str], list[str]]:
-    """Names in files by the names that the module gives them; and those whose values Transformers converts."""
+    """Names in files by names in the module, and names whose values Transformers converts."""
     transforms: list[Any] = []
     if hasattr(model, "base_model_prefix"):
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -271,11 +274,15 @@ def _module_names(stored: Iterable[str], model: nn.Module) -> tuple[dict[str, st
 def matched(
     stored: Collection[str], model: nn.Module, known: Collection[str]
 ) -> tuple[dict[str, str], list[tuple[str, str]], list[str]]:
-    """Stored names by dense names: exact ones first, then with or without the prefix of the model without its head,
-    then a second name of a tied tensor. Besides, (dense name, stored name) of tensors that are stored twice; and names
-    that the model lacks."""
+    """Match stored names with dense names: exact matches, then with or without the base model's prefix, then second
+    names of tied tensors.
+
+    Returns:
+        Stored names by dense name; (dense name, stored name) of tensors that are stored twice; names that the model
+        lacks.
+    """
     first: dict[int, str] = {}
-    tied: dict[str, str] = {}  # dense names by second names
+    tied: dict[str, str] = {}  # dense name by second name
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (known_as := first.setdefault(id(parameter), name)) != name:
             tied[name] = known_as

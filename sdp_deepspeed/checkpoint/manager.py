@@ -1,8 +1,8 @@
-"""Save and load checkpoints: what stands behind `save_checkpoint` and `load_checkpoint` of both hosts.
+"""Save and load checkpoints: the implementation of `save_checkpoint` and `load_checkpoint` of both hosts.
 
-Besides the tensors of state.py, a checkpoint has `common` (what is one for the whole run: counters, schedule, loss
-scale, client state, facts of the optimizer) and `rank/N` of each rank (random numbers, its own buffers), both as bytes
-of `torch.save` in uint8 tensors, read with `weights_only=True`: nothing that is read runs code.
+Besides the tensors of state.py, a checkpoint contains `common` (one for the run: counters, LR scheduler, loss scale,
+client state, facts of the optimizer) and `rank/N` (random state and buffers of each rank). Both are bytes of
+`torch.save` in uint8 tensors and are read with `weights_only=True`, so loading a checkpoint does not execute code.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Found:
     """A verified checkpoint.
 
     Args:
-        path: its folder.
-        facts: what it has beside tensors, for the whole run.
+        path: folder of the checkpoint.
+        facts: everything beside tensors, for the whole run.
     """
 
     path: Path
@@ -58,20 +58,20 @@ class Found:
 
     @property
     def common(self) -> dict[str, Any]:
-        """What `save` was given."""
+        """The argument `common` of `save`."""
         common: dict[str, Any] = self.facts["common"]
         return common
 
 
 class CheckpointManager:
-    """Checkpoints of one run. Every rank makes one, and every rank calls each method; the caller has made sure that all
-    ranks come (`agree.Meetings`).
+    """Checkpoints of one run. Constructor and methods are collective; the caller has synchronized all ranks
+    (`agree.Meetings`).
 
     Args:
-        asynchronous: whether `save` returns when the state has been copied to host memory. Such a save communicates
-            over a group of its own, while the run goes on.
-        keep_last: number of checkpoints that stay in a folder; None keeps all.
-        verify: whether files are compared with their checksums before they are loaded.
+        asynchronous: whether `save` returns once the state has been copied to host memory. The rest then communicates
+            over a separate process group while training continues.
+        keep_last: number of checkpoints to keep in a folder; None keeps all.
+        verify: whether to compare checksums before loading.
     """
 
     def __init__(self, *, asynchronous: bool = False, keep_last: int | None = None, verify: bool = True) -> None:
@@ -93,18 +93,17 @@ class CheckpointManager:
         latest: bool = True,
         exclude_frozen: bool = False,
     ) -> None:
-        """Write a checkpoint to `folder / tag`.
+        """Save a checkpoint to `folder / tag`.
 
         Args:
-            common: one for the whole run: tensors, numbers, strings, lists and dicts.
-            latest: whether `folder / "latest"` names it afterwards.
-            exclude_frozen: leave out parameters that require no gradients.
+            common: state of the whole run: tensors, numbers, strings, lists and dicts.
+            latest: whether to update `folder / "latest"`.
+            exclude_frozen: whether to leave out parameters that do not require gradients.
 
         Raises:
-            ValueError: on all ranks: a tag that is no name or differs between ranks, `common` with other objects, a
-                folder that another job writes to.
-            RuntimeError: on all ranks: it cannot be written; checkpoints before it are as they were. Or an asynchronous
-                save before it could not be.
+            ValueError: on all ranks, if the tag is invalid or differs between ranks, `common` has other types, or
+                another job writes to the folder.
+            RuntimeError: on all ranks, if this or a previous asynchronous save fails. Earlier checkpoints are intact.
         """
         control, is_first = state.groups.control, dist.get_rank() == 0
         _refuse_difference(f"save {tag!r} in {folder}", control)
@@ -133,7 +132,7 @@ class CheckpointManager:
             self._saving = self._executor.submit(self._write, folder, tag, tensors, latest, self._group)
 
     def _take_lock(self, folder: Path) -> None:
-        """Of one folder at a time: the Trainer has a new one for each checkpoint."""
+        """Lock one folder at a time; the Trainer uses a new one for each checkpoint."""
         folder = folder.absolute()
         if self._lock is None or self._lock[0] != folder:
             lock = files.lock_folder(folder)
@@ -146,7 +145,7 @@ class CheckpointManager:
         self._lock = None
 
     def _write(self, folder: Path, tag: str, tensors: State, latest: bool, group: Any) -> None:
-        """Every rank runs it, in a thread of its own if saving is asynchronous."""
+        """Write and publish the files; collective. Runs in a thread if saving is asynchronous."""
         is_first = dist.get_rank() == 0
         is_on_device = any(not v.is_cpu for boxes in tensors.values() for v in boxes.parts.values())
         writer = files.Writer(folder / f"{tag}{files.WRITING}", from_device=is_on_device)
@@ -170,17 +169,17 @@ class CheckpointManager:
             raise RuntimeError(text) from error
 
     def wait(self) -> None:
-        """Until an asynchronous save is complete.
+        """Wait until an asynchronous save is complete.
 
         Raises:
-            RuntimeError: it failed; on all ranks.
+            RuntimeError: on all ranks, if the save failed.
         """
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
 
     def close(self) -> None:
-        """Wait, and let other jobs write to the folder."""
+        """Wait for an asynchronous save, and release the lock of the folder."""
         try:
             self.wait()
         finally:
@@ -192,16 +191,16 @@ class CheckpointManager:
     # ---- load -------------------------------------------------------------------------------------------------------
 
     def find(self, folder: Path, tag: str | None, control: Any) -> Found | None:
-        """The checkpoint to load, without changing anything.
+        """Find and verify the checkpoint to load, without changing anything.
 
         Args:
-            tag: None for the one that `latest` names; where that is damaged, for the newest complete one.
+            tag: name of the checkpoint. Default: the one in `latest`, or if that is damaged, the newest complete one.
 
         Returns:
             None if the folder has no checkpoint.
 
         Raises:
-            ValueError: on all ranks: it is missing or damaged.
+            ValueError: on all ranks, if the checkpoint is missing or damaged.
         """
         _refuse_difference(f"load {tag!r} from {folder}", control)
         self.wait()
@@ -211,7 +210,7 @@ class CheckpointManager:
         return Found(path, run_on_all_ranks(lambda: read_bytes(files.Reader(path), COMMON), control))
 
     def load(self, folder: Path, tag: str | None, state: RankState, **options: bool) -> Found | None:
-        """`find` and `restore`."""
+        """Call `find` and `restore`."""
         found = self.find(folder, tag, state.groups.control)
         if found is not None:
             self.restore(found, state, **options)
@@ -226,16 +225,16 @@ class CheckpointManager:
         own_state: bool = True,
         strict: bool = True,
     ) -> None:
-        """Restore a checkpoint that any layout wrote.
+        """Load a checkpoint that was saved with any layout.
 
         Args:
-            optimizer_states: whether moments, step counts and options of the optimizer are loaded.
-            own_state: whether ranks go on with their own random numbers and buffers, where the layout is the same.
-            strict: tensors must be those of the model.
+            optimizer_states: whether to load moments, step counts and options of the optimizer.
+            own_state: whether to restore per-rank random state and buffers, if the layout is the same.
+            strict: whether missing and unexpected tensors are errors.
 
         Raises:
-            ValueError: on all ranks, before anything is changed: it is of another model.
-            RuntimeError: on all ranks: a file could not be read after all had been verified; weights are undefined.
+            ValueError: on all ranks, before anything is changed, if the checkpoint is of a different model.
+            RuntimeError: on all ranks, if a file cannot be read although it was verified; weights are then undefined.
         """
         control, facts, reader = state.groups.control, found.facts, files.Reader(found.path)
 
@@ -258,7 +257,7 @@ class CheckpointManager:
             restore_buffers(state, own["buffers"])
 
     def _choose(self, folder: Path, tag: str | None, control: Any) -> Path | None:
-        """The folder of the checkpoint to load."""
+        """Choose the folder of the checkpoint to load."""
         is_first, problems = dist.get_rank() == 0, list[str]()
         tags = run_on_all_ranks(lambda: files.tags_to_try(folder) if tag is None and is_first else [tag], control)
         for name in gather_objects(tags, control)[0]:
@@ -277,14 +276,16 @@ class CheckpointManager:
 
 
 def _refuse_difference(call: str, control: Any) -> None:
-    """ValueError on all ranks if they do not do the same."""
+    """Raise ValueError on all ranks if their calls differ."""
     calls = gather_objects(f"{call}", control)
     if other := next((rank for rank, found in enumerate(calls) if found != calls[0]), None):
-        raise ValueError(f"checkpoint: rank 0 was to {calls[0]}, rank {other} to {calls[other]}; do the same on all")
+        raise ValueError(
+            f"checkpoint: rank 0 called {calls[0]}, rank {other} called {calls[other]}; do the same on all ranks"
+        )
 
 
 def _facts(state: RankState, numbers: Sequence[Any]) -> dict[str, Any]:
-    """What readers must know beside the tensors.
+    """Everything that loading needs beside the tensors.
 
     Args:
         numbers: `group_facts` of all ranks.
@@ -301,10 +302,10 @@ def _facts(state: RankState, numbers: Sequence[Any]) -> dict[str, Any]:
 
 
 def _plain_bytes(content: Mapping[str, Any]) -> bytes:
-    """Of `torch.save`, of tensors in host memory.
+    """Bytes of `torch.save`, with tensors in host memory.
 
     Raises:
-        ValueError: objects that could be read again only by running code.
+        ValueError: objects of types that `weights_only=True` cannot load.
     """
     buffer = io.BytesIO()
     try:
@@ -314,7 +315,7 @@ def _plain_bytes(content: Mapping[str, Any]) -> bytes:
     except Exception as error:
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise ValueError(
-            "client_state and the schedule of a checkpoint may hold tensors, numbers, strings, lists and dicts only: "
+            "client_state and the state of the LR scheduler must be tensors, numbers, strings, lists and dicts; "
             f"{f'found {found[1]}' if found else str(error).splitlines()[0]}"
         ) from None
     buffer = io.BytesIO()
@@ -327,7 +328,7 @@ def _add_bytes(state: State, key: str, content: bytes) -> None:
 
 
 def read_bytes(reader: files.Reader, key: str) -> dict[str, Any]:
-    """What `_plain_bytes` wrote."""
+    """Load what `_plain_bytes` has saved."""
     stored = reader.read_metadata().state_dict_metadata
     if key not in stored:
         raise ValueError(f"{reader.path} has no {key!r}; expected a checkpoint of sdp_deepspeed")

@@ -1,6 +1,6 @@
-"""State moves between the memories of ranks: a checkpoint that is saved and loaded without files.
+"""Move state between ranks in memory: a checkpoint that is saved and loaded without files.
 
-Re-planning in place: `take_state` of the old layout, then a new mask and a new `ShardedOptimizer` with the same wrapped
+For re-planning: `take_state` of the old layout, then a new mask and a new `ShardedOptimizer` with the same wrapped
 optimizer, then `give_state`. The result equals saving under the old plan and loading under the new one, bit for bit.
 """
 
@@ -35,17 +35,17 @@ from sdp_deepspeed.checkpoint.state import (
 )
 from sdp_deepspeed.parallel.agree import gather_objects, run_on_all_ranks
 
-_BYTES = 2**28  # of the dense tensors that are exchanged at a time
+_BYTES = 2**28  # of dense tensors per exchange
 
 
 @dataclass(frozen=True)
 class TakenState:
-    """One rank's share of a model in training, as a checkpoint would have it.
+    """One rank's share of the training state, as in a checkpoint.
 
     Args:
-        tensors: views of the old shards, which nobody may write to until the state is given.
-        layout: with which it was taken.
-        buffers: copies of this rank's own; it keeps them where the layout stays.
+        tensors: views of the old shards, which must not be written to before `give_state`.
+        layout: the old layout.
+        buffers: copies of this rank's buffers, which it keeps if the layout is unchanged.
     """
 
     tensors: State
@@ -55,7 +55,7 @@ class TakenState:
 
 
 def take_state(state: RankState) -> TakenState:
-    """Of the layout that ends. Every rank calls it."""
+    """Take the state of the old layout; collective."""
     control = state.groups.control
     numbers = gather_objects(run_on_all_ranks(lambda: group_facts(state), control), control)
 
@@ -67,16 +67,16 @@ def take_state(state: RankState) -> TakenState:
 
 
 def give_state(taken: TakenState, state: RankState, device: torch.device) -> int:
-    """To the layout that begins. Every rank calls it.
+    """Load the state into the new layout; collective.
 
     Args:
-        device: where the default group's backend takes tensors.
+        device: of collectives in the default group.
 
     Returns:
-        Bytes that this rank has sent to others.
+        Number of bytes that this rank has sent.
 
     Raises:
-        ValueError: on all ranks: the new optimizer cannot go on with the state.
+        ValueError: on all ranks, if the state does not fit the new optimizer.
     """
     control = state.groups.control
     offers = Offers(taken.tensors, control)
@@ -91,15 +91,15 @@ def give_state(taken: TakenState, state: RankState, device: torch.device) -> int
 
 
 class Offers:
-    """What all ranks have. Every rank constructs it.
+    """Directory of the boxes of all ranks. Collective.
 
     Args:
-        state: of this rank; no element is another rank's as well.
+        state: boxes of this rank, disjoint from those of other ranks.
         control: gloo group of all ranks.
 
     Attributes:
-        metadata: as that of a checkpoint.
-        owner: rank that has a box, by (key, first index).
+        metadata: DCP's metadata, as of a checkpoint.
+        owner: rank that has a box, by (key, offsets).
     """
 
     def __init__(self, state: State, control: Any) -> None:
@@ -121,26 +121,26 @@ class Offers:
 
 @torch.no_grad()
 def fill(wanted: State, offered: State, offers: Offers, device: torch.device) -> int:
-    """Fill boxes of this rank from those of all ranks. Every rank calls it.
+    """Fill boxes of this rank from those of all ranks; collective.
 
     Args:
-        wanted: boxes to be filled; none is fine.
-        offered: of this rank, that `offers` was constructed with.
+        wanted: boxes to fill; may be empty.
+        offered: boxes of this rank, with which `offers` was constructed.
 
     Returns:
-        Bytes that this rank has sent to others.
+        Number of bytes that this rank has sent.
 
     Raises:
-        ValueError: on all ranks: nobody has what one of them wants.
+        ValueError: on all ranks, if no rank has the wanted elements.
     """
     size, me = dist.get_world_size(), dist.get_rank()
     planner = LoadPlanner()
     planner.set_up_planner(wanted, offers.metadata)
     items = run_on_all_ranks(planner.create_local_plan, offers.control).items
-    asked: list[list[ReadItem]] = [[] for _ in range(size)]  # of this rank, by owner
+    asked: list[list[ReadItem]] = [[] for _ in range(size)]  # requests of this rank, by owner
     for item in sorted(items, key=lambda item: item.storage_index.fqn):
         asked[offers.owner[item.storage_index.fqn, _offset(item.storage_index)]].append(item)
-    asks = _exchanged(asked, offers.control)  # of the boxes here, by asking rank
+    asks = _exchanged(asked, offers.control)  # requests to this rank, by requesting rank
     sent = 0
     for keys, dtype in _batches(offers.metadata):
         outgoing = [[_values(offered, item) for item in of_rank if item.storage_index.fqn in keys] for of_rank in asks]
@@ -166,7 +166,7 @@ def _offset(index: MetadataIndex) -> torch.Size:
 
 
 def _exchanged(asked: list[list[ReadItem]], control: Any) -> list[list[ReadItem]]:
-    """Of each rank what it asks of this one."""
+    """Exchange requests: those that each rank has for this one."""
     result = []
     for rank in range(len(asked)):
         found: list[Any] = [None]
@@ -176,7 +176,7 @@ def _exchanged(asked: list[list[ReadItem]], control: Any) -> list[list[ReadItem]
 
 
 def _batches(metadata: Metadata) -> Iterator[tuple[set[str], torch.dtype]]:
-    """Keys of one dtype, some at a time, the same on all ranks."""
+    """Yield batches of keys with one dtype, the same on all ranks."""
     of_dtype: dict[Any, list[str]] = {}
     tensors: dict[str, Any] = metadata.state_dict_metadata
     for key in sorted(tensors):

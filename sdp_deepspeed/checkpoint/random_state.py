@@ -1,4 +1,4 @@
-"""This process's random number generators as plain values and tensors."""
+"""State of this process's random number generators, as plain values and tensors."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """PyTorch's, the accelerator's, NumPy's and Python's generators."""
+    """State of the generators of PyTorch, the accelerator, NumPy and Python."""
     numpy_state: Any = np.random.get_state()
     kind, keys, position, has_gauss, cached = numpy_state
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # a run on CPUs must not start it
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # do not start CUDA
         "numpy": [str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
         "python": [version, list(words), gauss],
     }
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Inverse of `random_state`."""
+    """Restore the result of `random_state`."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])
@@ -37,7 +37,7 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def unchanged_random_state() -> Iterator[None]:
-    """Context after which the generators draw what they would have drawn without it."""
+    """Context that restores the state of all generators on exit."""
     before = random_state()
     try:
         yield

@@ -1,8 +1,8 @@
-"""What one rank writes to a checkpoint and reads from it, as boxes of the dense model.
+"""The tensors that a rank saves to a checkpoint and loads from it, as boxes of the dense model.
 
-Keys of tensors are `weight/NAME` (the fp32 master of what is trained; a frozen parameter or a buffer in its own dtype)
-and `MOMENT/NAME` of each moment of the optimizer, such as `exp_avg/NAME`. Low-precision weights are rounded masters, so
-they are not stored. Each element is written by one rank: what is trained by its owner, other tensors by their first
+Keys are `weight/NAME` (fp32 masters of trained parameters; frozen parameters and buffers in their own dtype) and
+`MOMENT/NAME` for each moment of the optimizer, such as `exp_avg/NAME`. Low-precision weights are rounded masters and
+are not stored. Each element is written by one rank: trained parameters by the owner, other tensors by their first
 holder.
 """
 
@@ -26,8 +26,8 @@ from sdp_deepspeed.units import Piece
 logger = logging.getLogger("sdp_deepspeed")
 
 WEIGHT = "weight"
-NUMBER = "sdp_group"  # key of a param group that FSDP2's host divided: which one of the user's it is of
-# Optimizers that keep the same state for an element, so that one goes on with another's.
+NUMBER = "sdp_group"  # key of param groups that the FSDP2 host has split: index of the user's group
+# Optimizers with the same state per element, so that one can load another's.
 _ALIKE = {
     "AdamW": "Adam",
     "FusedAdam": "Adam",
@@ -36,12 +36,12 @@ _ALIKE = {
     "FusedLion": "Lion",
     "DeepSpeedCPULion": "Lion",
 }
-_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")  # options that change no result
+_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")  # options that do not change results
 Facts = dict[str, Any]
 
 
 class Stepped(Protocol):
-    """Some elements of a slice, in what an optimizer steps."""
+    """Elements of a slice in a parameter of the optimizer."""
 
     @property
     def parameter(self) -> torch.nn.Parameter: ...
@@ -54,11 +54,11 @@ class Stepped(Protocol):
 
 
 class Other(NamedTuple):
-    """Some elements of a slice of what no optimizer steps.
+    """Elements of a slice that the optimizer does not step.
 
     Args:
-        is_written: whether it is this rank that writes them.
-        offsets: first index in the slice.
+        is_written: whether this rank saves them.
+        offsets: in the slice.
         values: a view.
     """
 
@@ -69,7 +69,7 @@ class Other(NamedTuple):
 
 
 class SteppedModel(Protocol):
-    """What checkpoints need of an optimizer over shards (`ShardedOptimizer`, or FSDP2's)."""
+    """Interface of sharded optimizers (`ShardedOptimizer`, or FSDP2's) that checkpoints use."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
@@ -84,10 +84,13 @@ class SteppedModel(Protocol):
 
 @dataclass(frozen=True)
 class RankState:
-    """A model in training, on one rank.
+    """Model and optimizer state of one rank.
 
     Args:
-        shards: which part of each dense tensor this tensor-parallel rank has.
+        mask: of the model.
+        optimizer: the sharded optimizer.
+        groups: process groups.
+        shards: the part of each dense tensor that this tensor-parallel rank has.
     """
 
     mask: Mask
@@ -97,16 +100,16 @@ class RankState:
 
     @property
     def model(self) -> torch.nn.Module:
-        """Of the class that exports name."""
+        """The module, of the class that exports name."""
         return self.mask.model
 
     @property
     def group_numbers(self) -> list[int]:
-        """For each param group of the optimizer its number in the run; FSDP2's optimizers may have several for one."""
+        """Number of each param group; with FSDP2 several groups may have the same number."""
         return list(range(len(self.optimizer.optimizer.param_groups)))
 
     def others(self) -> Iterator[Other]:
-        """Parameters that the optimizer does not step and persistent buffers, as far as this rank stores them."""
+        """Yield the parts of untrained parameters and persistent buffers that this rank stores."""
         names = [name for name in self.mask.parameters if name not in self.optimizer.param_groups]
         tensors: dict[str, torch.Tensor] = {name: self.mask.parameters[name] for name in names}
         for name, tensor in (tensors | self.live_buffers()).items():
@@ -116,13 +119,13 @@ class RankState:
                     yield Other(piece, holders[0] == self.mask.rank, (0,) * values.dim(), values)
 
     def live_buffers(self) -> dict[str, torch.Tensor]:
-        """Persistent buffers as the module has them now; modules may replace them."""
+        """Current persistent buffers by name; modules may have replaced them."""
         persistent = persistent_buffers(self.mask.model)
         return {name: buffer for name, buffer in self.mask.model.named_buffers() if name in persistent}
 
     @property
     def layout(self) -> dict[str, Any]:
-        """Where this is as it was, each rank goes on with its own random numbers and buffers."""
+        """If it is unchanged on load, each rank restores its own random state and buffers."""
         plan = self.mask.plan
         return {
             "plan": plan.hash,
@@ -131,13 +134,13 @@ class RankState:
         }
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor of the dense model."""
+        """Shape of a tensor of the dense model."""
         division = self.shards.divisions.get(name)
         return tuple(self.mask.shapes[name] if division is None else division.shape)
 
     def key(self, kind: str, name: str) -> str:
-        """Of a dense tensor, or a moment of it. One that is divided among tensor-parallel ranks nobody knows how, as
-        flat parts side by side, is another tensor for each number of ranks."""
+        """Key of a dense tensor, or of its moment. If tensor-parallel ranks divide it in an unknown way, its flat parts
+        are concatenated, and the key contains the number of ranks."""
         return f"{kind}/{name}" if self.is_known(name) else f"{kind}/{name}@{self.shards.size}"
 
     def is_known(self, name: str) -> bool:
@@ -145,11 +148,11 @@ class RankState:
         return division is None or division.is_known
 
     def writes(self, name: str) -> bool:
-        """Whether this tensor-parallel rank writes its part of a tensor; of a replicated one, the first does."""
+        """Whether this tensor-parallel rank saves its part; of replicated tensors only the first rank does."""
         return name in self.shards.divisions or self.groups.tensor_parallel_rank == 0
 
     def offsets(self, piece: Piece) -> list[int]:
-        """First index of a piece in the dense tensor."""
+        """Offsets of a piece in the dense tensor."""
         division = self.shards.divisions.get(piece.parameter)
         num_dims = len(self.shape(piece.parameter))
         offsets = [piece.start if dim == piece.dim else 0 for dim in range(num_dims)]
@@ -162,10 +165,10 @@ class RankState:
 
 
 def written_state(state: RankState, *, exclude_frozen: bool = False) -> State:
-    """Boxes of live tensors that this rank writes.
+    """Boxes of live tensors that this rank saves.
 
     Args:
-        exclude_frozen: leave out parameters that require no gradients.
+        exclude_frozen: whether to leave out parameters that do not require gradients.
     """
     result: State = {}
     for part in state.optimizer.shard_parts(owned=True):
@@ -190,7 +193,7 @@ def _add_other(result: State, state: RankState, other: Other) -> None:
 
 
 def _add_part(result: State, state: RankState, key: str, part: Stepped, tensor: torch.Tensor) -> None:
-    """Add the boxes of what is stepped, or of a moment of it."""
+    """Add the boxes of a stepped parameter, or of its moment."""
     for offsets, values in part.boxes(tensor, flat=not state.is_known(part.piece.parameter)):
         _add(result, state, key, part.piece, offsets, values)
 
@@ -202,31 +205,31 @@ def _add(result: State, state: RankState, key: str, piece: Piece, offsets: Seque
 
 
 def _moments(own: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
-    """Keys of an optimizer's state that has a value for each element of what it steps."""
+    """Keys of optimizer state with one value per element."""
     return [key for key, value in own.items() if torch.is_tensor(value) and value.shape == parameter.shape]
 
 
 def _view(mask: Mask, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
-    """A stored piece in the tensor that the module has now; modules may replace buffers."""
+    """View of a stored piece in the current tensor; modules may have replaced buffers."""
     if tensor.shape == mask.shapes[piece.parameter]:
         return piece.narrow(tensor.detach())
     return mask.view(piece, tensor) if mask.is_held(piece) else mask.view(piece)
 
 
 def live_buffers(state: RankState) -> dict[str, torch.Tensor]:
-    """Pieces of persistent buffers that this rank stores, as they are here: each rank may have seen other data."""
+    """This rank's persistent buffers, whose values may differ between ranks."""
     others = (other for other in state.others() if other.piece.kind == "buffer")
     return {f"{other.piece.parameter}@{other.piece.start}": other.values for other in others}
 
 
 def restore_buffers(state: RankState, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Inverse of `live_buffers`."""
+    """Restore the result of `live_buffers`."""
     for key, values in live_buffers(state).items():
         values.copy_(buffers[key])
 
 
 def persistent_buffers(model: torch.nn.Module) -> set[str]:
-    """Names of buffers that state dicts have."""
+    """Names of buffers that are in state dicts."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -239,10 +242,10 @@ def persistent_buffers(model: torch.nn.Module) -> set[str]:
 
 
 class GroupFacts(NamedTuple):
-    """Of a param group.
+    """Facts of a param group.
 
     Args:
-        scalars: state that is one number: the highest in the group, which is stepped together; None where this rank
+        scalars: optimizer state with a single value, such as step counts: the maximum over the group; None if this rank
             steps nothing of it.
     """
 
@@ -251,10 +254,10 @@ class GroupFacts(NamedTuple):
 
 
 def group_facts(state: RankState) -> dict[int, GroupFacts]:
-    """Of the param groups that this rank has, by number.
+    """Facts of this rank's param groups, by number.
 
     Raises:
-        ValueError: state that is neither a number nor one for each element.
+        ValueError: optimizer state that is neither a number nor one value per element.
     """
     optimizer = state.optimizer.optimizer
     result: dict[int, GroupFacts] = {}
@@ -267,8 +270,8 @@ def group_facts(state: RankState) -> dict[int, GroupFacts]:
                 value = own[key]
                 if torch.is_tensor(value) and value.numel() != 1:
                     raise ValueError(
-                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for "
-                        f"{tuple(parameter.shape)}; expected one value for each element, or one for all"
+                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a parameter of "
+                        f"shape {tuple(parameter.shape)}, expected a scalar or one value per element"
                     )
                 if value is not None:
                     found[key] = max(found.get(key, 0), value.item() if torch.is_tensor(value) else value)
@@ -279,8 +282,8 @@ def group_facts(state: RankState) -> dict[int, GroupFacts]:
 
 
 def optimizer_facts(state: RankState, of_ranks: Sequence[Mapping[int, GroupFacts]]) -> Facts:
-    """All of the optimizer but its tensors, the same on every rank: `kind`, `groups` (number by dense name), `options`
-    and `scalars` of each group.
+    """Optimizer state without tensors, the same on every rank: `kind`, `groups` (number by dense name), `options` and
+    `scalars` of each group.
 
     Args:
         of_ranks: `group_facts` of all ranks.
@@ -305,11 +308,11 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
 
 @dataclass(frozen=True)
 class Targets:
-    """Where stored tensors go on this rank.
+    """Destinations of stored tensors on this rank.
 
     Args:
         boxes: of live weights, and of new moments.
-        moments: by what the optimizer steps; None leaves the optimizer's state as it is.
+        moments: by parameter of the optimizer; None keeps the optimizer's state.
     """
 
     boxes: State
@@ -317,15 +320,15 @@ class Targets:
 
 
 def make_targets(state: RankState, stored: Mapping[str, Any], facts: Facts | None, *, strict: bool = True) -> Targets:
-    """Where this rank reads what it steps (in stage 0 all that it holds), and other tensors that it stores.
+    """Find the destinations on this rank: what it steps (in stage 0 all that it holds), and other tensors it stores.
 
     Args:
         stored: DCP's metadata of each stored tensor, by key.
-        facts: of the optimizer that wrote it; None leaves the optimizer's state as it is.
-        strict: stored tensors must be those of the model, neither fewer nor more; else what is missing stays as it is.
+        facts: of the saved optimizer; None keeps the optimizer's state.
+        strict: whether missing and unexpected tensors are errors.
 
     Raises:
-        ValueError: it is of another model or optimizer. Nothing has been changed.
+        ValueError: the checkpoint is of a different model or optimizer. Nothing has been changed.
     """
     _check_names(state, stored, strict=strict)
     boxes: State = {}
@@ -347,19 +350,19 @@ def _check_names(state: RankState, stored: Mapping[str, Any], *, strict: bool) -
     missing, unknown = sorted({*key_of.values()} - names), sorted(names - {*key_of.values()})
     if strict and (missing or unknown):
         raise ValueError(
-            f"checkpoint of another model: {len(missing)} tensors are missing in it ({quoted(missing)}), "
+            f"checkpoint of another model: it lacks {len(missing)} tensors ({quoted(missing)}), and "
             f"{len(unknown)} are not in the model ({quoted(unknown)})"
         )
     for name, found in ((name, stored[key]) for name, key in key_of.items() if key in stored):
         if tuple(found.size) != state.shape(name):
             raise ValueError(
-                f"checkpoint of another model: {name!r} has shape {tuple(found.size)} in it and {state.shape(name)} "
-                "in the model"
+                f"checkpoint of another model: {name!r} has shape {tuple(found.size)}, but {state.shape(name)} in the "
+                "model"
             )
         if tensors[name].is_floating_point() and not found.properties.dtype.is_floating_point:
             raise ValueError(
-                f"checkpoint of another model: {name!r} is of {found.properties.dtype} in it and "
-                f"{tensors[name].dtype} in the model"
+                f"checkpoint of another model: {name!r} has {found.properties.dtype}, but {tensors[name].dtype} in the "
+                "model"
             )
 
 
@@ -390,20 +393,20 @@ def _new_moments(
             }
         if kinds != (others := result[part.parameter].keys()):
             raise ValueError(
-                f"the checkpoint has optimizer state {sorted(kinds)} of {name!r} and {sorted(others)} of others that "
-                "are stepped with it; load without optimizer states"
+                f"the checkpoint has optimizer state {sorted(kinds)} of {name!r}, but {sorted(others)} of others in "
+                "its shard; load without optimizer states"
             )
     return result
 
 
 def _dtype_of_moment(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, stored: torch.dtype) -> torch.dtype:
-    """PyTorch's optimizers need moments in the parameter's dtype, which is another one where weights are in bf16."""
+    """Dtype of loaded moments: PyTorch's optimizers require the parameter's, which may differ from the stored one."""
     is_torchs = type(optimizer).__module__.startswith("torch.")
     return parameter.dtype if is_torchs and stored.is_floating_point else stored
 
 
 def restore_optimizer(state: RankState, targets: Targets, facts: Facts) -> None:
-    """Give the optimizer its new moments, step counts, and options where both runs group parameters alike."""
+    """Load moments and step counts, and options of param groups if both runs group parameters alike."""
     optimizer = state.optimizer.optimizer
     assert targets.moments is not None
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -416,16 +419,16 @@ def restore_optimizer(state: RankState, targets: Targets, facts: Facts) -> None:
             states[index] = targets.moments.get(parameter, {}) | _as_kept(optimizer, numbers)
     groups = optimizer.param_groups
     optimizer.load_state_dict({"state": states, "param_groups": _options(state, facts)})
-    for kept, loaded in zip(groups, optimizer.param_groups, strict=True):  # others may have them
+    for kept, loaded in zip(groups, optimizer.param_groups, strict=True):  # keep keys that the checkpoint lacks
         kept.clear()
         kept.update(loaded)
     optimizer.param_groups = groups
-    for parameter, moments in targets.moments.items():  # PyTorch gave them the parameter's dtype
+    for parameter, moments in targets.moments.items():  # load_state_dict has cast them to the parameter's dtype
         optimizer.state[parameter].update(moments)
 
 
 def _as_kept(optimizer: torch.optim.Optimizer, numbers: Mapping[str, float]) -> dict[str, Any]:
-    """PyTorch's optimizers count in fp32 tensors, DeepSpeed's in integers."""
+    """Step counts in the optimizer's type: fp32 tensors in PyTorch, integers in DeepSpeed."""
     home = type(optimizer).__module__
     if home.startswith("torch."):
         return {key: torch.tensor(value, dtype=torch.float32, device="cpu") for key, value in numbers.items()}
@@ -433,8 +436,8 @@ def _as_kept(optimizer: torch.optim.Optimizer, numbers: Mapping[str, float]) -> 
 
 
 def _options(state: RankState, facts: Facts) -> list[dict[str, Any]]:
-    """Param groups for `load_state_dict`: options of the checkpoint, as far as this optimizer has them, where both runs
-    group parameters alike."""
+    """Param groups for `load_state_dict`, with the checkpoint's options that this optimizer has, if both runs group
+    parameters alike."""
     here, stored = state.optimizer.optimizer.param_groups, facts["options"]
     groups, first = state.optimizer.param_groups, 0
     pairs = {(groups[name], facts["groups"][name]) for name in groups.keys() & facts["groups"].keys()}
@@ -442,7 +445,7 @@ def _options(state: RankState, facts: Facts) -> list[dict[str, Any]]:
     num_groups = 1 + max([*groups.values(), *state.group_numbers], default=-1)
     is_alike = len(pairs) == len(stored_of) == len({*stored_of.values()}) and len(stored) == num_groups
     if not is_alike and dist.get_rank() == 0:
-        logger.warning("param groups differ from the checkpoint's: learning rates and other options stay as they are")
+        logger.warning("param groups differ from the checkpoint's: learning rates and other options are not loaded")
     result = []
     for number, group in zip(state.group_numbers, here, strict=True):
         options = dict(group)

@@ -1,8 +1,8 @@
-"""Start from DeepSpeed's ZeRO checkpoints, moments included, by its universal format: a folder `zero/NAME/` with fp32
-weights, moments and steps of each tensor (deepspeed/checkpoint/ds_to_universal.py writes it).
+"""Load DeepSpeed's ZeRO checkpoints, with moments, through its universal format: a folder `zero/NAME/` with fp32
+weights, moments and step of each tensor, written by deepspeed/checkpoint/ds_to_universal.py.
 
-DeepSpeed's program unpickles whatever files hold. Here nothing is made of them but tensors, plain values and the few
-classes of DeepSpeed's own checkpoints. Needs DeepSpeed.
+DeepSpeed's program unpickles arbitrary objects. Here only tensors, plain values and the classes of DeepSpeed's own
+checkpoints are unpickled. Requires DeepSpeed.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ logger = logging.getLogger("sdp_deepspeed")
 ZERO, FP32, STEP, PARAM = "zero", "fp32", "step", "param"
 LATEST_UNIVERSAL = "latest_universal"
 _OPTIMIZERS, _MODEL = "*_optim_states.pt", "*mp_rank_00_model_states.pt"
-_OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay")  # not switches of one implementation
+_OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay")  # no options of an implementation
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-# What DeepSpeed's engine puts beside the client's state into the model's file.
+# Keys of DeepSpeed's engine in the model file; the others are client state.
 _OF_DEEPSPEED = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
     *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"),
@@ -59,7 +59,7 @@ _OF_DEEPSPEED = {
 
 
 def _member(kind: Any, name: str) -> ZeroStageEnum:
-    """In place of `getattr`, with which Python 3.11.0 to 3.11.3 pickles the members of an enum."""
+    """Replacement of `getattr`, with which Python 3.11.0 to 3.11.3 pickle enum members."""
     if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
         raise pickle.UnpicklingError(f"getattr of {kind!r} and {name!r}")
     return ZeroStageEnum[name]
@@ -73,7 +73,7 @@ _KNOWN: list[Any] = [
 
 @contextmanager
 def _known_classes_only() -> Iterator[None]:
-    """Inside, `torch.load` runs no code, whatever its caller asks for."""
+    """Context in which `torch.load` executes no code, whatever its arguments."""
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before, os.environ[name] = os.environ.get(name), "1"
     try:
@@ -87,10 +87,10 @@ def _known_classes_only() -> Iterator[None]:
 
 
 def _read(file: Path) -> Any:
-    """Tensors are mapped, and read from the disk when they are used.
+    """Load a file with memory-mapped tensors.
 
     Raises:
-        ValueError: it is missing or damaged, or holds something that could run code.
+        ValueError: the file is missing or damaged, or contains objects that could execute code.
     """
     try:
         with _known_classes_only():
@@ -106,24 +106,24 @@ def _read(file: Path) -> Any:
 
 
 def convert(source: Path, out: Path, *, tag: str | None = None) -> Path:
-    """Write `out/TAG_universal`, which `load_universal` reads, by DeepSpeed's own program; `out/latest_universal` names
-    it. One process.
+    """Convert a ZeRO checkpoint to `out/TAG_universal` with DeepSpeed's own program, in one process. Writes
+    `out/latest_universal`.
 
     Args:
-        source: a checkpoint's folder, or the folder above with `latest`.
+        source: folder of a checkpoint, or its parent with a file `latest`.
 
     Raises:
-        ValueError: `source` is no ZeRO checkpoint of an Adam, is damaged, or could run code.
+        ValueError: `source` is not a ZeRO checkpoint of Adam, is damaged, or could execute code.
     """
     folder = source if tag is None and any(source.glob(_OPTIMIZERS)) else source / (tag or _latest(source))
     if not any(folder.glob(_OPTIMIZERS)):
-        raise ValueError(f"{folder} has no files {_OPTIMIZERS}; give the folder of a ZeRO checkpoint")
+        raise ValueError(f"{folder} has no files {_OPTIMIZERS}; pass the folder of a ZeRO checkpoint")
     for file in sorted(folder.glob("*.pt")):
         _check(file, _read(file))
     name = f"{folder.name}_universal"
     with new_folder(out / name) as written:
         options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-        # What is injected only Megatron's models record.
+        # Only Megatron's models record what is injected here.
         arguments = Namespace(
             input_folder=str(folder), output_folder=str(written / name), inject_missing_state=True, **options
         )
@@ -133,7 +133,7 @@ def convert(source: Path, out: Path, *, tag: str | None = None) -> Path:
             except (AssertionError, KeyError, RuntimeError, ValueError, OSError, pickle.UnpicklingError) as error:
                 raise ValueError(f"{folder}: DeepSpeed cannot convert it: {error!r}") from None
         _add_rest(folder, written / name / ZERO)
-        (written / LATEST_UNIVERSAL).unlink(missing_ok=True)  # DeepSpeed writes it beside its output
+        (written / LATEST_UNIVERSAL).unlink(missing_ok=True)  # DeepSpeed writes it next to the output
         for path in (written / name).iterdir():
             path.rename(written / path.name)
         (written / name).rmdir()
@@ -146,31 +146,31 @@ def _latest(source: Path) -> str:
         return (source / "latest").read_text(encoding="utf-8").strip()
     except OSError:
         raise ValueError(
-            f"{source} has no files {_OPTIMIZERS} and no latest; give a ZeRO checkpoint's folder"
+            f"{source} has no files {_OPTIMIZERS} and no latest; pass the folder of a ZeRO checkpoint"
         ) from None
 
 
 def _check(file: Path, content: Any) -> None:
-    """Names become folders; and DeepSpeed converts Adam's state only."""
+    """Raise ValueError for tensor names that are paths (they become folders), and optimizers other than Adam."""
     if not isinstance(content, dict):
-        raise ValueError(f"{file} is damaged: it holds no state")
+        raise ValueError(f"{file} is damaged: it has no state")
     optimizer = content.get("optimizer_state_dict")
     optimizer = optimizer if isinstance(optimizer, dict) else {}
     groups = [content.get("module") or (), content.get("frozen_param_shapes") or ()]
     groups += [*(content.get("param_shapes") or ()), *(optimizer.get("param_slice_mappings") or ())]
     if paths := [name for group in groups for name in group if os.sep in name or name.startswith(".")]:
-        raise ValueError(f"{file} has tensors with names that are paths: {quoted(paths)}")
+        raise ValueError(f"{file} has tensor names that are paths: {quoted(paths)}")
     base = optimizer.get("base_optimizer_state") or optimizer.get("optimizer_state_dict") or {}
     for moments in base.get("state", {}).values() if isinstance(base, dict) else ():
         if not moments.keys() >= {"exp_avg", "exp_avg_sq"}:
             raise ValueError(
-                f"{file}: DeepSpeed converts Adam's state only, here are {quoted(sorted(moments))}; for weights alone "
-                "run the zero_to_fp32.py beside it, and load its output with load_pretrained"
+                f"{file}: DeepSpeed converts Adam's state only, got {quoted(sorted(moments))}; for weights alone use "
+                "zero_to_fp32.py and load_pretrained"
             )
 
 
 def _add_rest(folder: Path, zero: Path) -> None:
-    """Buffers and frozen parameters of ZeRO-3, which DeepSpeed's program leaves out."""
+    """Add buffers and frozen parameters of ZeRO-3, which DeepSpeed's program leaves out."""
     found = {int(number[1]): file for file in folder.glob("*_model_states.pt") if (number := _RANK.search(file.name))}
     states = [_read(file) for _, file in sorted(found.items())]
     if not states:
@@ -192,10 +192,10 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states")
 
 @dataclass(frozen=True)
 class Progress:
-    """What a universal checkpoint has beside tensors.
+    """Everything in a universal checkpoint beside tensors.
 
     Args:
-        counters: of the engine, by name of its attribute.
+        counters: of the engine, by attribute name.
     """
 
     counters: dict[str, int]
@@ -204,19 +204,19 @@ class Progress:
 
 
 def is_universal(path: Path) -> bool:
-    """Whether this is a checkpoint's folder in the universal format."""
+    """Whether a folder is a checkpoint in the universal format."""
     return (path / ZERO).is_dir() and any(path.glob(_MODEL))
 
 
 def universal_tag(folder: Path, tag: str | None) -> str | None:
-    """The tag to load where it is in the universal format; None where it is to be loaded as one of ours.
+    """The tag to load in the universal format; None if the checkpoint is in our format.
 
     Args:
         folder: of all checkpoints.
-        tag: None for the one that `latest_universal` names.
+        tag: name of the checkpoint. Default: the one in `latest_universal`.
 
     Raises:
-        ValueError: `latest_universal` names none, or there is neither that file nor a checkpoint of ours.
+        ValueError: `latest_universal` is invalid, or there is no checkpoint in either format.
     """
     if tag is not None:
         return tag if is_universal(folder / tag) else None
@@ -226,22 +226,22 @@ def universal_tag(folder: Path, tag: str | None) -> str | None:
     if not pointer.is_file():
         raise ValueError(
             f"{folder} has no {LATEST_UNIVERSAL} and no checkpoint of sdp_deepspeed; run `sdp checkpoint from-zero`, "
-            "or switch checkpoint.load_universal off"
+            "or disable checkpoint.load_universal"
         )
     named = pointer.read_text(encoding="utf-8").strip()
     if not is_universal(folder / named):
-        raise ValueError(f"{pointer} names {named!r}, which is no universal checkpoint; give its tag")
+        raise ValueError(f"{pointer} names {named!r}, which is not a universal checkpoint; pass a tag")
     if own:
-        logger.warning("loading %s; switch checkpoint.load_universal off to go on from %s", folder / named, own[0])
+        logger.warning("loading %s; disable checkpoint.load_universal to load %s", folder / named, own[0])
     return named
 
 
 def refuse_foreign(folder: Path, tag: str | None) -> None:
-    """ValueError for a checkpoint of DeepSpeed's.
+    """Raise ValueError for a checkpoint of plain DeepSpeed.
 
     Args:
         folder: of all checkpoints.
-        tag: None for the one that `latest` names.
+        tag: name of the checkpoint. Default: the one in `latest`.
     """
     name = next(iter(tags_to_try(folder)), None) if tag is None else tag
     if name is not None and any((folder / name).glob(_OPTIMIZERS)):
@@ -254,16 +254,16 @@ def refuse_foreign(folder: Path, tag: str | None) -> None:
 
 
 def load_universal(state: RankState, path: Path, *, optimizer_states: bool = True, strict: bool = True) -> Progress:
-    """Restore masters, weights, moments and step counts. Every rank calls it.
+    """Load masters, weights, moments and step counts; collective.
 
     Args:
-        path: folder of a tag in the universal format.
-        optimizer_states: whether the optimizer's state is loaded, where there is one.
-        strict: tensors must be those of the model.
+        path: folder of a checkpoint in the universal format.
+        optimizer_states: whether to load the optimizer's state, if there is one.
+        strict: whether missing and unexpected tensors are errors.
 
     Raises:
-        ValueError: on all ranks, before anything is changed: files are missing or damaged, could run code, or are of
-            another model.
+        ValueError: on all ranks, before anything is changed, if files are missing or damaged, could execute code, or
+            are of a different model.
     """
 
     def prepare() -> tuple[_Universal, Any, Facts | None]:
@@ -291,10 +291,10 @@ class _Universal:
     """A folder in the universal format.
 
     Args:
-        tensors: by our key, mapped from the files.
+        tensors: memory-mapped, by our key.
         folders: of tensors, by dense name.
-        model: content of the model's file.
-        optimizer: content of the optimizer's file; {} without.
+        model: content of the model file.
+        optimizer: content of the optimizer file; empty without.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -305,7 +305,7 @@ class _Universal:
     @classmethod
     def open(cls, path: Path, state: RankState, *, strict: bool) -> _Universal:
         if not is_universal(path):
-            raise ValueError(f"{path} is no universal checkpoint: it has no {ZERO} or no {_MODEL}")
+            raise ValueError(f"{path} is not a universal checkpoint: {ZERO} or {_MODEL} is missing")
         model = _read(min(path.glob(_MODEL)))
         optimizer = path / ZERO / "optimizer_state.pt"
         by_name = {folder.name: folder for folder in (path / ZERO).iterdir() if folder.is_dir()}
@@ -325,11 +325,11 @@ class _Universal:
         return result
 
     def _tensor(self, file: Path, name: str) -> torch.Tensor:
-        """ZeRO-3 leaves tensors flat; their shapes are in the model's file."""
+        """Load a tensor; those of ZeRO-3 are flat, with shapes in the model file."""
         content = _read(file)
         tensor = content.get(PARAM) if isinstance(content, dict) else content
         if not torch.is_tensor(tensor):
-            raise ValueError(f"{file} is damaged: it holds no tensor")
+            raise ValueError(f"{file} is damaged: it has no tensor")
         if isinstance(content, dict):
             return tensor
         shape = next((group[name] for group in self.model.get("param_shapes") or () if name in group), None)
@@ -342,7 +342,7 @@ class _Universal:
         return {key.partition("/")[0] for key in self.tensors} - {WEIGHT}
 
     def facts(self, state: RankState) -> Facts:
-        """Of an Adam; options of param groups where there are as many."""
+        """Optimizer facts of Adam; with options of param groups if their number matches."""
         groups = state.optimizer.param_groups
         here = [{k: v for k, v in g.items() if k != "params"} for g in state.optimizer.optimizer.param_groups]
         stored = self.optimizer.get("param_groups") or []
@@ -355,7 +355,7 @@ class _Universal:
             if name in self.folders and any(state.key(kind, name) in self.tensors for kind in self.moments):
                 steps[group].add(self._step(self.folders[name]))
         if any(len(found) > 1 for found in steps):
-            raise ValueError(f"param groups with different step counts, {steps}; load without optimizer states")
+            raise ValueError(f"param groups have different step counts {steps}; load without optimizer states")
         numbers = [next(iter(found), 0.0) for found in steps]
         return {"kind": "Adam", "groups": groups, "options": here, "scalars": [{STEP: n} for n in numbers]}
 
@@ -366,5 +366,5 @@ class _Universal:
         shapes: Iterable[Any] = self.model.get("param_shapes") or ()
         index = next((index for index, group in enumerate(shapes) if folder.name in group), None)
         if index is None or STEP not in states.get(index, {}):
-            raise ValueError(f"{folder} has moments, but no number of steps; load without optimizer states")
+            raise ValueError(f"{folder} has moments, but no step count; load without optimizer states")
         return float(states[index][STEP])

@@ -1,7 +1,7 @@
-"""Locks of killed builds: DeepSpeed compiles operators through PyTorch, which waits for them without end or a word.
+"""Remove the locks of killed builds: PyTorch, which compiles DeepSpeed's operators, waits for them forever.
 
-A build keeps its lock (`<operator>/lock`, an empty file) open. So where all processes that could build are to be seen,
-a lock that none of them has open is nobody's.
+A build keeps its lock (`<operator>/lock`, an empty file) open. If all processes that could be building are visible, a
+lock that none of them has open is stale.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _MAX_BUILD_SECONDS = 15 * 60.0
-_TRIES, _SECONDS_BETWEEN_TRIES = 30, 0.1  # for another rank that looks; one that was stopped is not waited for
-_LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs"}  # file systems that another machine does not see
-_PRIVATE = {"overlay", "tmpfs"}  # nor another container
+_TRIES, _SECONDS_BETWEEN_TRIES = 30, 0.1  # to wait for another rank that is looking
+_LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs"}  # file systems that other machines do not see
+_PRIVATE = {"overlay", "tmpfs"}  # nor other containers
 _PROC = Path("/proc")
-_FIRST_NAMESPACE = "pid:[4026531836]"  # of all processes of the machine; the kernel has this number fixed
+_FIRST_NAMESPACE = "pid:[4026531836]"  # contains all processes; the kernel fixes this number
 
 
 def remove_abandoned_builds() -> list[str]:
-    """Remove locks that are nobody's; a process that does it meanwhile is waited for.
+    """Remove stale locks, one process at a time.
 
     Returns:
-        What was done, and what is left to the user, one line each.
+        Messages: the locks that were removed, and those that the user should look at.
     """
     texts = []
     for lock in _locks():
-        with suppress(OSError), _alone_in(lock.parent):  # released or removed in the meantime, or not ours to remove
+        with suppress(OSError), _alone_in(lock.parent):  # released or removed meanwhile, or without permission
             if text := _look_at(lock):
                 texts.append(text)
     return texts
 
 
 def _locks() -> list[Path]:
-    """In PyTorch's folder for operators; without the variable there is one more folder for each kind of device."""
+    """Locks in PyTorch's folder for operators; by default one subfolder per device type."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions").expanduser()
     return sorted(lock for pattern in ("*/lock", "*/*/lock") for lock in root.glob(pattern))
@@ -44,7 +44,7 @@ def _locks() -> list[Path]:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """One of us at a time: a rank that went on to build would wait for a lock, and find nothing built when it goes."""
+    """Hold a lock of the folder, so that no other rank starts to build between our check and the removal."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         for _ in range(_TRIES):
@@ -53,7 +53,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
             except BlockingIOError:
                 time.sleep(_SECONDS_BETWEEN_TRIES)
                 continue
-            except OSError:  # not on every file system
+            except OSError:  # not supported by every file system
                 pass
             break
         yield
@@ -78,10 +78,10 @@ def _look_at(lock: Path) -> str | None:
 
 
 def _is_open_in_a_process(lock: Path) -> bool:
-    """Of those that may be looked into: one's own, or all for the superuser."""
+    """Whether a process that we may inspect has the file open: our own processes, or all as superuser."""
     name = str(lock.resolve())
     for process in filter(str.isdigit, os.listdir(_PROC)):
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # the process has ended, or belongs to another user
             for link in os.scandir(_PROC / process / "fd"):
                 with suppress(OSError):
                     if os.readlink(link) == name:
@@ -90,7 +90,7 @@ def _is_open_in_a_process(lock: Path) -> bool:
 
 
 def _sees_all_builds(lock: Path) -> bool:
-    """Whether each process that could build there is one that we see."""
+    """Whether all processes that could build in this folder are visible to us."""
     try:
         mounts = [line.split()[1:3] for line in (_PROC / "self/mounts").read_text(encoding="utf-8").splitlines()]
         namespace = os.readlink(_PROC / "self/ns/pid")

@@ -1,4 +1,4 @@
-"""DeepSpeed's calls for checkpoints: what an engine adds to the tensors that `checkpoint` writes and reads."""
+"""DeepSpeed's checkpoint methods: the engine's own state, beside the tensors that `checkpoint` saves and loads."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def new_manager(engine: Any) -> CheckpointManager:
-    """As the block's `checkpoint` says; every rank calls it."""
+    """Create the manager with the options of the block's `checkpoint`; collective."""
     options = engine.block.checkpoint
     return CheckpointManager(**options.model_dump())
 
 
 def save(engine: Any, folder: Path, tag: str | None, client_state: Mapping[str, Any], **options: bool) -> None:
-    """Write a checkpoint; every rank calls it, see `CheckpointManager.save`.
+    """Save a checkpoint; collective. See `CheckpointManager.save`.
 
     Args:
-        tag: None for one that names the step.
-        client_state: the caller's.
+        tag: name of the checkpoint. Default: the step.
+        client_state: state of the caller.
     """
     scheduler = engine.lr_scheduler
     scaler = {name: value for name, value in vars(engine.optimizer.loss_scaler).items() if _is_number(value)}
@@ -46,12 +46,12 @@ def save(engine: Any, folder: Path, tag: str | None, client_state: Mapping[str, 
 def load(
     engine: Any, folder: Path, tag: str | None, *, module_only: bool, scheduler: bool, **options: bool
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Restore a checkpoint; every rank calls it, see `CheckpointManager.restore`. Where the config says
-    `checkpoint.load_universal`, one in DeepSpeed's universal format too.
+    """Load a checkpoint; collective. See `CheckpointManager.restore`. With `checkpoint.load_universal` in the config,
+    checkpoints in DeepSpeed's universal format load, too.
 
     Args:
-        module_only: weights alone: counters, loss scale, schedule and random numbers stay as they are.
-        scheduler: whether the learning rate's schedule is restored.
+        module_only: whether to load weights only, and keep counters, loss scale, LR scheduler and random state.
+        scheduler: whether to load the state of the LR scheduler.
 
     Returns:
         Path of the checkpoint and the client state; (None, None) if the folder has no checkpoint.
@@ -70,14 +70,14 @@ def load(
     common = found.common
     if scheduler and not module_only:
         run_on_all_ranks(lambda: _check_scheduler(engine.lr_scheduler, common["lr_scheduler"]), control)
-    engine.optimizer.zero_grad()  # of a step of the run that is left
-    if not module_only:  # ranks go on with their own state under the same plan only
+    engine.optimizer.zero_grad()  # drop gradients of the current run
+    if not module_only:  # per-rank state is restored under the same plan only
         follow_schedule(engine, common["counters"]["global_steps"])
     engine.checkpoints.restore(found, rank_state(engine), own_state=not module_only, **options)
     if not module_only:
         _restore_progress(engine, common["counters"], common["lr_scheduler"] if scheduler else None)
         scaler = engine.optimizer.loss_scaler
-        if scaler.dynamic and common["loss_scaler"].get("dynamic", True):  # not the 1 of a run in bf16 or fp32
+        if scaler.dynamic and common["loss_scaler"].get("dynamic", True):  # not the scale 1 of a run in bf16 or fp32
             vars(scaler).update(common["loss_scaler"])
     return str(found.path), common["client_state"]
 
@@ -94,10 +94,10 @@ def _load_universal(
 
 
 def _restore_progress(engine: Any, counters: Mapping[str, int], scheduler: Any) -> None:
-    """Set counters, and begin a step anew, which may have another number of micro-batches now.
+    """Set counters and restart the current step, which may have a different number of micro-batches.
 
     Args:
-        scheduler: state of the learning rate's schedule; None leaves it.
+        scheduler: state of the LR scheduler; None keeps the current one.
     """
     for name, value in counters.items():
         setattr(engine, name, value)
@@ -107,12 +107,12 @@ def _restore_progress(engine: Any, counters: Mapping[str, int], scheduler: Any) 
 
 
 def _check_scheduler(scheduler: Any, stored: Any) -> None:
-    """ValueError for the state of another scheduler, with which this one would go on from its beginning."""
+    """Raise ValueError for the state of a different scheduler, which would silently restart this one."""
     here = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
     if stored and here and not stored.keys() & here.keys():
         raise ValueError(
             f"the checkpoint's LR scheduler has {quoted(sorted(stored))}, {type(scheduler).__name__} has "
-            f"{quoted(sorted(here))}; use the one that was saved, or load_lr_scheduler_states=False"
+            f"{quoted(sorted(here))}; use the saved kind, or load_lr_scheduler_states=False"
         )
 
 

@@ -1,9 +1,11 @@
-"""SubnetworkEngine: DeepSpeed's engine with each rank's module cut down to its subnetwork.
+"""SubnetworkEngine: DeepSpeed's engine, with each rank's module reduced to its subnetwork.
 
-DeepSpeed's constructor casts the module, moves it and makes it equal on all ranks. Then the plan is made
-(`_configure_distributed_model`). Then DeepSpeed or the user builds the optimizer, of the whole model, so that all ranks
-have the same param groups; only then the mask is applied, and the sharded optimizer takes over
-(`_configure_zero_optimizer`).
+Order of construction:
+
+1. DeepSpeed's constructor casts and moves the module, and broadcasts its weights.
+2. The plan is computed (`_configure_distributed_model`).
+3. DeepSpeed or the user builds the optimizer of the whole model, so that param groups are equal on all ranks.
+4. The mask is applied, and the sharded optimizer takes over (`_configure_zero_optimizer`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from deepspeed import comm as deepspeed_comm  # its comms logger sees our collectives
+from deepspeed import comm as deepspeed_comm  # so that its comms logger records our collectives
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.utils import log_dist, logger
 from deepspeed.utils.bwc import (
@@ -74,22 +76,22 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.schedule import Schedule
 
-_numbers = itertools.count()  # of engines: all ranks build them together, so that all count them alike
+_numbers = itertools.count()  # of engines; all ranks build them together, so the counts agree
 
 
 class SubnetworkEngine(DeepSpeedEngine):
-    """What `deepspeed.initialize` returns for a config with the block `subnetwork_data_parallel`.
+    """The engine that `deepspeed.initialize` returns for a config with the block `subnetwork_data_parallel`.
 
     Attributes:
         block: the parsed block.
-        plan: who holds what, the same on every rank.
-        coverage: C of the plan, units weighted by their FLOPs.
+        plan: which subnetwork holds which unit, the same on every rank.
+        coverage: C of the plan, weighted by FLOPs.
         mask: this rank's subnetwork.
         groups: process groups.
-        tensor_parallel: this rank's part in a tensor-parallel group.
-        schedule: of plans; None if the plan does not change over time.
-        phase, draw: of the schedule, that the engine is laid out for.
-        stage_of_config: ZeRO's, that the run begins with.
+        tensor_parallel: this rank's part of the model under tensor parallelism.
+        schedule: the plans over time; None if the plan is fixed.
+        phase, draw: current phase of the schedule, and number of re-drawn assignments.
+        stage_of_config: ZeRO stage at the beginning of the run.
     """
 
     block: SubnetworkConfig
@@ -103,22 +105,22 @@ class SubnetworkEngine(DeepSpeedEngine):
     schedule: Schedule | None
     phase = draw = stage_of_config = 0
     _before_autotp: WholeModel | None = None
-    _deferred: DeferredWeights | None = None  # of a model that was built under `Init`
+    _deferred: DeferredWeights | None = None  # of a model built under `Init`
     _state_dicts: WholeStateDicts | None = None  # under tensor parallelism
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **options: Any) -> None:
         """
         Args:
-            args, model, rest, options: of DeepSpeed's engine; `block` is set before (import_hook.py).
+            args, model, rest, options: arguments of DeepSpeed's engine. `block` has been set by import_hook.py.
         """
         self._control = dist.new_group(backend="gloo", group_desc=CONTROL) if dist.is_initialized() else None
 
         def prepare() -> nn.Module:
             self._frozen_before = _make_whole(model)
-            refuse_config(self.block, options["config"], options["config_class"])
+            refuse_config(options["config"], options["config_class"])
             refuse_model(model)
             if options.get("mesh_device") is not None:
-                raise ValueError(f"{KEY}: mesh_param asks for sequence parallelism, which is not possible; remove it")
+                raise ValueError(f"{KEY}: mesh_param (sequence parallelism) is not supported; remove it")
             _check_mpu(options.get("mpu"))
             if DeferredWeights.are_in(model):
                 self._deferred = DeferredWeights(model)
@@ -128,7 +130,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         model = run_on_all_ranks(prepare, self._control)
         super().__init__(args, model, *rest, **options)
         if self.optimizer is None:
-            raise ValueError(f"{KEY} needs an optimizer: name one in the config, or give deepspeed.initialize one")
+            raise ValueError(f"{KEY} needs an optimizer: name one in the config, or pass one to deepspeed.initialize")
         _engines[model] = weakref.ref(self)
         self._step_events = StepEvents.of(self)
         self.checkpoints = new_manager(self)
@@ -139,8 +141,8 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     def _broadcast_model(self) -> None:
         if self._deferred is not None:
-            return  # each rank makes the same weights
-        for parameter in self.module.parameters():  # DeepSpeed cannot send channels-last ones; buckets are row-major
+            return  # all ranks initialize the same weights
+        for parameter in self.module.parameters():  # DeepSpeed cannot broadcast channels-last; buckets are row-major
             if not parameter.is_contiguous() or (parameter.dim() and parameter.stride(-1) != 1):
                 parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         super()._broadcast_model()
@@ -156,7 +158,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         self.plan, self.mask = self.plan_and_mask(self.block)
 
     def refuse_stage(self, stage: int) -> None:
-        """ValueError for one of ZeRO's stages under which ranks of a tensor-parallel group would have other buckets."""
+        """Raise ValueError for a ZeRO stage in which tensor-parallel ranks would have different buckets."""
         uneven = [name for name, division in self.tensor_parallel.shards.divisions.items() if not division.is_even]
         if uneven and stage == 2:
             raise ValueError(
@@ -171,13 +173,13 @@ class SubnetworkEngine(DeepSpeedEngine):
         return schedule
 
     def plan_and_mask(self, block: SubnetworkConfig, *, tells: bool = True) -> tuple[Plan, Mask]:
-        """The plan of a block, and this rank's mask, not applied; every rank calls it while the module is dense.
+        """Compute the plan of a block and this rank's mask, without applying it. Collective; the module must be dense.
 
         Args:
-            tells: whether plan and warnings are logged.
+            tells: whether to log the plan and warnings.
 
         Raises:
-            ValueError: on all ranks, what does not fit the model or the number of ranks.
+            ValueError: on all ranks, if the block does not fit the model or the number of ranks.
         """
         branches, shards = self.tensor_parallel.branches, self.tensor_parallel.shards
         members = self._members()
@@ -198,7 +200,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         hashes = gather_objects(plan.hash, self._control)
         if other := [rank for rank, found in enumerate(hashes) if found != hashes[0]]:
             raise RuntimeError(
-                f"rank {other[0]} made another plan than rank 0; give all ranks the same model, config and versions"
+                f"rank {other[0]} made another plan than rank 0; use the same model, config and versions on all ranks"
             )
         return plan, mask
 
@@ -209,7 +211,7 @@ class SubnetworkEngine(DeepSpeedEngine):
                 f"tensor_parallel.autotp_size: got {size}, which does not divide the {dist.get_world_size()} ranks"
             )
         if self._deferred is not None:
-            raise ValueError("tensor_parallel divides weights that are there; build the model without Init")
+            raise ValueError("tensor_parallel needs initialized weights; build the model without sdp_deepspeed.Init")
         self._before_autotp = WholeModel.of(model)
         try:
             return super()._configure_tensor_parallel(model, tp_config)
@@ -220,15 +222,15 @@ class SubnetworkEngine(DeepSpeedEngine):
             ) from error
 
     def _find_tensor_parallel(self) -> TensorParallel:
-        """This rank's part in a tensor-parallel group, of AutoTP or of an `mpu` object."""
+        """Find this rank's part of the model under AutoTP or an `mpu` object."""
         mpu, control = self.mpu, self._control
         if mpu is None or bwc_tensor_model_parallel_world_size(mpu) < 2:
             return TensorParallel(locate_branches(self.module))
         group, members = bwc_tensor_model_parallel_group(mpu), dist.get_world_size(self.seq_data_parallel_group)
         if members * dist.get_world_size(group) != dist.get_world_size():
             raise ValueError(
-                f"mpu: {members} data-parallel times {dist.get_world_size(group)} tensor-parallel ranks are not the "
-                f"{dist.get_world_size()} ranks that run, and there can be no other kind"
+                f"mpu: got {members} data-parallel x {dist.get_world_size(group)} tensor-parallel ranks, expected "
+                f"{dist.get_world_size()} ranks in all"
             )
         whole = self._before_autotp
         if whole is None:
@@ -240,15 +242,15 @@ class SubnetworkEngine(DeepSpeedEngine):
         return found
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        """As DeepSpeed's; an error of one rank is raised on all."""
+        """As in DeepSpeed; an error of one rank is raised on all."""
         if client_optimizer is not None and not isinstance(client_optimizer, torch.optim.Optimizer):
             parameters = list(self.module.parameters()) if model_parameters is None else list(model_parameters)
             built = run_on_all_ranks(lambda: client_optimizer(parameters), self._control)
-            client_optimizer = lambda _: built  # noqa: E731 (DeepSpeed asks whether it is a function)
+            client_optimizer = lambda _: built  # noqa: E731 (DeepSpeed checks for a function)
         super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> str:
-        return ZERO_OPTIMIZATION  # every stage and precision takes our optimizer
+        return ZERO_OPTIMIZATION  # our optimizer serves every stage and precision
 
     def _configure_zero_optimizer(self, optimizer: Any) -> SubnetworkOptimizer:
         given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -266,7 +268,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     def _apply(
         self, block: SubnetworkConfig, plan: Plan, mask: Mask, optimizer: torch.optim.Optimizer
     ) -> ShardedOptimizer:
-        """Make the dense module this rank's subnetwork, and an optimizer step this rank's shards of it."""
+        """Reduce the dense module to this rank's subnetwork, and make the optimizer step this rank's shards."""
         self.block, self.plan, self.mask = block, plan, mask
         costs = unit_costs(self.module, mask.plan.units)
         self.coverage = plan.mean_coverage([cost.flops for cost in costs])
@@ -298,7 +300,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         )
 
     def lay_out(self, block: SubnetworkConfig, plan: Plan, mask: Mask) -> None:
-        """Under another plan, without the optimizer's state; every rank calls it while the module is dense."""
+        """Apply another plan, without moving optimizer state. Collective; the module must be dense."""
         self.dense_view.close()
         self.optimizer.sharded.close()
         self.groups.close()
@@ -308,11 +310,11 @@ class SubnetworkEngine(DeepSpeedEngine):
         self.optimizer.sharded = self._apply(block, plan, mask, self.optimizer.optimizer)
 
     def _members(self) -> list[int]:
-        """Global ranks of the data-parallel group."""
+        """Global ranks of this rank's data-parallel group."""
         return dist.get_process_group_ranks(self.seq_data_parallel_group)
 
     def _param_groups(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-        """Index of the param group of each parameter to be trained, by dense name; the same on all ranks."""
+        """Param group index of each trained parameter, by dense name; the same on all ranks."""
         allow = bool(self.block.allow_optimizer or self.zero_allow_untested_optimizer())
 
         def find() -> dict[str, int]:
@@ -321,7 +323,7 @@ class SubnetworkEngine(DeepSpeedEngine):
 
         found = run_on_all_ranks(find, self._control)
         every = {name: index for other in gather_objects(found, self._control) for name, index in other.items()}
-        # Whoever built the optimizer while an earlier engine's mask was there could not see what that had frozen.
+        # An optimizer that was built while an earlier engine's mask was applied lacks what that mask had frozen.
         found |= {name: index for name, index in every.items() if name in self._frozen_before}
         found = {name: found[name] for name in self.mask.parameters if name in found}
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -336,11 +338,11 @@ class SubnetworkEngine(DeepSpeedEngine):
         super()._backward_prologue()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """After a backward pass; called by DeepSpeed's engine."""
+        """Called by DeepSpeed's engine after a backward pass."""
         self.optimizer.sharded.finish_backward()
 
     def clip_fp32_gradients(self) -> None:
-        """Nothing: the optimizer clips by the norm of the averaged dense gradient."""
+        """Does nothing: the sharded optimizer clips by the norm of the averaged dense gradient."""
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **options: Any
@@ -353,17 +355,17 @@ class SubnetworkEngine(DeepSpeedEngine):
         return super().backward(loss, retain_graph, scale_wrt_gas, **options)
 
     def zero_grad(self) -> None:
-        """As DeepSpeed's; at stage 2 all ranks call it together, since averages are spread over them."""
+        """As in DeepSpeed. At stage 2 all ranks must call it, since averaged gradients are sharded."""
         super().zero_grad()
         self.optimizer.zero_grad()
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """As DeepSpeed's; at the boundary a collective of all ranks."""
+        """As in DeepSpeed; collective at the accumulation boundary."""
         self._refuse_dense("step")
         is_managed = self.managed_gradient_accumulation()
         if self.is_gradient_accumulation_boundary() or not is_managed:
             by_caller = self._is_gradient_accumulation_boundary is not None or not is_managed
-            if by_caller and self.optimizer.sharded.stage == 2:  # ranks may have run other numbers of backward passes
+            if by_caller and self.optimizer.sharded.stage == 2:  # the number of backward passes may differ
                 self._meetings.meet("engine.step")
             self._meetings.passing()
             self._known_parameters.check()
@@ -379,14 +381,14 @@ class SubnetworkEngine(DeepSpeedEngine):
         follow_schedule(self, self.global_steps)
 
     def replan(self, block: Mapping[str, Any], *, stage: int | None = None) -> Replanned:
-        """Go on under another plan, from the end of a step; all ranks call it with the same keys.
+        """Continue training under another plan. Collective, between two steps, with equal arguments on all ranks.
 
-        The dense model, fp32 masters and moments are the same numbers afterwards, wherever they are; step counts, the
-        learning rate, the loss scale, data and random numbers go on. A Parameter may have another shape than before.
+        Weights, fp32 masters and moments keep their values; step counts, learning rate, loss scale, data order and
+        random state continue. Parameters may change their shape.
 
         Args:
-            block: keys of the config's block that change.
-            stage: ZeRO's from now on; None leaves it.
+            block: keys of the block that change.
+            stage: new ZeRO stage. Default: unchanged.
 
         Raises:
             ValueError, RuntimeError: on all ranks, before anything is changed.
@@ -404,13 +406,14 @@ class SubnetworkEngine(DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As DeepSpeed's, of the dense model; all ranks call it, and it loads on any layout. With the block's
-        `checkpoint.asynchronous` it returns when everything is copied to host memory.
+        """Save the dense model; collective. The checkpoint loads on any layout.
+
+        With the option `checkpoint.asynchronous` it returns once the state has been copied to host memory.
 
         Raises:
-            ValueError: client state that could not be loaded safely.
-            RuntimeError: on all ranks, if it cannot be written; earlier checkpoints are as they were. On those that
-                wait, if a rank does not call it.
+            ValueError: client state of types that cannot be loaded safely.
+            RuntimeError: on all ranks, if the checkpoint cannot be written; earlier ones are intact. On the waiting
+                ranks, if a rank does not call it.
         """
         self._before_checkpoint("save_checkpoint")
         options = {"latest": save_latest, "exclude_frozen": exclude_frozen_parameters}
@@ -427,17 +430,17 @@ class SubnetworkEngine(DeepSpeedEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """As DeepSpeed's, on the layout that wrote it or on another one; all ranks call it. With a schedule the engine
-        is in the phase of the checkpoint's step afterwards.
+        """Load a checkpoint that was saved on any layout; collective. With a schedule, the engine continues in the
+        phase of the checkpoint's step.
 
         Returns:
             Path of the checkpoint and the client state; (None, None) if `load_dir` has no checkpoint.
 
         Raises:
-            ValueError: on all ranks, before anything is changed: it is damaged, or of another model.
+            ValueError: on all ranks, before anything is changed, if it is damaged or of a different model.
         """
         if custom_load_fn is not None:
-            raise ValueError("load_checkpoint: custom_load_fn is not possible; load with load_module_strict=False")
+            raise ValueError("load_checkpoint: custom_load_fn is not supported; use load_module_strict=False")
         self._before_checkpoint("load_checkpoint")
         found = load(
             self,
@@ -452,20 +455,21 @@ class SubnetworkEngine(DeepSpeedEngine):
         return found
 
     def load_pretrained(self, folder: str | Path) -> None:
-        """Start from a local folder in Hugging Face format (safetensors); every rank calls it and reads what it holds.
-        The optimizer's moments, counters and the learning rate's schedule stay as they are.
+        """Load weights from a local folder in Hugging Face format (safetensors). Collective; each rank reads what it
+        holds. Moments, counters and the LR scheduler are unchanged.
 
         Raises:
-            ValueError: on all ranks, before anything is changed: files are missing or damaged, or of another model.
+            ValueError: on all ranks, before anything is changed, if files are missing, damaged, or of a different
+                model.
         """
         self._before_checkpoint("load_pretrained")
         load_pretrained(rank_state(self), Path(folder))
 
     def wait_for_checkpoint(self) -> None:
-        """Until a checkpoint that is written in the background is complete; all ranks call it, before they leave.
+        """Wait until an asynchronous checkpoint is complete. Collective; call it before the program exits.
 
         Raises:
-            RuntimeError: on all ranks, if it could not be written.
+            RuntimeError: on all ranks, if the checkpoint could not be written.
         """
         self.checkpoints.wait()
 
@@ -478,7 +482,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     # ---- the dense model ----------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:
-        """As DeepSpeed's; going back to training ends an evaluation of the dense model."""
+        """As in DeepSpeed. Back in training mode, the module is the subnetwork again."""
         if mode and "dense_view" in vars(self):
             self.dense_view.end_evaluation()
         super().train(mode)
@@ -486,11 +490,12 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     @contextmanager
     def dense(self) -> Iterator[None]:
-        """Context in which `module` is the dense model; all ranks enter and leave together. The next step starts from
-        the weights as they are left. For gradients of the dense model use `torch.autograd.grad`.
+        """Context in which `module` is the dense model. Collective: all ranks enter and leave together.
+
+        Weights that are changed inside are kept. For gradients of the dense model use `torch.autograd.grad`.
 
         Raises:
-            RuntimeError: Parameters were replaced (`load_state_dict(assign=True)`).
+            RuntimeError: Parameters were replaced, for example by `load_state_dict(assign=True)`.
         """
         with self.dense_view.resident(), self._whole_state_dicts():
             yield
@@ -500,7 +505,13 @@ class SubnetworkEngine(DeepSpeedEngine):
         return nullcontext() if self._state_dicts is None else self._state_dicts.whole()
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
-        """Write the dense model as the module's own `save_pretrained` does; all ranks call it, rank 0 writes."""
+        """Export the dense model with the module's `save_pretrained`. Collective; rank 0 writes.
+
+        Args:
+            folder: output folder.
+            tokenizer: saved to the same folder.
+            options: passed to the module's `save_pretrained`.
+        """
 
         def write() -> None:
             state = {} if self._state_dicts is None else {"state_dict": self.module.state_dict()}  # a collective
@@ -515,20 +526,20 @@ class SubnetworkEngine(DeepSpeedEngine):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """As DeepSpeed's, of the dense model."""
+        """As in DeepSpeed, for the dense model; collective."""
         save = super().save_16bit_model
         with self.dense_view.resident("save_16bit_model"), self._whole_state_dicts():
             run_on_all_ranks(lambda: save(save_dir, save_filename, exclude_frozen_parameters), self._control)
         return True
 
     def reestimate_batch_norm(self, batches: Iterable[Any], *, num_batches: int) -> int:
-        """As `sdp_deepspeed.reestimate_batch_norm`, of this engine's dense model."""
+        """See `sdp_deepspeed.reestimate_batch_norm`."""
         norms = tracking_norms(self.module)
         if not norms:
             log_dist(f"{KEY}: the model has no batch norms with running statistics", ranks=[0])
             return 0
 
-        with unchanged_random_state(), self.dense_view.resident("reestimate_batch_norm"):  # batches and models may draw
+        with unchanged_random_state(), self.dense_view.resident("reestimate_batch_norm"):  # batches may be random
             own = batches_of(batches, num_batches, self._control)
             found = run_on_all_ranks(lambda: estimate_statistics(self.module, own), self._control)
             write_statistics(found, self.seq_data_parallel_group)
@@ -537,22 +548,23 @@ class SubnetworkEngine(DeepSpeedEngine):
     def _refuse_dense(self, call: str) -> None:
         self.dense_view.end_evaluation()
         if self.dense_view.is_resident:
-            raise RuntimeError(f"{call} inside engine.dense(): leave it first, on all ranks")
+            raise RuntimeError(f"{call} inside engine.dense(): leave the context first, on all ranks")
 
     def _refuse_frozen(self) -> None:
-        """DeepSpeed's stage 0 in fp32 does not step what was frozen after the start. At the other stages, and in low
-        precision, momentum and decay go on moving it, as they do here at every stage."""
+        """Raise RuntimeError for parameters that were frozen after the start, at stage 0 in fp32: DeepSpeed does not
+        step them there. In its other stages and precisions momentum and decay keep changing them, as here in every
+        stage."""
         sharded = self.optimizer.sharded
         if sharded.stage == 0 and self.get_data_types()[0] == torch.float32:
             names = dict.fromkeys(name for bucket in sharded.held for name in bucket.names)
             if frozen := [name for name in names if not self.mask.parameters[name].requires_grad]:
                 raise RuntimeError(
-                    f"{quoted(frozen)} stopped requiring gradients, but momentum and decay would move it at ZeRO stage "
-                    "0: freeze it before deepspeed.initialize"
+                    f"{quoted(frozen)} stopped requiring gradients, but momentum and decay would change it at ZeRO "
+                    "stage 0; freeze it before deepspeed.initialize"
                 )
 
     def release(self) -> None:
-        """Give the dense model back, for another engine; this one trains no more. Every rank calls it."""
+        """Turn the module into the dense model again, for another engine. Collective; ends this engine."""
         self._refuse_dense("deepspeed.initialize")
         self.checkpoints.wait()
         self.dense_view.make_resident("deepspeed.initialize", scales=False)
@@ -562,7 +574,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             handle.remove()
 
     def held_tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers that this rank stores for its subnetwork, by dense name."""
+        """Parameters and buffers that this rank stores, by dense name."""
         tensors: dict[str, torch.Tensor] = {**self.mask.parameters, **self.mask.buffers}
         return {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
 
@@ -571,13 +583,13 @@ _engines: WeakKeyDictionary[nn.Module, weakref.ref[SubnetworkEngine]] = WeakKeyD
 
 
 def _make_whole(model: nn.Module) -> frozenset[str]:
-    """A model that an earlier engine cut is dense again, and the earlier engine is at its end.
+    """Make a model dense again that an earlier engine has masked, and end that engine.
 
     Returns:
         Names of parameters that only the earlier mask had frozen on this rank.
 
     Raises:
-        ValueError: a copy, or a part, of such a model.
+        ValueError: the model is a copy, or a part, of a masked model.
     """
     earlier = _engines.pop(model, lambda: None)()
     frozen: frozenset[str] = frozenset()
@@ -590,37 +602,38 @@ def _make_whole(model: nn.Module) -> frozenset[str]:
 
 
 def refuse_cut(model: nn.Module) -> None:
-    """ValueError for a model of which an engine of ours has made a subnetwork."""
+    """Raise ValueError for a model that is masked."""
     if any("_sdp_masked" in vars(module) for module in model.modules()):
         raise ValueError(
-            f"{KEY}: an earlier engine cut this model down to subnetworks: build the model anew, or copy it with "
-            "copy.deepcopy inside `with engine.dense():`"
+            f"{KEY}: an earlier engine cut this model down to subnetworks; build a new one, or use copy.deepcopy "
+            "inside `with engine.dense():`"
         )
 
 
 def _check_mpu(mpu: Any) -> None:
-    """ValueError for what an `mpu` object may name besides tensor and data parallelism."""
+    """Raise ValueError for an `mpu` object with pipeline or sequence parallelism."""
     sizes = {"pipeline": 1 if mpu is None else bwc_pipeline_parallel_world_size(mpu)}
     sizes["sequence"] = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
     for what, size in sizes.items():
         if size > 1:
-            raise ValueError(f"{KEY}: mpu has {size} {what}-parallel ranks; tensor and data parallelism are possible")
+            raise ValueError(
+                f"{KEY}: mpu has {size} {what}-parallel ranks; only tensor and data parallelism are supported"
+            )
 
 
 def _refuse_difference(what: str, facts: Sequence[Sequence[str]]) -> None:
-    """RuntimeError with the first fact on which a rank differs from rank 0."""
+    """Raise RuntimeError with the first fact in which a rank differs from rank 0."""
     for rank, own in enumerate(facts):
         pairs = itertools.zip_longest(facts[0], own, fillvalue="nothing")
         if differing := next((pair for pair in pairs if pair[0] != pair[1]), None):
             raise RuntimeError(
-                f"rank {rank} has other {what} than rank 0: {differing[1]} there, {differing[0]} on rank 0. Give all "
-                "ranks the same model, optimizer and requires_grad"
+                f"rank {rank} has other {what} than rank 0: {differing[1]}, not {differing[0]}; use the same model, "
+                "optimizer and requires_grad on all ranks"
             )
 
 
 def _announce(text: str) -> None:
-    """Print what a user should see once, though DeepSpeed's own level is warnings by default, and the Trainer's too. A
-    level above that, which somebody must have asked for, quiets this as well."""
+    """Print a text although DeepSpeed's and the Trainer's default log level is warning; not if the level is higher."""
     own = logger.getChild("sdp_deepspeed")
     if not own.handlers:
         own.propagate = False

@@ -1,4 +1,4 @@
-"""`deepspeed.utils.safe_get_full_fp32_param` and its like, of parameters that an engine of ours trains."""
+"""Support for `deepspeed.utils.safe_get_full_fp32_param` and related functions on our engine's parameters."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from sdp_deepspeed.parallel.full_tensors import read_full, write_full
 
 
 def install_full_access(parameter: nn.Parameter, name: str, engine: Any) -> None:
-    """Give a parameter what DeepSpeed's functions look for; all ranks call those together.
+    """Install the attributes that DeepSpeed's functions use. Those functions are then collective.
 
     Args:
-        name: dense.
-        engine: has the optimizer, as `optimizer.sharded`.
+        name: dense name of the parameter.
+        engine: its `optimizer.sharded` is the sharded optimizer.
     """
     access, target = _Access(engine, name), parameter
     vars(target).update(
-        _hp_mapping=None,  # there: DeepSpeed's functions then call the methods
-        _hp_grad=access,  # not None: they do not return this rank's own gradient
+        _hp_mapping=None,  # if present, DeepSpeed's functions call the methods
+        _hp_grad=access,  # if not None, they do not return this rank's local gradient
         get_full_hp_param=access.get,
         set_full_hp_param=access.set,
         get_full_hp_grad=access.get_gradient,
@@ -30,7 +30,7 @@ def install_full_access(parameter: nn.Parameter, name: str, engine: Any) -> None
 
 
 class _Access:
-    """Methods of one Parameter; keeps nothing alive. A pickled Parameter has no engine."""
+    """The methods of one Parameter. Holds weak references; a pickled Parameter has no engine."""
 
     def __init__(self, engine: Any, name: str) -> None:
         self._engine = (lambda: None) if engine is None else weakref.ref(engine)

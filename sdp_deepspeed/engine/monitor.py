@@ -1,4 +1,4 @@
-"""What DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet) get beside the learning rate that DeepSpeed writes."""
+"""Events for DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet), beside the learning rate that DeepSpeed writes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _DEFAULT_INTERVAL = 10  # steps
 class StepEvents:
     """Writes loss, gradient norm and coverage of every `steps_per_print`-th step.
 
-    The loss is the mean over the ranks and the step's micro-batches of what went into `engine.backward`; over
-    micro-batches the sum if the caller has divided already (`scale_wrt_gas=False`, as Transformers' Trainer). It is
-    called "subnetwork_loss" while ranks train subnetworks, else "train_loss".
+    The loss is the mean of the arguments of `engine.backward` over ranks and micro-batches; it is summed over
+    micro-batches if the caller has divided already (`scale_wrt_gas=False`, as in Transformers' Trainer). It is called
+    "subnetwork_loss" while ranks train subnetworks, else "train_loss".
 
     Args:
-        engine: ours.
-        interval: steps between two that are written; None writes none. The same on all ranks.
+        engine: a `SubnetworkEngine`.
+        interval: number of steps between two events, the same on all ranks. None: no events.
     """
 
     def __init__(self, engine: Any, interval: int | None) -> None:
@@ -31,25 +31,25 @@ class StepEvents:
 
     @classmethod
     def of(cls, engine: Any) -> StepEvents:
-        """As rank 0, which writes, has a monitor; every rank calls it."""
+        """Create it with the interval of rank 0, which writes the events; collective."""
         enabled, given = gather_objects(
             (bool(engine.monitor.enabled), engine.steps_per_print()), engine.groups.control
         )[0]
-        interval = int(given) if given and math.isfinite(given) else _DEFAULT_INTERVAL  # Accelerate gives infinity
+        interval = int(given) if given and math.isfinite(given) else _DEFAULT_INTERVAL  # Accelerate passes infinity
         return cls(engine, interval if enabled else None)
 
     def note(self, loss: Any, *, is_share: bool) -> None:
-        """Before a backward pass.
+        """Record the loss, before a backward pass.
 
         Args:
-            is_share: whether the step's loss is the sum of its micro-batches' losses.
+            is_share: whether losses are summed, not averaged, over micro-batches.
         """
         if self._interval is not None and isinstance(loss, torch.Tensor):
             self._losses.append(loss.detach())
             self._are_shares = is_share
 
     def write(self) -> None:
-        """After a step; every rank calls it."""
+        """Write the events of a step; collective."""
         losses, self._losses = self._losses, []
         if self._interval is None or self._engine.global_steps % self._interval:
             return

@@ -1,23 +1,39 @@
-"""What is refused before an engine is built: settings and models whose result would not be what they ask for.
+"""Settings and models that the engine refuses before it is built, because the run would not train what they ask for.
 
-Keys that have no effect at the run's stage, and hints about how DeepSpeed's own reduction works, change no result: they
-are left alone.
+Settings that do not change the result are accepted: those without an effect at the run's ZeRO stage, and those that
+only tune DeepSpeed's own reduction.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from sdp_deepspeed.config import KEY, SubnetworkConfig
+from sdp_deepspeed.config import KEY
 
-_AVERAGE = "gradients are averaged over their holders"
-_MASTERS = "masters and optimizer state are kept in fp32"
-_FORMAT = "checkpoints have a format of their own"
+_AVERAGE = "gradients are averaged over their holders; remove the key"
+_MASTERS = "masters and optimizer state are fp32; remove the key"
+_FORMAT = "checkpoints have their own format; remove the key"
+
+
+class Refusal(NamedTuple):
+    """A value of a DeepSpeed setting that is refused; docs/config.md lists all of them.
+
+    Args:
+        path: JSON path of the setting.
+        values: those that are refused, for documentation.
+        is_refused: whether a value is one of them.
+        why: the reason, and what to do instead.
+    """
+
+    path: str
+    values: str
+    is_refused: Callable[[Any], bool]
+    why: str
 
 
 def _is_on(value: Any) -> bool:
@@ -45,69 +61,62 @@ def _is_nvme(value: Any) -> bool:
     return isinstance(value, Mapping) and str(value.get("device")) == "nvme"
 
 
-# JSON path, whether its value is refused, and why or what to do instead.
-_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("zero_optimization.stage", lambda stage: stage == 3, "ZeRO stage 3 shards what subnetworks hold; use 1 or 2"),
-    ("zero_optimization.offload_optimizer", _is_nvme, 'use the device "cpu"'),
-    ("zero_optimization.zenflow", _is_on, "it steps parts of a gradient by itself"),
-    ("bf16.bf16_master_weights_and_grads", _is_on, _MASTERS),
-    ("bf16.bf16_optimizer_states", _is_on, _MASTERS),
-    ("fp16.fp16_master_weights_and_grads", _is_on, _MASTERS),
-    ("torch_autocast", _is_low_precision, 'fp16 needs a gradient scaler; set torch_autocast.dtype to "bfloat16"'),
-    ("gradient_clipping", _is_no_norm, "expected a number of at least 0 (0 does not clip)"),
-    ("prescale_gradients", _is_on, f"prescaled gradients: {_AVERAGE}"),
-    ("gradient_predivide_factor", _other_than(1), _AVERAGE),
-    ("gradient_allreduce_op", _other_than("mean"), _AVERAGE),
-    ("sequence_parallel_size", _is_above_one, "sequence parallelism"),
-    ("expert_parallel", _is_on, "expert parallelism"),
-    ("hybrid_engine", _is_on, "it builds modules of its own"),
-    ("compile.deepcompile", _is_on, "it reduces gradients by itself"),
-    ("data_efficiency", _is_on, "it changes layers while it trains"),
-    ("autotuning", _is_on, "it tries stages and sizes of its own"),
-    ("optimizer.params.per_head_muon", _is_on, "whole matrices are stepped; remove the key"),
-    ("checkpoint.use_node_local_storage", _is_on, "use a folder that all nodes share"),
-    ("checkpoint.writer", lambda _: True, _FORMAT),
-    ("datastates_ckpt", _is_on, _FORMAT),
+REFUSED = (
+    Refusal("zero_optimization.stage", "3", lambda stage: stage == 3, "use stage 1 or 2, or FSDP2"),
+    Refusal("zero_optimization.offload_optimizer", "NVMe", _is_nvme, 'use the device "cpu"'),
+    Refusal("zero_optimization.zenflow", "on", _is_on, "it steps parts of a gradient on its own; remove the key"),
+    Refusal("bf16.bf16_master_weights_and_grads", "true", _is_on, _MASTERS),
+    Refusal("bf16.bf16_optimizer_states", "true", _is_on, _MASTERS),
+    Refusal("fp16.fp16_master_weights_and_grads", "true", _is_on, _MASTERS),
+    Refusal(
+        "torch_autocast",
+        "dtype other than bfloat16",
+        _is_low_precision,
+        'fp16 needs a gradient scaler; set torch_autocast.dtype to "bfloat16"',
+    ),
+    Refusal("gradient_clipping", "below 0, inf, nan", _is_no_norm, "expected a number of at least 0 (0: no clipping)"),
+    Refusal("prescale_gradients", "true", _is_on, _AVERAGE),
+    Refusal("gradient_predivide_factor", "other than 1", _other_than(1), _AVERAGE),
+    Refusal("gradient_allreduce_op", 'other than "mean"', _other_than("mean"), _AVERAGE),
+    Refusal("sequence_parallel_size", "above 1", _is_above_one, "sequence parallelism is not implemented"),
+    Refusal("expert_parallel", "on", _is_on, "expert parallelism is not implemented"),
+    Refusal("hybrid_engine", "on", _is_on, "it replaces modules; remove the key"),
+    Refusal("compile.deepcompile", "true", _is_on, "it reduces gradients on its own; use torch.compile"),
+    Refusal("data_efficiency", "on", _is_on, "it changes layers during training; remove the key"),
+    Refusal("autotuning", "on", _is_on, "it changes stage and batch size on its own; remove the key"),
+    Refusal("optimizer.params.per_head_muon", "true", _is_on, "Muon steps whole matrices here; remove the key"),
+    Refusal("checkpoint.use_node_local_storage", "true", _is_on, "save to a folder that all nodes share"),
+    Refusal("checkpoint.writer", "any", lambda _: True, _FORMAT),
+    Refusal("datastates_ckpt", "on", _is_on, _FORMAT),
 )
 
 
-def refuse_config(block: SubnetworkConfig, config: Mapping[str, Any], read: Any) -> None:
-    """Refuse settings by name.
+def refuse_config(config: Mapping[str, Any], read: Any) -> None:
+    """Raise ValueError for settings that are not supported, a line for each with its JSON path.
 
     Args:
-        config: DeepSpeed's, loaded.
-        read: what DeepSpeed made of it: it takes "1" for 1, and "false" for false.
-
-    Raises:
-        ValueError: all that is refused, each with its JSON path.
+        config: the DeepSpeed config, loaded.
+        read: the config object that DeepSpeed made of it, in which "1" is 1 and "false" is false.
     """
     parts = {"zero_optimization": read.zero_config, "fp16": read.float16_config, "bf16": read.bfloat16_config}
     values = {key: part.model_dump(mode="json", exclude_unset=True) for key, part in parts.items()}
-    refuse_settings(block, {**config, **values})
+    refuse_settings({**config, **values})
 
 
-def refuse_settings(block: SubnetworkConfig, tree: Mapping[str, Any]) -> None:
-    """Refuse settings by name.
+def refuse_settings(tree: Mapping[str, Any]) -> None:
+    """Raise ValueError for settings that are not supported, a line for each with its JSON path.
 
     Args:
-        tree: DeepSpeed's config, with values of the right types.
-
-    Raises:
-        ValueError: all that is refused, each with its JSON path.
+        tree: the DeepSpeed config, with values of the right types.
     """
     found = [
-        f"{path}: got {value!r}, which is not possible with {KEY}: {why}"
-        for path, is_refused, why in _REFUSED
+        f"{path}: got {value!r}, which is not supported with {KEY}: {why}"
+        for path, _, is_refused, why in REFUSED
         if (value := _lookup(tree, path)) is not None and is_refused(value)
     ]
     if _lookup(tree, "zero_optimization.compute_grad_norm") is False and (tree.get("gradient_clipping", 1.0) or 0) > 0:
         found.append(
-            "zero_optimization.compute_grad_norm: got False, but gradient_clipping needs the norm; set it to 0"
-        )
-    if block.regime == "backward" and block.dense_branch_scale == "coverage":
-        found.append(
-            f"{KEY}.dense_branch_scale: got 'coverage', but in the backward regime workers train the whole model, "
-            "which needs no scale; remove the key"
+            "zero_optimization.compute_grad_norm: got False, but clipping needs the norm; set gradient_clipping to 0"
         )
     if found:
         raise ValueError("\n".join(found))
@@ -120,26 +129,23 @@ def _lookup(tree: Any, path: str) -> Any:
 
 
 def refuse_model(model: nn.Module) -> None:
-    """Refuse a module whose gradients could not be averaged, and Parameters that have memory in common without being
-    one object: each would be averaged and stepped by itself. What nobody trains may share.
-
-    Raises:
-        ValueError: by name.
+    """Raise ValueError for modules whose gradients cannot be averaged over holders, and for Parameters that share
+    memory without being one object: each of them would be averaged and stepped on its own. Frozen ones may.
     """
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
             raise ValueError(f"{KEY}: {name!r} ({type(module).__name__}) makes sparse gradients; use sparse=False")
         if "deepspeed.moe.layer" in {base.__module__ for base in type(module).__mro__}:
-            raise ValueError(f"{KEY}: {name!r} is a mixture of experts of DeepSpeed's, with expert parallelism")
+            raise ValueError(f"{KEY}: {name!r} is a DeepSpeed mixture of experts; use one of Transformers' instead")
     for one, other in _in_the_same_memory(model):
         raise ValueError(
-            f"{KEY}: the Parameters {one!r} and {other!r} lie in the same memory, but are two objects: tie them by "
-            "assigning the Parameter itself (`b.weight = a.weight`, not `.data`), or clone one of them"
+            f"{KEY}: {one!r} and {other!r} lie in the same memory, but are two Parameters; assign the Parameter itself "
+            "(b.weight = a.weight, not .data), or clone one"
         )
 
 
 def _in_the_same_memory(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Pairs of names, one of which is trained, of tensors that have elements in common."""
+    """Pairs of names of parameters that share elements, where at least one is trained."""
     parameters = dict(model.named_parameters())
     before: dict[Any, list[tuple[Any, Any, bool, str]]] = {}
     for name, parameter in parameters.items():
@@ -157,7 +163,7 @@ def _in_the_same_memory(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of two views of one storage, also where one lies between the other's elements."""
+    """Whether two views of one storage share an element; strided views may interleave without sharing any."""
     places = [
         torch.arange(t.untyped_storage().nbytes() // t.element_size(), device="cpu")
         .as_strided(t.shape, t.stride(), int(t.storage_offset()))

@@ -1,7 +1,7 @@
-"""Another plan for a live run: as if a checkpoint were saved, and loaded under it, but from memory to memory.
+"""Re-planning: continue a live run under another plan, as if a checkpoint were saved and loaded, but in memory.
 
-All that can be refused is refused before anything is changed. In between each rank has the dense weights in the run's
-precision. The user's engine, optimizer, param groups, schedule and Parameters stay the objects that they are.
+Everything that can be refused is refused before anything is changed. In between, each rank has the dense weights in the
+run's precision. The user's engine, optimizer, param groups, schedulers and Parameters stay the same objects.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _STAGES = (0, 1, 2)
 
 @dataclass(frozen=True)
 class Replanned:
-    """What a re-plan cost.
+    """Cost of a re-plan.
 
     Args:
-        sent_bytes: most that a rank has sent, beside the dense weights.
-        seconds: that it took.
+        sent_bytes: maximum over ranks of the bytes sent, without the dense weights.
+        seconds: maximum over ranks of the time taken.
     """
 
     sent_bytes: int
@@ -43,18 +43,20 @@ class Replanned:
 
 
 def rank_state(engine: Any) -> RankState:
-    """This rank's share of the model in training."""
+    """This rank's share of the model and optimizer state."""
     return RankState(engine.mask, engine.optimizer.sharded, engine.groups, engine.tensor_parallel.shards)
 
 
 def new_config(engine: Any, block: Mapping[str, Any], stage: int | None) -> dict[str, Any]:
-    """DeepSpeed's config with other keys of the block.
+    """The DeepSpeed config with changed keys of the block.
 
     Raises:
-        ValueError: keys that cannot change, or a stage that there is not.
+        ValueError: keys that cannot change, or an unknown stage.
     """
     if engine.schedule is not None:
-        raise ValueError(f"engine.replan: {KEY}.schedule or redraw_interval decides; add a phase there")
+        raise ValueError(
+            f"engine.replan: not supported with {KEY}.schedule or redraw_interval; add a phase to the schedule"
+        )
     if not isinstance(block, Mapping):
         raise ValueError(f'engine.replan: got {block!r}, expected keys of {KEY} that change, such as {{"coverage": 1}}')
     if stage is not None and (isinstance(stage, bool) or stage not in _STAGES):
@@ -62,16 +64,16 @@ def new_config(engine: Any, block: Mapping[str, Any], stage: int | None) -> dict
     if fixed := [name for name in block if name in (*FIXED, *OF_SCHEDULE)]:
         raise ValueError(
             f"engine.replan: {quoted([f'{KEY}.{name}' for name in fixed])} cannot change in a run; save a checkpoint "
-            "and load it in an engine that is built with it"
+            "and load it in a new engine"
         )
     return with_stage({**engine.config, KEY: merged(engine.config[KEY], block)}, stage)
 
 
 def replan(engine: Any, config: Mapping[str, Any], stage: int | None) -> Replanned:
-    """Go on under the plan of another config; every rank calls it, between two steps.
+    """Continue under the plan of another config. Collective, between two steps.
 
     Raises:
-        ValueError, RuntimeError: on all ranks; before anything is changed, if it is something that can be refused.
+        ValueError, RuntimeError: on all ranks; whatever can be refused is refused before anything is changed.
     """
     begin, control = time.monotonic(), engine.groups.control
 
@@ -81,13 +83,16 @@ def replan(engine: Any, config: Mapping[str, Any], stage: int | None) -> Replann
     def check() -> SubnetworkConfig:
         _refuse_run(engine)
         engine.refuse_stage(after)
-        refuse_config(found := _block_of(config), config, engine._config)
+        found = _block_of(config)
+        refuse_config(config, engine._config)
         return found
 
     block = run_on_all_ranks(check, control)
     asked = gather_objects(f"{block!r}, stage {after}", control)
     if other := [rank for rank, found in enumerate(asked) if found != asked[0]]:
-        raise ValueError(f"engine.replan: rank {other[0]} asks for {asked[other[0]]}, rank 0 for {asked[0]}")
+        raise ValueError(
+            f"engine.replan: rank {other[0]} got {asked[other[0]]}, rank 0 got {asked[0]}; pass the same on all ranks"
+        )
     engine.checkpoints.wait()
     engine.dense_view.make_resident("engine.replan", scales=False)
     try:
@@ -109,10 +114,13 @@ def replan(engine: Any, config: Mapping[str, Any], stage: int | None) -> Replann
 
 
 def follow_schedule(engine: Any, steps: int) -> None:
-    """Be laid out for the step after so many, as the block's `schedule` and `redraw_interval` say; every rank calls it.
+    """Re-plan if the next step is in another phase of `schedule`, or `redraw_interval` has passed. Collective.
+
+    Args:
+        steps: number of steps so far.
 
     Raises:
-        ValueError, RuntimeError: as `replan`, with the phase.
+        ValueError, RuntimeError: as `replan`; the message begins with the phase.
     """
     schedule: Schedule | None = engine.schedule
     if schedule is None:
@@ -126,11 +134,10 @@ def follow_schedule(engine: Any, steps: int) -> None:
 
 
 def try_schedule(engine: Any) -> None:
-    """Look for what is wrong with phases after the first, and with the first other draw. Every rank calls it while the
-    module is dense.
+    """Check the later phases, and the first re-drawn assignment, at start-up. Collective; the module must be dense.
 
     Raises:
-        ValueError, RuntimeError: on all ranks, with the phase.
+        ValueError, RuntimeError: on all ranks; the message begins with the phase.
     """
     schedule: Schedule | None = engine.schedule
     if schedule is None:
@@ -140,14 +147,14 @@ def try_schedule(engine: Any) -> None:
         with _named(schedule.path_of(phase)):
             config = schedule.config_after(steps)
             block = _block_of(config)
-            run_on_all_ranks(lambda: refuse_config(block, config, engine._config), engine._control)  # noqa: B023
+            run_on_all_ranks(lambda: refuse_config(config, engine._config), engine._control)  # noqa: B023
             engine.refuse_stage(_stage_of(engine, phase))
             engine.plan_and_mask(block, tells=False)
 
 
 @contextmanager
 def _named(path: str) -> Iterator[None]:
-    """Errors begin with what of the config asks for it."""
+    """Prefix error messages with a path in the config."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -168,31 +175,28 @@ def _block_of(config: Mapping[str, Any]) -> SubnetworkConfig:
 
 
 def _refuse_run(engine: Any) -> None:
-    """
-    Raises:
-        ValueError, RuntimeError: what makes re-planning impossible now.
-    """
+    """Raise ValueError or RuntimeError if the state of the run does not allow re-planning."""
     engine.dense_view.end_evaluation()
     engine._known_parameters.check()
     if engine.dense_view.is_resident:
-        raise RuntimeError("engine.replan inside engine.dense(): leave it first, on all ranks")
+        raise RuntimeError("engine.replan inside engine.dense(): leave the context first, on all ranks")
     if engine.optimizer.has_gradients():
         raise RuntimeError(
-            "engine.replan: there are gradients of a step that has begun; call it after engine.step() at the end of an "
-            "accumulation, or drop them with engine.zero_grad()"
+            "engine.replan: gradients of an unfinished step exist; call it after engine.step() at the end of an "
+            "accumulation, or call engine.zero_grad() first"
         )
     mask = engine.mask
     frozen = [n for n, p in mask.parameters.items() if mask.trainable[n] and p.numel() and not p.requires_grad]
     held = {piece.parameter for pieces in mask.pieces.values() for piece, _ in pieces if mask.is_held(piece)}
     if frozen := [name for name in frozen if name in held]:
         raise ValueError(
-            f"engine.replan: {quoted(frozen)} required gradients when deepspeed.initialize was called and do not now; "
-            "let them require gradients again, or save a checkpoint and load it in a new engine"
+            f"engine.replan: {quoted(frozen)} required gradients at deepspeed.initialize but not now; undo that, or "
+            "load a checkpoint in a new engine"
         )
 
 
 def _set_stage(engine: Any, stage: int) -> None:
-    """DeepSpeed's engine asks its config for the stage."""
+    """Set the stage in DeepSpeed's config object, where its engine reads it."""
     config = engine._config
     config.zero_config.stage = stage
     config.zero_optimization_stage, config.zero_enabled = stage, stage > 0

@@ -1,4 +1,4 @@
-"""What DeepSpeed's config asks of the sharded optimizer, read through DeepSpeed's engine."""
+"""Options of the sharded optimizer, read from DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sharded_options(engine: Any) -> dict[str, Any]:
 
 
 def skips_overflow(engine: Any) -> bool:
-    """Whether a step with a gradient that is not finite is left out, as by DeepSpeed: in bf16 if the config says so, in
+    """Whether steps with non-finite gradients are skipped, as in DeepSpeed: in fp16, in bf16 if the config says so, in
     fp32 under ZeRO only."""
     if engine.bfloat16_enabled():
         return bool(engine._config.bfloat16_config.check_grad_overflow)
@@ -37,7 +37,7 @@ def skips_overflow(engine: Any) -> bool:
 
 
 def loss_scaler(engine: Any) -> LossScalerBase:
-    """DeepSpeed's own: static, dynamic, or one that scales by 1 without fp16."""
+    """DeepSpeed's loss scaler: static, dynamic, or 1 without fp16."""
     return CreateLossScaler(
         engine.get_data_types()[0],
         static_loss_scale=engine.loss_scale(),

@@ -1,4 +1,4 @@
-"""DeepSpeed's communication operator for CPUs maps 66 MiB of shared memory per rank; its segments outlive the run."""
+"""Unlink the shared memory of DeepSpeed's CPU communication operator: 66 MiB per rank, which would outlive the run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ SEGMENTS = "/dev/shm/deepspeed_allreduce_buffer_"  # + user, MASTER_ADDR, MASTER
 
 
 def patch_backend() -> None:
-    """Unlink a run's segments as soon as all its ranks have mapped them, with and without our block."""
+    """Unlink the segments of a run as soon as all of its ranks have mapped them, with and without our block."""
     from deepspeed import comm
 
     original = comm.TorchBackend.__init__
-    if hasattr(original, "__wrapped__"):  # patched before
+    if hasattr(original, "__wrapped__"):  # patched already
         return
 
     @wraps(original)
@@ -23,15 +23,15 @@ def patch_backend() -> None:
         unlink_segments()
 
     comm.TorchBackend.__init__ = __init__
-    if comm.is_initialized():  # before this import
+    if comm.is_initialized():  # it was initialized before this import
         unlink_segments()
 
 
 def unlink_segments() -> None:
-    """The last rank to come unlinks what it has mapped: the segments of all ranks, and of no other job.
+    """Unlink the segments of this job's ranks; each rank calls it once, and the last one unlinks.
 
-    Each rank calls it once. No rank waits: the operator is only active when all ranks are on one machine, and each has
-    mapped all segments when its constructor returns.
+    No rank waits. The operator is active only if all ranks are on one machine, and each rank has mapped all segments
+    when its constructor returns.
     """
     import torch.distributed as dist
 

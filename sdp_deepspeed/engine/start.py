@@ -1,7 +1,7 @@
-"""What all ranks must have alike, compared before an engine is built: the block, and what decides the training.
+"""Compare the block, and the settings that training depends on, over all ranks before an engine is built.
 
-Ranks meet through the store of the default process group, since a rank whose config lacks the block builds DeepSpeed's
-own engine and would come to no collective of ours.
+Ranks compare through the store of the default process group: a rank whose config lacks the block builds DeepSpeed's own
+engine and would not take part in our collectives.
 """
 
 from __future__ import annotations
@@ -20,26 +20,29 @@ from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.version import __version__
 
-# Of DeepSpeed's config what decides the training. Ranks may log and profile as they like.
+# Keys of the DeepSpeed config that affect training. Logging and profiling may differ between ranks.
 _COMPARED = (
     *("zero_optimization", "bf16", "fp16", "torch_autocast", "data_types", "communication_data_type"),
     *("gradient_accumulation_steps", "managed_gradient_accumulation", "gradient_clipping", "optimizer", "scheduler"),
     *("tensor_parallel", "sequence_parallel_size"),
 )
 _NO_BLOCK = "no block"
-_numbers = itertools.count()  # of engines: all ranks build them together, so that all count them alike
+_numbers = itertools.count()  # of engines; all ranks build them together, so the counts agree
 
 
 def agreed_block(config: Any, options: Mapping[str, Any]) -> SubnetworkConfig | None:
-    """The block of a config that all ranks have alike; None for an engine of DeepSpeed's own.
+    """Parse the block and check that it is the same on all ranks.
 
     Args:
-        config: DeepSpeed's, loaded.
-        options: of the engine's constructor.
+        config: the DeepSpeed config, loaded.
+        options: keyword arguments of the engine's constructor.
+
+    Returns:
+        The block; None if DeepSpeed's own engine is to be built.
 
     Raises:
-        ValueError: what is wrong with the block on one of the ranks, or what differs between them.
-        RuntimeError: another rank has a config without the block.
+        ValueError: the block is invalid on some rank, or settings differ between ranks.
+        RuntimeError: some ranks have a config without the block.
     """
     error = block = None
     try:
@@ -48,7 +51,7 @@ def agreed_block(config: Any, options: Mapping[str, Any]) -> SubnetworkConfig | 
         error = f"{problem}"
     has_optimizer = options.get("optimizer") is not None or "optimizer" in (config or {})
     if block is not None and not has_optimizer:
-        block = None  # a model that is not trained, as a reference or a reward model
+        block = None  # a model that is not trained, such as a reference model
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if error is not None:
             raise ValueError(error)
@@ -71,7 +74,7 @@ def _check(texts: Sequence[str]) -> None:
     without = [rank for rank, text in enumerate(texts) if text == _NO_BLOCK]
     if without:
         raise RuntimeError(
-            f"rank {listed(without)} has a config without {KEY!r}, or with enabled: false. Give all ranks the same"
+            f"rank {listed(without)} has a config without {KEY!r}, or with enabled: false; use one config on all ranks"
         )
     found = [json.loads(text) for text in texts]
     failed = [rank for rank, one in enumerate(found) if one["error"] is not None]
@@ -83,9 +86,9 @@ def _check(texts: Sequence[str]) -> None:
 
 
 def _comparable(block: SubnetworkConfig, config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, str]:
-    """What must be the same on all ranks, by JSON path, as JSON."""
+    """The settings that must be equal on all ranks: JSON values by JSON path."""
     own = block.model_dump()
-    if block.plan_path is not None:  # nodes may keep it in folders of their own; the plan itself is compared later
+    if block.plan_path is not None:  # the path may differ between nodes; the plan itself is compared later
         own["assignment"] = "<a plan>"
     tree = {
         KEY: own | {"schedule": config[KEY].get("schedule")},
@@ -98,7 +101,7 @@ def _comparable(block: SubnetworkConfig, config: Mapping[str, Any], options: Map
 
 
 def _words(value: Any) -> str:
-    """Of what is no JSON; never an address in memory, which differs between ranks."""
+    """Text for values that are not JSON, without memory addresses, which differ between ranks."""
     return str(value) if isinstance(value, (torch.dtype, Enum)) else type(value).__qualname__
 
 
@@ -111,7 +114,7 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
 
 
 def _difference(values: Sequence[Mapping[str, str]]) -> str:
-    """The message for settings that differ, from those of each rank by JSON path."""
+    """The error message for the settings of each rank, by JSON path."""
     lines = []
     for path in sorted({path for own in values for path in own}):
         ranks: dict[str, list[int]] = {}
@@ -120,6 +123,6 @@ def _difference(values: Sequence[Mapping[str, str]]) -> str:
         if len(ranks) > 1:
             lines.append(f"{path} is {' and '.join([f'{v} on rank {listed(own)}' for v, own in ranks.items()][:5])}")
     return (
-        f"ranks were given different settings: {listed(lines, separator='; ')}. Give all ranks the same config and "
-        "arguments"
+        f"ranks have different settings: {listed(lines, separator='; ')}. Pass the same config and arguments on all "
+        "ranks"
     )

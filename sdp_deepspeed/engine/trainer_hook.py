@@ -1,5 +1,4 @@
-"""What the Trainer of Transformers says of a run: whose loss it logs, how many parameters the model has, and how many
-steps the fractions of a schedule are of."""
+"""Patches of Transformers' Trainer: names of losses, the number of parameters, `total_steps` of a schedule."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ _NAMES = {"loss": "subnetwork_loss", "train_loss": "train_subnetwork_loss"}
 
 
 def patch_trainer() -> None:
-    """Log training losses under the name of what they are, with coverage and phase, and count the dense model's
-    parameters; for engines of ours only."""
+    """For our engines: log the loss of subnetworks under its own name, with coverage and phase, and count the dense
+    model's parameters."""
     import transformers.trainer as host
 
     log, count = host.Trainer.log, getattr(host, "get_model_param_count", None)
-    if count is None or hasattr(count, "__wrapped__"):  # gone, of which our engine tells; or patched before
+    if count is None or hasattr(count, "__wrapped__"):  # renamed in another version, or patched already
         return
 
     @wraps(log)
@@ -45,7 +44,7 @@ def patch_trainer() -> None:
 
 
 def note_step(trainer: Any) -> None:
-    """Before a micro-step: whether its loss is a subnetwork's. A schedule may change the plan before it is logged."""
+    """Record before a micro-step whether its loss is a subnetwork's: a schedule may change the plan before logging."""
     if is_ours(trainer.model_wrapped):
         noted = vars(trainer).setdefault("sdp_subnetwork_losses", set())
         if trainer.model_wrapped.plan.trains_subnetworks:
@@ -53,16 +52,16 @@ def note_step(trainer: Any) -> None:
 
 
 def _of_subnetworks(trainer: Any) -> set[str]:
-    """Names of losses that have a subnetwork's in them: of the steps since the last log, and of all training."""
+    """Names of the logged losses that include a subnetwork's: since the last log, and over all of training."""
     noted: set[str] | None = vars(trainer).get("sdp_subnetwork_losses")
-    if noted is None:  # steps of somebody's own
+    if noted is None:  # a custom training step
         return {*_NAMES} if trainer.model_wrapped.plan.trains_subnetworks else set()
     vars(trainer)["sdp_subnetwork_losses"] = noted - {"loss"}
     return noted
 
 
 def _patch_config() -> None:
-    """Tell a schedule with fractions how many steps the Trainer will make, before it builds the engine."""
+    """Fill in the Trainer's number of steps for a schedule with shares, before the engine is built."""
     import transformers.integrations.deepspeed as host
 
     finalize = getattr(getattr(host, "HfTrainerDeepSpeedConfig", None), "trainer_config_finalize", None)
@@ -74,7 +73,7 @@ def _patch_config() -> None:
         from sdp_deepspeed.config import KEY
         from sdp_deepspeed.total_steps import fill_total_steps, never_begins
 
-        if vars(self).get("sdp_fills_total_steps"):  # a Trainer may train again, for other steps
+        if vars(self).get("sdp_fills_total_steps"):  # a Trainer may train again, with another number of steps
             self.config[KEY].pop("total_steps", None)
         self.sdp_fills_total_steps = fill_total_steps(self.config, num_training_steps)
         if (text := never_begins(self.config, num_training_steps)) and args.should_log:
@@ -85,12 +84,12 @@ def _patch_config() -> None:
 
 
 def num_parameters(engine: Any, trainable_only: bool) -> int:
-    """Of the dense model, whatever this rank has of it."""
+    """Number of parameters of the dense model."""
     mask = engine.mask
     names = [name for name in mask.parameters if mask.trainable[name] or not trainable_only]
     return sum(prod(mask.shapes[name]) for name in names)
 
 
 def is_ours(model: Any) -> bool:
-    """Whether a model is an engine of ours; imports nothing."""
+    """Whether a model is a `SubnetworkEngine`; imports nothing."""
     return "SubnetworkEngine" in {base.__name__ for base in type(model).__mro__}

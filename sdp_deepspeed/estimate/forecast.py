@@ -110,7 +110,7 @@ def forecast(
     setup, optimizer = setup_of(config, accumulation), optimizer_of(config)
     block = parse(config)
     if block is not None and sharded is None:
-        refuse_settings(block, config)
+        refuse_settings(config)
     fake, dtype = FakeTensorMode(allow_non_fake_inputs=True), _DTYPES[dtype_of(config)]
     model = _without_data(shape, fake, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
     with fake:

@@ -1,4 +1,4 @@
-"""The FSDP2 host: each unit is sharded over its holders. Imported when it is used."""
+"""The FSDP2 host: each unit is sharded over its holders. Modules are imported lazily."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models, in the format of both hosts (`checkpoint`)."""
+"""Checkpoints of sharded models, in the format that both hosts share (`checkpoint`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sdp_deepspeed.units import Piece
 
 
 class SteppedBox(NamedTuple):
-    """A box of a slice, in a parameter that an optimizer steps."""
+    """A box of a slice, and the parameter of the optimizer that contains it."""
 
     parameter: nn.Parameter
     box: Box
@@ -32,20 +32,21 @@ class SteppedBox(NamedTuple):
         return self.box.piece
 
     def boxes(self, tensor: Any, *, flat: bool = False) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Where it is in the slice, and the view into a tensor that is sharded like the parameter."""
+        """Yield the offsets in the slice, and a view into a tensor that is sharded like the parameter."""
         assert not flat
         yield self.box.offsets, local_of(tensor)[self.box.inside]
 
 
 class SteppedShards:
-    """An optimizer over the shards of a model, as checkpoints see it. Every rank constructs it.
+    """The view of an optimizer over shards that checkpoints need. Collective.
 
     Attributes:
-        param_groups: by dense name of what is stepped, number of its param group in the run.
-        group_numbers: of each param group of the optimizer; those that `param_groups` divided by mesh have one.
+        param_groups: number of the param group of each trained parameter, by dense name.
+        group_numbers: number of each param group of the optimizer; groups that `param_groups` has split by mesh share
+            one.
 
     Raises:
-        ValueError: on all ranks: the optimizer steps parameters that are not the model's.
+        ValueError: on all ranks, if the optimizer has parameters that are not the model's.
     """
 
     def __init__(self, sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
@@ -67,8 +68,8 @@ class SteppedShards:
                     result[names[id(parameter)]] = number
                 elif id(parameter) not in names and id(parameter) not in lacking:
                     raise ValueError(
-                        f"the optimizer steps a parameter of shape {tuple(parameter.shape)} that is not the sharded "
-                        "model's; make it of parameters of the model after fully_shard"
+                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the sharded "
+                        "model's; create it after fully_shard"
                     )
         return result
 
@@ -77,7 +78,7 @@ class SteppedShards:
         yield from (self.sharded.parts[name][0] for name in self.sharded.ignored)
 
     def shard_parts(self, *, owned: bool) -> list[SteppedBox]:
-        """What this rank steps. Each element is one rank's, but for what FSDP2 ignores, which rank 0 owns."""
+        """The boxes that this rank steps. Each element is owned by one rank; rank 0 owns ignored parameters."""
         return [
             SteppedBox(parameter, box)
             for parameter, box, is_owned in self.boxes()
@@ -85,7 +86,7 @@ class SteppedShards:
         ]
 
     def boxes(self) -> Iterator[tuple[Any, Box, bool]]:
-        """Of all parameters: the parameter, what this rank has of a slice, and whether it owns that."""
+        """Yield for each box of this rank the parameter, the box, and whether the rank owns it."""
         sharded = self.sharded
         for part in sharded.held_parts():
             parameter = sharded.parameter(part)
@@ -95,18 +96,18 @@ class SteppedShards:
             yield sharded.parameter(part), Box(part.pieces[0], zeros, inside, part.shape), sharded.rank == 0
 
     def return_weights(self) -> None:
-        """Nothing: what is stepped are the weights."""
+        """Does nothing: the optimizer steps the weights themselves."""
 
 
 @dataclass(frozen=True)
 class ShardedState(RankState):
-    """A sharded model in training, on one rank."""
+    """Model and optimizer state of one rank, for a sharded model."""
 
     optimizer: SteppedShards
 
     @property
     def model(self) -> nn.Module:
-        return self.optimizer.sharded.dense.module  # FSDP2 has changed the class of the other
+        return self.optimizer.sharded.dense.module  # FSDP2 has changed the class of the sharded one
 
     @property
     def group_numbers(self) -> list[int]:
@@ -125,10 +126,10 @@ class ShardedState(RankState):
 
 
 def state_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> ShardedState:
-    """Every rank calls it.
+    """Build the state of a sharded model; collective.
 
     Args:
-        optimizer: None if only the model matters.
+        optimizer: None for the model alone.
     """
     if optimizer is None:
         sharded.reshard()
@@ -137,23 +138,22 @@ def state_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = No
 
 
 class CheckpointManager:
-    """Checkpoints of a model that `sdp_deepspeed.fully_shard` returned; all ranks call each method, between steps.
+    """Saves and loads checkpoints of a model returned by `sdp_deepspeed.fully_shard`.
 
-    The block's `checkpoint` counts here too: `keep_last`, and `asynchronous`, with which saving returns when everything
-    is copied to host memory.
+    All methods are collective, between steps. The options of the block's `checkpoint` apply. With `asynchronous`,
+    `save_checkpoint` returns once the state has been copied to host memory.
 
     Args:
-        model: sharded.
-        optimizer: of its parameters; to be given before its first step, as its steps are counted from here on.
-        lr_scheduler: what has a `state_dict` and a `load_state_dict`.
+        model: the sharded model.
+        optimizer: over its parameters, before its first step: steps are counted from here on.
+        lr_scheduler: an object with `state_dict` and `load_state_dict`.
 
     Attributes:
-        global_steps: of the optimizer so far, of the runs that this one resumes too; it names checkpoints without a
-            tag.
+        global_steps: number of optimizer steps, including those of resumed runs. Default tags contain it.
 
     Raises:
-        ValueError: the model was not sharded by `sdp_deepspeed.fully_shard`, or the optimizer was made before that;
-            at the first step, the optimizer's state is not one value for each element.
+        ValueError: the model was not sharded by `sdp_deepspeed.fully_shard`, or the optimizer was created before; at
+            the first step, if the optimizer's state does not have one value per element.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
@@ -172,7 +172,7 @@ class CheckpointManager:
         self.global_steps += 1
         if not (self._is_checked or is_elementwise(type(self._optimizer).__name__)):
             self._is_checked = True
-            group_facts(state_of(self._sharded, self._optimizer))  # at the first checkpoint hours would be lost
+            group_facts(state_of(self._sharded, self._optimizer))  # fail now, not hours later at the first checkpoint
 
     def _state(self, call: str) -> ShardedState:
         self._sharded.meetings.meet(call)
@@ -187,21 +187,23 @@ class CheckpointManager:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> None:
-        """Write the dense model in training, complete or not at all; it loads under any plan and number of ranks, here
-        and in the DeepSpeed host, with or without tensor parallelism.
+        """Save the dense model and the training state, atomically.
+
+        The checkpoint loads under any plan and number of ranks, with FSDP2 or DeepSpeed, with or without tensor
+        parallelism.
 
         Args:
-            save_dir: folder of all checkpoints, which all ranks see.
-            tag: its name there; None names the step.
-            client_state: tensors, numbers, strings, lists and dicts that `load_checkpoint` returns; rank 0's is kept.
-            save_latest: whether `latest` names it afterward.
-            exclude_frozen_parameters: leave out parameters that needed no gradients.
+            save_dir: folder of all checkpoints, shared by all ranks.
+            tag: name of this checkpoint. Default: the step.
+            client_state: tensors, numbers, strings, lists and dicts that `load_checkpoint` returns. Rank 0's is saved.
+            save_latest: whether to update the file `latest`.
+            exclude_frozen_parameters: whether to leave out parameters that do not require gradients.
 
         Raises:
-            ValueError: on all ranks: client state that could not be loaded safely, or an optimizer whose state is not
-                one value for each element.
-            RuntimeError: on all ranks, if it cannot be written; earlier checkpoints are as they were. On those that
-                wait, if a rank does not call it.
+            ValueError: on all ranks, if the client state has types that cannot be loaded safely, or the optimizer's
+                state does not have one value per element.
+            RuntimeError: on all ranks, if the checkpoint cannot be written; earlier ones are intact. On the waiting
+                ranks, if a rank does not call it.
         """
         with without_wrappers(self._sharded.module):
             state = self._state("save_checkpoint")
@@ -224,22 +226,22 @@ class CheckpointManager:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint of this host or of the DeepSpeed host, whatever its layout. Gradients that
-        wait in FSDP2 for the end of an accumulation are not dropped: load between steps.
+        """Load a checkpoint that FSDP2 or DeepSpeed saved with any layout. Call it between steps: accumulated gradients
+        are kept.
 
         Args:
             load_dir: folder of all checkpoints.
-            tag: None for the one that `latest` names, or the newest complete one.
-            load_module_strict: the tensors must be those of the model, neither fewer nor more.
-            load_optimizer_states, load_lr_scheduler_states: whether these go on too.
-            load_module_only: nothing but the model.
+            tag: name of the checkpoint. Default: the one in `latest`, or the newest complete one.
+            load_module_strict: whether missing and unexpected tensors are errors.
+            load_optimizer_states, load_lr_scheduler_states: whether to load these.
+            load_module_only: whether to load nothing but the model.
 
         Returns:
             Path of the checkpoint and the client state; (None, None) if `load_dir` has no checkpoint.
 
         Raises:
-            ValueError: on all ranks, before anything is changed: it is damaged, or of another model, optimizer or LR
-                scheduler.
+            ValueError: on all ranks, before anything is changed, if the checkpoint is damaged, or of a different model,
+                optimizer or LR scheduler.
         """
         with without_wrappers(self._sharded.module):
             state = self._state("load_checkpoint")
@@ -263,38 +265,40 @@ class CheckpointManager:
         return str(found.path), common["client_state"]
 
     def load_pretrained(self, folder: str | Path) -> None:
-        """Start from a local folder in Hugging Face format (safetensors): every rank reads what it holds. The
-        optimizer's moments, counters and the LR scheduler stay as they are.
+        """Load weights from a local folder in Hugging Face format (safetensors); each rank reads what it holds.
+        Moments, counters and the LR scheduler are unchanged.
 
         Raises:
-            ValueError: on all ranks, before anything is changed: files are missing or damaged, or of another model.
+            ValueError: on all ranks, before anything is changed, if files are missing, damaged, or of a different
+                model.
         """
         with without_wrappers(self._sharded.module):
             load_pretrained(self._state("load_pretrained"), Path(folder))
 
     def wait_for_checkpoint(self) -> None:
-        """Until a checkpoint that is written in the background is complete; all ranks call it, before they leave.
+        """Wait until an asynchronous checkpoint is complete. Call it before the program exits.
 
         Raises:
-            RuntimeError: on all ranks, if it could not be written.
+            RuntimeError: on all ranks, if the checkpoint could not be written.
         """
         self._manager.wait()
 
 
 def _check_whole(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
-    """ValueError for an optimizer of whole tensors, of which holder sets have parts: each part would be updated as if
-    it were the matrix."""
+    """Raise ValueError for an optimizer of whole tensors (Muon) if tensors are split by neurons or heads."""
     is_divided = any(part.dim is not None for own in sharded.parts.values() for part in own)
     if is_divided and groups_of_whole_tensors(optimizer):
         raise ValueError(
-            f"{type(optimizer).__name__} updates whole matrices, of which ranks hold neurons or heads; use "
+            f"{type(optimizer).__name__} updates whole matrices, but ranks hold neurons or heads of them; use "
             'the strategy "block", or an optimizer such as AdamW'
         )
 
 
 def _fit_to_groups(lr_scheduler: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Have a scheduler of PyTorch's, and those that it is made of, keep what each param group of this rank has: the run
-    that was saved may have divided its groups otherwise. Groups got their rates back by their parameters' names."""
+    """Fit the state of a PyTorch scheduler, and of nested ones, to the param groups of this rank.
+
+    The saved run may have had other groups. The groups' own learning rates have been restored by parameter names.
+    """
     if hasattr(lr_scheduler, "base_lrs"):
         lr_scheduler.base_lrs = [group["initial_lr"] for group in groups]
     if hasattr(lr_scheduler, "_last_lr"):

@@ -1,4 +1,4 @@
-"""What optimizers need where parameters are sharded over several meshes: the norm, and param groups."""
+"""Gradient norm and param groups for parameters that are sharded over several meshes."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """As `torch.nn.utils.clip_grad_norm_`, of a model that `fully_shard` returned, or of some of its parameters.
+    """Clip gradients by the norm of the averaged gradient of the dense model, as `torch.nn.utils.clip_grad_norm_`.
 
-    Every rank calls it, for the same parameters of the dense model: one all-reduce of a number over all ranks. A unit's
-    shards are spread over its holders and averaged there already, so each element of the dense gradient is on one rank,
-    and the sum over all ranks counts it once, whatever the number of holders or replicas. Under tensor parallelism that
-    is so of what is divided, and of the rest each of these ranks has a copy.
+    Collective, for the same parameters of the dense model on all ranks. Each element of the dense gradient is sharded
+    over the holders of its unit, so the sum over all ranks counts it once, whatever the number of holders or replicas.
+    Parameters that tensor-parallel ranks replicate are counted once, too.
 
     Args:
-        parameters: under tensor parallelism the model itself. Of a model, what is gathered becomes shards first.
-        max_norm: infinity changes no gradient.
+        parameters: a model that `fully_shard` returned, or some of its parameters. With tensor parallelism: the model.
+        max_norm: maximum norm; infinity does not clip.
         norm_type: above 0; may be infinity.
-        foreach: False computes one tensor after the other.
+        error_if_nonfinite: whether to raise if the norm is not finite.
+        foreach: whether to use foreach kernels. Default: where supported.
 
     Returns:
-        The norm before clipping, the same on every rank, in fp32.
+        The norm before clipping, in fp32, the same on every rank.
 
     Raises:
-        ValueError: a parameter is no DTensor (one of FSDP2's `ignored_params`): nobody averaged its gradient; or under
-            tensor parallelism parameters without their model.
-        RuntimeError: with `error_if_nonfinite`, on all ranks, if the norm is not finite.
+        ValueError: a gradient is not a DTensor (of `ignored_params`), so it has not been averaged; or parameters were
+            passed without their model under tensor parallelism.
+        RuntimeError: on all ranks, with `error_if_nonfinite`, if the norm is not finite.
     """
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type: got {norm_type}, expected a number above 0, or infinity")
     if is_sharded(parameters):
-        sharded_model_of(parameters).reshard()  # type: ignore[arg-type]  # what is gathered is not what has gradients
+        sharded_model_of(parameters).reshard()  # type: ignore[arg-type]  # gradients belong to shards
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     named = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
@@ -56,8 +56,8 @@ def clip_grad_norm_(
     gradients: list[Any] = [parameter.grad for parameter in found]
     if any(not isinstance(gradient, DTensor) for gradient in gradients):
         raise ValueError(
-            "clip_grad_norm_: a gradient is no DTensor: give parameters of a model that sdp_deepspeed.fully_shard "
-            "returned, without those in ignored_params, after backward has averaged them"
+            "clip_grad_norm_: a gradient is not a DTensor; pass parameters of a model that sdp_deepspeed.fully_shard "
+            "returned, without ignored_params, after backward"
         )
     local = [gradient.to_local() for gradient in gradients]
     once = [part for part, parameter in zip(local, found, strict=True) if id(parameter) not in copied]
@@ -71,28 +71,28 @@ def clip_grad_norm_(
             "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
             "`error_if_nonfinite=False`"
         )
-    if not math.isinf(max_norm):  # else only the norm is asked for
+    if not math.isinf(max_norm):  # infinity: only the norm is needed
         _scale(local, torch.clamp(max_norm / (total + 1e-6), max=1.0), foreach=foreach)
     return total
 
 
 def _copied(parameters: Any, named: Sequence[torch.Tensor]) -> tuple[set[int], int]:
-    """Parameters (their ids) that each tensor-parallel rank has, and how many these ranks are."""
+    """Ids of the parameters that tensor-parallel ranks replicate, and the number of these ranks."""
     of_axes = any(isinstance(p, DTensor) and p.device_mesh.mesh_dim_names in (OF_UNITS, OF_SHARED) for p in named)
     if not of_axes:
         return set(), 1
     tp = sharded_model_of(parameters).tensor_parallel if is_sharded(parameters) else None
     if tp is None:
         raise ValueError(
-            "clip_grad_norm_: got parameters of a model under tensor parallelism; give the model that "
-            "sdp_deepspeed.fully_shard returned, which knows of which of them each rank has a copy"
+            "clip_grad_norm_: with tensor parallelism give the model that sdp_deepspeed.fully_shard returned, not its "
+            "parameters"
         )
     sharded = sharded_model_of(parameters)
     return {id(sharded.parameter(part)) for part in sharded.held_parts() if not tp.is_divided(part.name)}, tp.size
 
 
 def _norms(local: Sequence[torch.Tensor], norm_type: float, *, foreach: bool | None) -> list[torch.Tensor]:
-    """Of each tensor, in fp32; 0 of one without elements."""
+    """Norm of each tensor, in fp32; 0 for empty ones."""
     filled = [tensor for tensor in local if tensor.numel()]
     if foreach is False or not filled:
         return [torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float32) for tensor in filled]
@@ -100,7 +100,7 @@ def _norms(local: Sequence[torch.Tensor], norm_type: float, *, foreach: bool | N
 
 
 def _over_all_ranks(norms: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """The norm of all of them and of other ranks'; who has none takes part."""
+    """Norm over the tensors of all ranks; ranks without any take part."""
     own = torch.stack([torch.zeros((), dtype=torch.float32, device=device), *(norm.to(device) for norm in norms)])
     if math.isinf(norm_type):
         total = own.max()
@@ -124,7 +124,7 @@ def _scale(local: Sequence[torch.Tensor], factor: torch.Tensor, *, foreach: bool
 
 
 def _device(parameters: Iterable[Any]) -> torch.device:
-    """Where collectives run, which is elsewhere than gradients that are offloaded."""
+    """Device of the collectives; offloaded gradients are elsewhere."""
     kinds = (parameter.device_mesh.device_type for parameter in parameters if isinstance(parameter, DTensor))
     return torch.device(next(kinds, None) or device_type())
 
@@ -135,20 +135,21 @@ def _device(parameters: Iterable[Any]) -> torch.device:
 def param_groups(
     parameters: nn.Module | Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """What to give an optimizer: the same parameters and options, each group divided by the mesh of its parameters, and
-    the group's number (`sdp_group`), by which checkpoints know which are one.
+    """Split param groups by the mesh of their parameters, for an optimizer.
 
-    PyTorch's optimizers step all tensors of a group together (`foreach`, their default on GPUs, or `fused`), which
-    DTensors refuse if they are of several meshes. Parameters without storage, of units that this rank lacks, are left
-    out, so ranks may have other numbers of groups; a scheduler that takes a function for each group takes one for each
-    group of the result.
+    PyTorch's foreach and fused optimizers step all tensors of a group together, which fails for DTensors of several
+    meshes. Parameters of units that this rank lacks are left out, so the number of groups may differ between ranks; an
+    LR scheduler with a list of functions needs one for each returned group.
 
     Args:
-        parameters: a model that `fully_shard` returned (what is gathered becomes shards first), its parameters, alone
-            or with names, or param groups of them.
+        parameters: a model that `fully_shard` returned, or its parameters, with or without names, or param groups.
+
+    Returns:
+        Param groups with the original options, and the number of the original group (`sdp_group`), by which checkpoints
+        identify it.
     """
     if is_sharded(parameters):
-        sharded_model_of(parameters).reshard()  # type: ignore[arg-type]  # else what is gathered would be stepped
+        sharded_model_of(parameters).reshard()  # type: ignore[arg-type]  # the optimizer steps shards
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     given: list[Any] = list(parameters)

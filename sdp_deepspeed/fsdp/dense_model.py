@@ -1,8 +1,8 @@
-"""The dense model under FSDP2: evaluation gathers one layer at a time, and no rank ever has all of it.
+"""The dense model under FSDP2: evaluation gathers one layer at a time, so no rank ever holds the whole model.
 
-A second tree of the model's modules, without weights and without a mask, runs in the place of the subnetwork. Before
-one of its layers runs, every rank gathers its weights from the shards of all ranks; after it they are dropped. So ranks
-run forward passes of the dense model together, and as many of them.
+A second tree of the model's modules, without weights and mask, runs in place of the subnetwork. Before a layer runs,
+all ranks gather its weights from their shards; afterwards the weights are freed. Forward passes of the dense model are
+therefore collective, and all ranks run the same number of them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from sdp_deepspeed.masking.scale import output_scales
 from sdp_deepspeed.parallel.groups import Groups, all_gather
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_HOW = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")  # they run
-_NOT_OF_USERS = ("torch.distributed.fsdp", "sdp_deepspeed.fsdp")  # modules of hooks that belong to the subnetwork
+_HOW = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")  # their options
+_NOT_OF_USERS = ("torch.distributed.fsdp", "sdp_deepspeed.fsdp")  # modules whose hooks belong to the subnetwork
 
 
 class Segment(NamedTuple):
-    """Elements that one rank sends to all.
+    """Elements that one rank sends to all ranks.
 
     Args:
-        rank: data-parallel index.
-        source: these, on that rank.
+        rank: data-parallel index of the sender.
+        source: the elements, on that rank.
     """
 
     rank: int
@@ -45,14 +45,14 @@ class Segment(NamedTuple):
 
 
 class DenseModel:
-    """Runs and gathers the dense model of a sharded one.
+    """Gathers and runs the dense model of a sharded model.
 
     Args:
-        mask: of the model; not applied yet.
-        parts: of its parameters, by dense name.
-        is_scaled: whether branches are multiplied by their coverage.
-        policy: in which FSDP2 computes.
-        tensor_parallel: what ranks have of each parameter; None for all of it.
+        mask: of the model, not applied yet.
+        parts: of the parameters, by dense name.
+        is_scaled: whether to multiply branches by their coverage.
+        policy: FSDP2's mixed precision policy.
+        tensor_parallel: the parts of each parameter on tensor-parallel ranks; None without tensor parallelism.
 
     Attributes:
         module: the second tree.
@@ -69,11 +69,13 @@ class DenseModel:
     ) -> None:
         self._mask, self._parts, self._policy, self._tensor_parallel = mask, parts, policy, tensor_parallel
         self.scales = dict(output_scales(mask)) if is_scaled else {}
-        self._blank = {  # what stands for the parameters while no layer runs
+        self._blank = {  # placeholders of the parameters while no layer runs
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
             for p in mask.parameters.values()
         }
-        self._pairs: list[tuple[nn.Module, nn.Module]] = []  # of modules of the model, and of the second tree
+        self._pairs: list[
+            tuple[nn.Module, nn.Module]
+        ] = []  # modules of the model, with their counterparts in the second tree
         self.module = self._copy(mask.model, {})
         self._dtypes = {name: parameter.dtype for name, parameter in mask.parameters.items()}
         self._places = self._find_places()
@@ -86,7 +88,7 @@ class DenseModel:
         ]
         everyone = len(mask.plan.subnetwork_of_rank)
         self._partial = {n for n, p in mask.buffer_pieces.items() if any(len(holders) < everyone for _, holders in p)}
-        self._estimates = False  # statistics that are being estimated are not gathered
+        self._estimates = False  # do not gather statistics while they are estimated
         self._of_layers, self._of_root = self._names_by_layer()
         for path in self._of_layers:
             wrap_forward(self.module.get_submodule(path), partial(self._run_layer, path))
@@ -105,7 +107,7 @@ class DenseModel:
         return made[id(module)]
 
     def _find_places(self) -> dict[str, list[tuple[nn.Module, str, nn.Parameter]]]:
-        """By dense name of a parameter, where the second tree has it: module, name there, and its blank."""
+        """Places of each parameter in the second tree, by dense name: module, name, placeholder."""
         names = {id(parameter): name for name, parameter in self._mask.parameters.items()}
         places: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {name: [] for name in names.values()}
         for own, copied in self._pairs:
@@ -115,14 +117,14 @@ class DenseModel:
         return places
 
     def _names_by_layer(self) -> tuple[dict[str, list[str]], list[str]]:
-        """Parameters by the one layer that has them, and all others."""
+        """Names of parameters by the layer that contains them, and all other names."""
         of_layers: dict[str, list[str]] = {branch.layer: [] for branch in self._mask.branches}
         inside = {path: {id(m) for m in self.module.get_submodule(path).modules()} for path in of_layers}
         of_root = []
         for name, places in self._places.items():
             layers = [path for path, modules in inside.items() if all(id(module) in modules for module, _, _ in places)]
             if layers:
-                of_layers[min(layers, key=len)].append(name)  # the outer one, of layers inside of layers
+                of_layers[min(layers, key=len)].append(name)  # the outermost layer
             else:
                 of_root.append(name)
         return {path: names for path, names in of_layers.items() if names}, of_root
@@ -130,17 +132,16 @@ class DenseModel:
     def attach(
         self, groups: Groups, device: torch.device, shard: Callable[[Part], torch.Tensor], whole: Mapping[str, Any]
     ) -> None:
-        """The model is sharded now.
+        """Connect to the model, after it has been sharded.
 
         Args:
-            shard: this rank's, of a part that it holds.
-            whole: by dense name of parameters that the model's root gathers, or that FSDP2 ignores: their module and
-                name there.
+            shard: returns this rank's shard of a part that it holds.
+            whole: module and name, by dense name, of parameters that FSDP2's root gathers or ignores.
         """
         self._groups, self._device, self._shard, self._whole = groups, device, shard, whole
 
     def cast_like(self, modules: Iterable[nn.Module]) -> None:
-        """Have modules of the second tree cast inputs and outputs as FSDP2 does it for these of the model."""
+        """Cast inputs and outputs of modules of the second tree as FSDP2 does for those of the model."""
         policy, found = self._policy, {id(module) for module in modules}
         for own, copied in self._pairs:
             if id(own) in found:
@@ -151,7 +152,7 @@ class DenseModel:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward pass; every rank calls it while the root of the model runs."""
+        """Run a forward pass; collective, while the root of the model runs."""
         self._follow_model()
         self._gather_buffers()
         self._set({name: module._parameters[own].detach() for name, (module, own) in self._whole.items()})
@@ -164,7 +165,7 @@ class DenseModel:
 
     @contextmanager
     def estimating(self) -> Iterator[None]:
-        """Running statistics in the second tree stay as they are in the block."""
+        """Context in which the running statistics of the second tree are not overwritten."""
         self._follow_model()
         self._gather_buffers()
         self._estimates = True
@@ -174,7 +175,7 @@ class DenseModel:
             self._estimates = False
 
     def return_buffers(self) -> None:
-        """Give the model what the second tree has of buffers that ranks hold parts of; others are the same objects."""
+        """Copy buffers that are sharded by unit from the second tree to the model; others are the same objects."""
         for name, own, copied, attribute in self._buffers:
             dense, live = copied._buffers[attribute], own._buffers[attribute]
             for piece, _ in self._mask.buffer_pieces[name] if name in self._partial else ():
@@ -190,7 +191,7 @@ class DenseModel:
             self._drop(names)
 
     def _follow_model(self) -> None:
-        """Hooks and modes are the model's, but while statistics are estimated with others."""
+        """Copy hooks and training modes from the model, except while statistics are estimated."""
         if self._estimates:
             return
         for own, copied in self._pairs:
@@ -213,7 +214,7 @@ class DenseModel:
     # ---- gathering ----------------------------------------------------------------------------------------------
 
     def gather(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Dense parameters in the dtype in which FSDP2 computes, scaled; every rank calls it with the same names."""
+        """Gather dense parameters in FSDP2's compute dtype, scaled. Collective, with the same names on all ranks."""
         me, mask, found = self._groups.rank, self._mask, list[tuple[Part, list[Segment]]]()
         for name in names:
             dtype = self._policy.param_dtype or self._dtypes[name]
@@ -241,7 +242,7 @@ class DenseModel:
         return values
 
     def _gather_buffers(self) -> None:
-        """Those of units come from their holders; others are the model's own."""
+        """Gather the buffers of units from their holders."""
         mask, found = self._mask, list[tuple[torch.Tensor, Segment]]()
         for name, own, copied, attribute in self._buffers:
             live = own._buffers[attribute]
@@ -258,7 +259,7 @@ class DenseModel:
             target.copy_(value.view(target.shape))
 
     def _all_gather(self, segments: Sequence[Segment]) -> list[torch.Tensor]:
-        """Flat elements of each segment, by one all-gather for each dtype."""
+        """Flat elements of each segment, with one all-gather per dtype."""
         group, result = self._groups.data_parallel, dict[int, torch.Tensor]()
         for dtype in dict.fromkeys(segment.dtype for segment in segments):
             sizes, places = [0] * group.size, list[tuple[int, Segment, int]]()

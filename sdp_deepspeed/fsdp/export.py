@@ -1,4 +1,4 @@
-"""The dense model of a sharded one: its forward pass for a while, its weights in one place, its batch norms."""
+"""The dense model of a sharded model: evaluation, state dict, export, batch norms."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ logger = logging.getLogger("sdp_deepspeed")
 
 @contextmanager
 def dense(module: nn.Module) -> Iterator[None]:
-    """Context in which every forward pass is the dense model's: in evaluation mode and without gradients, or it raises.
-    All ranks run the same number of forward passes.
+    """Context in which forward passes must be the dense model's: any other pass raises.
+
+    Call the model in `eval()` under `torch.no_grad()`, the same number of times on all ranks.
 
     Args:
-        module: that `fully_shard` returned.
+        module: a model that `fully_shard` returned.
     """
     sharded = sharded_model_of(module)
     before, sharded.is_dense = sharded.is_dense, True
@@ -42,16 +43,16 @@ def dense(module: nn.Module) -> Iterator[None]:
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The dense model's state dict on rank 0, in host memory; empty on the others. Every rank calls it.
+    """Gather the dense state dict on rank 0, in host memory; other ranks get an empty dict. Collective.
 
-    Branches are scaled, if the block says so (`dense_branch_scale`). Buffers of what is shared, but for running
-    statistics of batch norms, and `ignored_params` are rank 0's own.
+    Branches are scaled according to `dense_branch_scale`. Shared buffers and `ignored_params` are those of rank 0,
+    except running statistics of batch norms, which are averaged.
 
     Args:
-        module: that `fully_shard` returned.
+        module: a model that `fully_shard` returned.
 
     Raises:
-        RuntimeError: on all ranks, if rank 0 has no room; on those that wait, if a rank trains on instead.
+        RuntimeError: on all ranks, if rank 0 runs out of memory; on the waiting ranks, if a rank does not call it.
     """
     sharded = sharded_model_of(module)
     sharded.begin_evaluation("full_state_dict")
@@ -63,26 +64,27 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
             piece.narrow(values[piece.parameter]).mul_(scale)
     if dist.get_rank() != 0:
         return {}
-    # Names that stand for one tensor (tied weights) stand for one here too.
+    # Tied weights stay one tensor.
     return {n: values[of] if of in values else local_of(own[of]).cpu() for n, of in sharded.state_names.items()}
 
 
 def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
-    """Write the dense model in Hugging Face format; all ranks call it, rank 0 writes.
+    """Export the dense model in Hugging Face format. Collective; rank 0 writes.
 
     Args:
-        module: that `fully_shard` returned, of a class with a `save_pretrained`.
-        tokenizer: saved beside the model if given.
-        options: of the model's own `save_pretrained`, such as `max_shard_size`.
+        module: a model that `fully_shard` returned, of a class with `save_pretrained`.
+        folder: output folder.
+        tokenizer: saved to the same folder.
+        options: passed to the model's `save_pretrained`, such as `max_shard_size`.
 
     Raises:
-        RuntimeError: on all ranks, why rank 0 could not write.
+        RuntimeError: on all ranks, if rank 0 cannot write.
     """
     state, sharded = full_state_dict(module), sharded_model_of(module)
 
     def write() -> None:
         if dist.get_rank() == 0:
-            model: Any = sharded.dense.module  # of the class that the config is to name
+            model: Any = sharded.dense.module  # of the original class, which the config names
             try:
                 model.save_pretrained(str(folder), state_dict=state, **options)
                 if tokenizer is not None:
@@ -94,10 +96,10 @@ def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None
 
 
 def reestimate_batch_norm(module: nn.Module, batches: Iterable[Any], *, num_batches: int) -> int:
-    """As `sdp_deepspeed.reestimate_batch_norm`.
+    """See `sdp_deepspeed.reestimate_batch_norm`.
 
     Args:
-        module: that `fully_shard` returned.
+        module: a model that `fully_shard` returned.
     """
     sharded = sharded_model_of(module)
     control, copied = sharded.groups.control, sharded.dense.module
@@ -107,7 +109,7 @@ def reestimate_batch_norm(module: nn.Module, batches: Iterable[Any], *, num_batc
             logger.info("%s: the model has no batch norms with running statistics", KEY)
         return 0
 
-    with unchanged_random_state():  # batches and models may draw
+    with unchanged_random_state():  # batches may be random
         own = batches_of(batches, num_batches, control)
         was_training = module.training
         module.training = False

@@ -1,4 +1,4 @@
-"""What `torch.distributed.fsdp.fully_shard` takes beside a module and a mesh, under its names."""
+"""The keyword arguments of `torch.distributed.fsdp.fully_shard`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ShardOptions:
     """
     Args:
         reshard_after_forward: None means True for units and False for the root, as in FSDP2.
-        ignored_params: neither sharded nor averaged.
+        ignored_params: parameters that are neither sharded nor averaged.
     """
 
     reshard_after_forward: bool | None = None
@@ -23,7 +23,7 @@ class ShardOptions:
     ignored_params: frozenset[nn.Parameter] = frozenset()
 
     def arguments(self, *also_ignored: nn.Parameter) -> dict[str, Any]:
-        """For FSDP2's function."""
+        """Keyword arguments for FSDP2."""
         return {
             "reshard_after_forward": self.reshard_after_forward,
             "mp_policy": self.mp_policy,
@@ -32,10 +32,10 @@ class ShardOptions:
         }
 
     def in_words(self, module: nn.Module) -> str:
-        """To compare over ranks.
+        """Text to compare over ranks.
 
         Args:
-            module: whose parameters are ignored.
+            module: to name its ignored parameters.
         """
         ignored = sorted(name for name, parameter in module.named_parameters() if parameter in self.ignored_params)
         return f"{self.reshard_after_forward} {self.mp_policy} {self.offload_policy} ignores {ignored}"

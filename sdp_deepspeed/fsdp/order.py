@@ -1,22 +1,22 @@
-"""All ranks issue the collectives of a step in one global order, whatever units each of them holds.
+"""Make all ranks issue the collectives of a step in one global order, whatever units each of them holds.
 
-FSDP2 gathers ahead in backward what it ran before: another unit on each rank. Two ranks that share two units could then
-issue two collectives in opposite orders and wait for each other forever. So nothing is gathered ahead in backward
-(forward overlaps all the same: the next gather is issued while the kernels of this unit run). Let units be numbered as
-they run, the parts of a branch with neurons one after the other.
+FSDP2's backward prefetch gathers the unit that ran before, which differs between ranks. Two ranks that share two units
+could then issue two collectives in opposite orders and deadlock. So backward prefetch is disabled. Forward still
+overlaps: the next gather is issued while the kernels of the current unit run. Let units be numbered in forward order,
+with the parts of a split branch one after the other.
 
 - Forward: a unit is gathered when it begins, so all ranks issue subsequences of AG(0), AG(1), ...
-- Backward: a unit is gathered when the gradient of its output is there and reduced when that of its input is. Autograd
-  runs what was recorded last first, and a unit that a rank lacks takes nodes out of its graph and adds none: all ranks
-  issue subsequences of one sequence, which is ..., AG(j), RS(j), AG(j-1), RS(j-1), ... where units run one after the
-  other, and AG(j), AG(j-1), RS(j), RS(j-1) where one runs inside of the other (parts of a branch).
-- The root, with all that is in no unit, is gathered first and reduced when backward is over.
-- Activation checkpointing runs units again in backward, upwards, from another one on each rank. So before the first of
-  them all that backward has yet to come to, down to that one, are gathered downwards.
-- A unit whose input needs no gradient would be passed by on ranks where nothing before it trains: `_need_gradient`.
+- Backward: a unit is gathered when the gradient of its output is ready, and reduced when that of its input is. Autograd
+  runs in reverse order of recording, and a lacking unit removes nodes from the graph and adds none. So all ranks issue
+  subsequences of one sequence: ..., AG(j), RS(j), AG(j-1), RS(j-1), ... for units that run one after the other, and
+  AG(j), AG(j-1), RS(j), RS(j-1) for nested ones (parts of a branch).
+- The root, with everything that is in no unit, is gathered first and reduced at the end of backward.
+- Activation checkpointing reruns units upwards during backward, starting at a different unit on each rank. So before
+  the first of them, all units that backward has not reached yet, down to that one, are gathered downwards.
+- A unit whose input needs no gradient would be skipped on ranks where nothing before it trains: see `_need_gradient`.
 
-Of all collectives that are not over the first in that sequence can be: each of its ranks has issued what comes before.
-Under tensor parallelism the ranks of one tensor-parallel group hold the same units, so they run one program.
+Of all unfinished collectives, the first one in that sequence can finish: each of its ranks has issued everything before
+it. With tensor parallelism, the ranks of a tensor-parallel group hold the same units, so they run the same program.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-_HANDED_ON = "layers that hand tensors on to later ones (T5) cannot checkpoint activations with FSDP2; switch it off"
+_HANDED_ON = "layers that pass tensors to later ones (T5) cannot checkpoint activations with FSDP2; disable it"
 
 
 class CollectiveOrder:
-    """Hooks on a sharded model.
+    """Installs the hooks on a sharded model.
 
     Args:
         root: the model.
-        units: modules of the units that this rank holds, as they run; each list is one group of FSDP2's.
-        can_run_again: whether activations may be checkpointed. Not where branches hand tensors on to later layers (T5's
-            position bias): their gradient is complete in another unit on each rank.
+        units: modules of the units that this rank holds, in forward order; each list is one FSDP2 group.
+        can_run_again: whether activations may be checkpointed. Not if branches pass tensors to later layers (T5's
+            position bias): the gradient of those is complete in a different unit on each rank.
     """
 
     def __init__(self, root: Any, units: Sequence[Sequence[nn.Module]], *, can_run_again: bool = True) -> None:
         self._can_run_again = can_run_again
         self._units: list[Any] = [modules[0] for modules in units]
-        self._reached = len(units)  # number of the lowest unit that backward has come to
-        self._pass = (-1, -1)  # backward pass, and forward pass that it goes through
+        self._reached = len(units)  # the lowest unit that backward has reached
+        self._pass = (-1, -1)  # the backward pass, and the forward pass that it traverses
         self._num_passes = 0
         self._anchor = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
         for fsdp in (root, *self._units):
-            fsdp.set_modules_to_backward_prefetch([fsdp])  # itself, which is there: an empty list means FSDP2's own
+            fsdp.set_modules_to_backward_prefetch([fsdp])  # itself is gathered already; [] means default prefetch
         for number, modules in enumerate(units):
-            for module in modules:  # `prepend`: before FSDP2's own hooks
+            for module in modules:  # `prepend`: run before FSDP2's hooks
                 before = _eager(lambda _, args, kwargs, n=number: self._before(n, args, kwargs))
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             after = _eager(lambda _, args, output, n=number: self._after(n, output))
@@ -61,7 +61,7 @@ class CollectiveOrder:
             root.register_forward_pre_hook(_eager(lambda module, _: _refuse_checkpointing(module)), prepend=True)
 
     def _before(self, number: int, args: Any, kwargs: Any) -> Any:
-        """A module of a unit is about to run."""
+        """Called before a module of a unit runs."""
         if _is_in_backward() and not self._can_run_again:
             raise RuntimeError(_HANDED_ON)
         if _is_in_backward() and number < self._reached:
@@ -71,8 +71,8 @@ class CollectiveOrder:
         return self._need_gradient(args, kwargs)
 
     def _after(self, number: int, output: Any) -> Any:
-        """A unit has run: know when backward comes to it. FSDP2's own hook on the output would be lost if the model
-        writes to it and it is a view."""
+        """Called after a unit has run: installs a hook for when backward reaches it. FSDP2's own hook on the output is
+        lost if the model writes to an output that is a view."""
         if not torch.is_grad_enabled():
             return None
         copied = tree_map_only(torch.Tensor, _copied_if_view, output)
@@ -85,7 +85,7 @@ class CollectiveOrder:
         self._reached = min(self._reached, number)
 
     def _end(self, output: Any) -> None:
-        """A forward pass is over; of several, backward goes through the last one first, all of it."""
+        """Called at the end of a forward pass. Of several passes, backward traverses the last one first."""
         self._num_passes += 1
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -107,13 +107,13 @@ class CollectiveOrder:
 
 
 def _refuse_checkpointing(model: nn.Module) -> None:
-    """Transformers' own; on all ranks, before anybody waits for others."""
+    """Raise RuntimeError for Transformers' checkpointing, on all ranks, before a collective."""
     if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise RuntimeError(_HANDED_ON)
 
 
 class _Anchored(torch.autograd.Function):
-    """A tensor as it is, as one that requires a gradient."""
+    """Identity whose output requires a gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -133,5 +133,5 @@ def _is_in_backward() -> bool:
 
 
 def _eager(hook: Any) -> Any:
-    """Compilers leave it out of their graphs, as FSDP2's own hooks."""
+    """Exclude a hook from compiled graphs, like FSDP2's own hooks."""
     return torch.compiler.disable(hook)

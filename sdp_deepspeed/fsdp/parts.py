@@ -1,11 +1,11 @@
-"""Parameters as FSDP2 shards them: whole ones, so slices of a tensor with different holders are separate parameters.
+"""Split parameters by holder set, since FSDP2 shards whole parameters.
 
-With neurons and heads, layers of a branch are narrow (`masking`), and their weights have slices of several holder
+With neurons and heads, the layers of a branch are narrow (`masking`), and their weights have slices of several holder
 sets. Each set gets a module with its part of all these weights, which FSDP2 shards over the holders:
 
     model.layers.0.sdp_parts.mlp_3f2a91c0.gate_proj.weight
 
-The body runs once: every layer that is cut runs with each part and joins the outputs along the neurons, or adds them.
+The body runs once: each split layer runs with every part, and concatenates or adds the outputs.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from sdp_deepspeed.masking.forwards import set_data
 from sdp_deepspeed.masking.split_layers import Ranges, input_dim, is_conv1d, set_sizes, sizes_of
 from sdp_deepspeed.units import Piece
 
-PARTS = "sdp_parts"  # name of the child of a layer that has the parts of its branches
+PARTS = "sdp_parts"  # child of a layer that contains the parts of its branches
 Holders = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """Some elements of a slice of a dense tensor, in one rank's shard of a parameter.
+    """A box of elements of a slice, in one rank's shard of a parameter.
 
     Args:
-        piece: the slice.
-        offsets: of the first element in the slice.
-        inside: where they are in the shard.
+        piece: the slice of a dense tensor.
+        offsets: index of the first element in the slice.
+        inside: index of the box in the shard.
         shape: of the box.
     """
 
@@ -50,7 +50,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Slices of one dense tensor with the same holders, side by side: one parameter, sharded over them along dim 0.
+    """Slices of a dense tensor with the same holders, concatenated: one parameter, sharded over them along dim 0.
 
     Args:
         name: dense.
@@ -69,11 +69,11 @@ class Part:
     shape: tuple[int, ...]
 
     def rows(self, rank: int) -> tuple[int, int]:
-        """First and last index (exclusive) along dim 0 of a holder's shard: as `torch.chunk` cuts."""
+        """Range along dim 0 of a holder's shard, as of `torch.chunk`."""
         return chunk(self.shape[0], self.holders.index(rank), len(self.holders))
 
     def boxes(self, rank: int) -> Iterator[Box]:
-        """What a holder's shard has of each piece."""
+        """The boxes of each piece in a holder's shard."""
         start, stop = self.rows(rank)
         first, others = 0, self.shape[1:]
         for piece in self.pieces:
@@ -91,13 +91,13 @@ class Part:
 
 
 def chunk(length: int, position: int, number: int) -> tuple[int, int]:
-    """The range of `torch.chunk`'s part at a position, of so many parts; empty for positions beyond the last one."""
+    """Range of the chunk at a position of `torch.chunk(number)`; empty beyond the last chunk."""
     size = -(-length // number)
     return min(position * size, length), min((position + 1) * size, length)
 
 
 def parts_of(mask: Mask) -> dict[str, list[Part]]:
-    """By dense name the parts of each parameter, on all ranks; in the order of their holders."""
+    """Parts of each parameter on all ranks, by dense name, sorted by holders."""
     branch_of = {t.parameter: branch for branch in mask.branches for t in branch.cut_tensors}
     digests = {branch.name: _digests(mask, branch) for branch in mask.branches}
     found: dict[str, list[Part]] = {}
@@ -119,7 +119,7 @@ def parts_of(mask: Mask) -> dict[str, list[Part]]:
 
 
 def _digests(mask: Mask, branch: LocatedBranch) -> dict[Holders, str]:
-    """Of each holder set what its part of a branch is, so that under another plan it has another name."""
+    """A digest of each holder set's part of a branch, for its name: under another plan the name differs."""
     pieces: dict[Holders, list[Any]] = {}
     for name in (tensor.parameter for tensor in branch.cut_tensors if tensor.parameter in mask.pieces):
         for piece, holders in mask.pieces[name]:
@@ -128,7 +128,7 @@ def _digests(mask: Mask, branch: LocatedBranch) -> dict[Holders, str]:
 
 
 def _inside(branch: LocatedBranch, name: str) -> str:
-    """A dense name below that of the branch; "own." before parameters of the body itself."""
+    """A dense name relative to the branch; parameters of the body itself are prefixed with "own."."""
     inside = name.removeprefix(f"{branch.root}.")
     return inside if "." in inside else f"own.{inside}"
 
@@ -137,10 +137,10 @@ def _inside(branch: LocatedBranch, name: str) -> str:
 
 
 class HolderPart(nn.Module):
-    """What one holder set has of a branch: FSDP2 gathers, averages and frees it together.
+    """One holder set's part of a branch, which FSDP2 gathers, averages and frees together.
 
-    The parts of a branch are nested: each runs the next one, and the last one the body. So they are gathered one after
-    the other before the body runs, and freed after it.
+    The parts of a branch are nested: each calls the next one, and the last one calls the body. So all of them are
+    gathered before the body runs, and freed afterwards.
     """
 
     def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -158,14 +158,14 @@ class HolderPart(nn.Module):
 
 
 def split_branch(mask: Mask, branch: LocatedBranch, parts: Mapping[str, Sequence[Part]]) -> dict[Holders, HolderPart]:
-    """Divide the narrow layers of a branch among the holder sets that this rank is in.
+    """Split the narrow layers of a branch among the holder sets of this rank.
 
     Args:
         mask: applied.
         parts: by dense name.
 
     Returns:
-        The parts by holder set, in the order in which they are gathered; empty if nothing of the branch is cut.
+        The parts by holder set, in the order in which they are gathered; empty if the branch is not split.
     """
     owners: dict[str, dict[str, list[Part]]] = {}
     for name in (tensor.parameter for tensor in branch.cut_tensors):
@@ -195,12 +195,12 @@ def split_branch(mask: Mask, branch: LocatedBranch, parts: Mapping[str, Sequence
 def _split_layer(
     mask: Mask, layer: nn.Module, parts: Mapping[str, Sequence[Part]], bias: str, *, is_sum: bool
 ) -> list[nn.Module]:
-    """Have a narrow layer run with each part of its parameters, and put the results together.
+    """Make a narrow layer run with each part of its parameters, and combine the outputs.
 
     Args:
-        parts: held ones, by name of the layer's parameter, in the order of their holders.
+        parts: held parts, by name of the layer's parameter, sorted by holders.
         bias: name of the parameter that is added to the output once; empty if there is none.
-        is_sum: whether the output is a sum over what is cut inside of the layer (experts).
+        is_sum: whether the output is a sum over the parts (experts).
 
     Returns:
         For each holder set a layer of the same class with its parameters.
@@ -210,13 +210,13 @@ def _split_layer(
     runs_in_parts = is_sum or (weight is not None and dim is not None and input_dim(layer) is not None)
     leaves = []
     for number in range(len(sets)):
-        leaf = bare_copy(layer)  # also where it only has the parameters: whoever initializes them asks for the class
+        leaf = bare_copy(layer)  # of the same class, which initializers check
         leaf._parameters = dict.fromkeys(layer._parameters)
         if not runs_in_parts:
             leaf._modules, leaf._buffers = {}, {}
         for name in set(layer._parameters) - set(parts) if is_sum else ():
             del leaf._parameters[name]
-            vars(leaf)[name] = torch.empty(0)  # the bias, which a forward pass puts here
+            vars(leaf)[name] = torch.empty(0)  # placeholder of the bias
         for name, own in parts.items():
             values = torch.cat([mask.view(piece) for piece in own[number].pieces], own[number].dim or 0)
             leaf._parameters[name] = nn.Parameter(values, requires_grad=mask.trainable[own[number].name])
@@ -238,7 +238,7 @@ def _split_layer(
         parameter = layer._parameters.pop(name)
         assert parameter is not None
         set_data(parameter, parameter.new_empty(0))
-        vars(layer)[name] = parameter.detach()  # for whoever asks for its dtype
+        vars(layer)[name] = parameter.detach()  # for code that reads its dtype
     return leaves
 
 
@@ -248,7 +248,7 @@ def _ranges(mask: Mask, name: str, sets: Sequence[Holders]) -> Ranges:
 
 
 def bare_copy(module: nn.Module) -> Any:
-    """A module of the same class with the same attributes, but without hooks, and with tables of its own."""
+    """A shallow copy of a module without hooks, with its own dicts of parameters, buffers and children."""
     copied = object.__new__(type(module))
     vars(copied).update(vars(module))
     for name, value in vars(module).items():
@@ -264,7 +264,7 @@ def bare_copy(module: nn.Module) -> Any:
 
 
 def wrap_forward(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Have a module's forward be `function(its forward until now, *args, **kwargs)`."""
+    """Replace the forward of a module by `function(previous_forward, *args, **kwargs)`."""
     inner = module.forward
 
     @wraps(inner)
@@ -281,12 +281,12 @@ def _run_inside(modules: Sequence[HolderPart], inner: Callable[..., Any], *args:
 
 
 class Along(NamedTuple):
-    """How a layer is cut.
+    """How a layer is split.
 
     Args:
-        dim: of the activations, that runs over neurons, heads or channels.
-        ranges: along `dim`.
-        is_depthwise: whether it is a convolution of each channel by itself.
+        dim: dimension of the activations that contains neurons, heads or channels.
+        ranges: of the parts along `dim`.
+        is_depthwise: whether the layer is a depthwise convolution.
     """
 
     dim: int
@@ -295,16 +295,16 @@ class Along(NamedTuple):
 
 
 def _join_outputs(_: Any, leaves: Sequence[Any], along: Along, __: Any, x: torch.Tensor) -> torch.Tensor:
-    """Of a layer that is cut along its outputs, such as `up_proj`."""
+    """Forward of a layer that is split along its outputs, such as `up_proj`."""
     inputs = along.ranges.split(x, along.dim) if along.is_depthwise else [x] * len(leaves)
     return along.ranges.join([leaf(own) for leaf, own in zip(leaves, inputs, strict=True)], along.dim)
 
 
 def _add_outputs(layer: Any, leaves: Sequence[Any], along: Along, _: Any, x: torch.Tensor) -> torch.Tensor:
-    """Of a layer that is cut along its inputs, such as `down_proj`; its bias is added once."""
+    """Forward of a layer that is split along its inputs, such as `down_proj`; the bias is added once."""
     total = None
     for leaf, own in zip(leaves, along.ranges.split(x, along.dim), strict=True):
-        # Transformers' Conv1D cannot do without a bias.
+        # Transformers' Conv1D requires a bias.
         output = functional.linear(own, leaf.weight.t()) if is_conv1d(leaf) else leaf(own)
         total = output if total is None else total + output
     assert total is not None
@@ -313,7 +313,7 @@ def _add_outputs(layer: Any, leaves: Sequence[Any], along: Along, _: Any, x: tor
 
 
 def _add_experts(layer: Any, leaves: Sequence[Any], bias: str, _: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Of experts that are cut inside: every part reads all of the input."""
+    """Forward of experts that are split by neurons: every part reads the whole input."""
     total = None
     for leaf in leaves:
         if (own := layer._parameters.get(bias)) is not None:
@@ -327,7 +327,7 @@ def _add_experts(layer: Any, leaves: Sequence[Any], bias: str, _: Any, *args: An
 def _join_parameters(
     layer: Any, leaves: Sequence[Any], cuts: Mapping[str, tuple[Ranges, int]], inner: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Of a module whose parameters are small: it runs once."""
+    """Forward of a module with small parameters, which are concatenated: it runs once."""
     places = {name: vars(layer)[name] for name in cuts}
     for name, (ranges, dim) in cuts.items():
         vars(layer)[name] = ranges.join([leaf._parameters[name] for leaf in leaves], dim)

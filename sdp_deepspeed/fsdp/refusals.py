@@ -1,4 +1,4 @@
-"""What `fully_shard` refuses, each with its reason, before anything is changed."""
+"""What `fully_shard` refuses, and why. All checks run before the module is changed."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ from sdp_deepspeed.plan.plan import Plan
 
 _IMPL = "checkpoint_impl"  # of torch's checkpoint_wrapper
 _FIXED = "the plan cannot change while FSDP2 holds its shards; remove the key"
-# Keys of the block that only DeepSpeed's engine takes, and why.
-_REFUSED = {
-    "regime": "it gathers a unit among the ranks that average it, while all ranks would run it; use "
-    '"forward", or DeepSpeed',
+# Keys of the block that only the DeepSpeed engine supports, and why; docs/config.md lists them.
+REFUSED_KEYS = {
+    "regime": 'FSDP2 gathers a unit only among its holders, but all ranks would run it; use "forward", or DeepSpeed',
+    "schedule": _FIXED,
     "redraw_interval": _FIXED,
     "check_agreement": "each element is stored once, so holders cannot disagree; remove the key",
-    "allow_optimizer": "any optimizer over DTensors may step them; remove the key",
+    "allow_optimizer": "any optimizer that accepts DTensors may be used; remove the key",
 }
 
 
 def parsed(block: Mapping[str, Any] | None) -> SubnetworkConfig:
-    """The block, as in a DeepSpeed config.
+    """The block, parsed as in a DeepSpeed config.
 
     Raises:
-        ValueError: what is wrong in it.
+        ValueError: the block is invalid, or has a schedule, or is not enabled.
     """
     if not isinstance(block, Mapping):
         raise ValueError(f'fully_shard: block: got {block!r}, expected the block {KEY!r}, such as {{"coverage": 0.5}}')
     if KEY in block:
-        raise ValueError(f"fully_shard: block: give what stands under {KEY!r}, not the config around it")
+        raise ValueError(f"fully_shard: block: pass the contents of {KEY!r}, not the enclosing config")
     if block.get("schedule") is not None:
-        raise ValueError(f"{KEY}.schedule: not possible with FSDP2: {_FIXED}")
+        raise ValueError(f"{KEY}.schedule: not supported with FSDP2: {REFUSED_KEYS['schedule']}")
     config = parse({KEY: dict(block)})
     if config is None:
-        raise ValueError(f"{KEY}.enabled: false leaves nothing to do here: call torch's own fully_shard")
+        raise ValueError(f"{KEY}.enabled: got false; call torch.distributed.fsdp.fully_shard instead")
     return config
 
 
 def check_call(module: nn.Module, mesh: DeviceMesh | None, config: SubnetworkConfig, options: ShardOptions) -> None:
-    """Whatever does not need a plan.
+    """Checks that do not need a plan.
 
     Raises:
-        ValueError: all that is refused, a line for each.
+        ValueError: everything that is refused, one line each.
     """
     lines = [*refused_of_block(config), *_of_mesh(module, mesh), *_of_model(module), *_of_options(options)]
     lines += _of_tensor_parallelism(module, config, options)
@@ -66,44 +66,35 @@ def check_call(module: nn.Module, mesh: DeviceMesh | None, config: SubnetworkCon
 
 
 def check_not_ignored(module: nn.Module, plan: Plan, ignored: Collection[nn.Parameter]) -> None:
-    """Refuse to leave out parameters of units, which are averaged over their holders, also where all ranks are.
-
-    Raises:
-        ValueError: by name.
-    """
+    """Raise ValueError if `ignored_params` has a parameter of a unit: units must be averaged over their holders."""
     of_units = {piece.parameter for unit in plan.units for piece in unit.pieces}
     names = sorted(name for name, parameter in module.named_parameters() if name in of_units and parameter in ignored)
     if names:
         raise ValueError(
-            f"fully_shard: ignored_params: {quoted(names)} is of a unit: nobody would average it over those that hold "
-            "it; leave it to FSDP2, or match its unit's name in `shared`"
+            f"fully_shard: ignored_params: {quoted(names)} is of a unit, which is averaged over its holders; remove "
+            "it, or match its unit in `shared`"
         )
 
 
 def check_buffers(module: nn.Module, plan: Plan) -> None:
-    """Refuse DTensors among the buffers that would travel, or of which a rank has a part.
-
-    Raises:
-        ValueError: by name.
-    """
+    """Raise ValueError for buffers that are DTensors and sharded, or of a unit that some ranks lack."""
     some = _that_some_ranks_lack(plan)
     dtensors = {name: buffer for name, buffer in module.named_buffers() if isinstance(buffer, DTensor)}
     odd = [name for name, buffer in dtensors.items() if name in some or tuple(buffer.placements) != (Replicate(),)]
     if odd:
         raise ValueError(
-            f"fully_shard: {quoted(odd)} is a buffer and a DTensor, of a unit that some ranks lack or divided; "
-            "register it in a module that parallelize_module does not divide"
+            f"fully_shard: buffer {quoted(odd)} is a DTensor that is sharded, or of a unit that some ranks lack; "
+            "exclude its module from parallelize_module"
         )
 
 
 def check_not_wrapped_inside(plan: Plan, branches: Sequence[LocatedBranch], wrapped: Collection[str]) -> None:
-    """Refuse wrappers inside of branches whose neurons or heads are cut: pieces are copies without them.
+    """Raise ValueError for wrapped modules inside of branches that are split by neurons or heads.
+
+    The pieces of a split layer are copies without the wrapper.
 
     Args:
         wrapped: names of modules.
-
-    Raises:
-        ValueError: by name.
     """
     names = branches_of_units(plan.units, branches)
     cut = {name for index, name in enumerate(names) if plan.coverage_of(index) < 1}
@@ -111,7 +102,7 @@ def check_not_wrapped_inside(plan: Plan, branches: Sequence[LocatedBranch], wrap
     inside = [name for name in wrapped if name.startswith(bodies)]
     if inside:
         raise ValueError(
-            f"fully_shard: {quoted(inside)} is wrapped inside of a branch whose neurons or heads are cut; wrap the "
+            f"fully_shard: {quoted(inside)} is wrapped inside of a branch whose neurons or heads are split; wrap the "
             "whole layer"
         )
 
@@ -122,13 +113,13 @@ def _that_some_ranks_lack(plan: Plan) -> set[str]:
 
 
 def check_same_settings(config: SubnetworkConfig, options: str, control: Any) -> None:
-    """Every rank calls it.
+    """Compare block and options over all ranks; collective.
 
     Args:
-        options: in words.
+        options: as text.
 
     Raises:
-        RuntimeError: on all ranks, what they were given differently.
+        RuntimeError: on all ranks, naming a setting that differs and its values.
     """
     own = config.model_dump() | {"options": options}
     if config.plan_path is not None:  # nodes may keep it in folders of their own; the plan itself is compared later
@@ -139,83 +130,83 @@ def check_same_settings(config: SubnetworkConfig, options: str, control: Any) ->
         first = different[0]
         values = {rank: other[first] for rank, other in enumerate(every)}
         raise RuntimeError(
-            f"fully_shard: ranks were given different settings: {first} is {listed(values.values())} on ranks "
-            f"{listed(values)}. Give all ranks the same block and arguments"
+            f"fully_shard: ranks have different settings: {first} is {listed(values.values())} on ranks "
+            f"{listed(values)}; pass the same block and arguments on all ranks"
         )
 
 
 def refused_of_block(config: SubnetworkConfig) -> Iterator[str]:
-    """What a block asks for that is not possible, a line for each."""
-    for name, why in _REFUSED.items():
+    """Keys of the block that FSDP2 does not support, one line each."""
+    for name, why in REFUSED_KEYS.items():
         value = getattr(config, name)
         if value != SubnetworkConfig.model_fields[name].default:
-            yield f"{KEY}.{name}: got {value!r}, which is not possible with FSDP2: {why}"
+            yield f"{KEY}.{name}: got {value!r}, which is not supported with FSDP2: {why}"
 
 
 def _of_mesh(module: nn.Module, mesh: DeviceMesh | None) -> Iterator[str]:
     has_dtensors = any(isinstance(parameter, DTensor) for parameter in module.parameters())
     if mesh is None:
         if has_dtensors:
-            yield 'fully_shard: mesh: got None; the parameters are DTensors, so give the other axis, such as mesh["dp"]'
+            yield 'fully_shard: mesh: got None; with DTensors pass the data-parallel axis, such as mesh["dp"]'
         return
     ranks, size = mesh.mesh.flatten().tolist(), dist.get_world_size()
     if mesh.ndim != 1:
         yield (
-            f"fully_shard: mesh: got {mesh.ndim} axes {tuple(mesh.shape)}, expected one: a unit is sharded over its "
-            'holders, which are no rectangle of a mesh (no HSDP); with tensor parallelism give mesh["dp"]'
+            f"fully_shard: mesh: got {mesh.ndim} axes {tuple(mesh.shape)}, expected one (no HSDP); with tensor "
+            'parallelism pass the data-parallel axis, such as mesh["dp"]'
         )
     elif ranks != sorted(ranks):
-        yield f"fully_shard: mesh: got ranks {ranks}, expected them in order"
+        yield f"fully_shard: mesh: got ranks {ranks}, expected ascending order"
     elif not has_dtensors and len(ranks) != size:
         yield (
-            f"fully_shard: mesh: got ranks {ranks}, expected all {size} without tensor parallelism (DTensors): every "
-            "rank trains a subnetwork"
+            f"fully_shard: mesh: got ranks {ranks}, expected all {size} ranks; fewer are possible with tensor "
+            "parallelism (DTensors) only"
         )
 
 
 def _of_model(module: nn.Module) -> Iterator[str]:
     if "_sdp_masked" in vars(module):
-        yield "fully_shard: this model was cut down to subnetworks before; build or load it anew"
+        yield "fully_shard: the model is masked already; build or load a new one"
     if is_wrapper(module):
         yield (
             "fully_shard: the model itself is wrapped, by checkpoint_wrapper or torch.compile; wrap its layers, or the "
-            "model afterwards"
+            "model after fully_shard"
         )
     reentrant = [
         name for name, inner in module.named_modules() if getattr(vars(inner).get(_IMPL), "name", "") == "REENTRANT"
     ]
     if reentrant:
-        yield f"fully_shard: {quoted(reentrant)}: reentrant checkpointing; take CheckpointImpl.NO_REENTRANT"
+        yield f"fully_shard: {quoted(reentrant)} uses reentrant checkpointing; use CheckpointImpl.NO_REENTRANT"
     sharded = [name for name, inner in module.named_modules() if isinstance(inner, FSDPModule)]
     if sharded:
-        yield f"fully_shard: {quoted(sharded)} went through torch's fully_shard before; give the plain model"
+        yield f"fully_shard: {quoted(sharded)} is sharded by torch's fully_shard already; pass the plain model"
     scalars = [name for name, parameter in module.named_parameters() if not parameter.dim()]
     if scalars:
-        yield f"fully_shard: {quoted(scalars)} has no dim, so FSDP2 cannot shard it; give it one"
+        yield f"fully_shard: {quoted(scalars)} is a scalar, which FSDP2 cannot shard; use a tensor of shape [1]"
 
 
 def _of_tensor_parallelism(module: nn.Module, config: SubnetworkConfig, options: ShardOptions) -> Iterator[str]:
-    """What cannot be done to a model that torch's parallelize_module went over."""
+    """What is not supported after torch's `parallelize_module`."""
     dtensors = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
     if not dtensors:
         return
     strategies = [config.strategy] if isinstance(config.strategy, str) else list(config.strategy.values())
     if "neuron" in strategies:
         yield (
-            f'{KEY}.strategy: "neuron" is not possible with DTensors: styles of tensor parallelism divide whole '
-            'layers, and pieces would be layers of their own; use "block", or DeepSpeed with AutoTP'
+            f'{KEY}.strategy: "neuron" is not supported with DTensors: parallelize_module shards whole layers; use '
+            '"block", or DeepSpeed with AutoTP'
         )
     odd = [name for name, tensor in dtensors.items() if not _is_placed_as_usual(tensor)]
     if odd:
         yield (
-            f"fully_shard: {quoted(odd)} is placed otherwise than Shard or Replicate on a mesh of one axis, or divided "
-            "otherwise than torch.chunk does; give it to torch's parallelize_module or distribute_tensor"
+            f"fully_shard: {quoted(odd)}: expected Shard or Replicate on a mesh of one axis, in chunks of torch.chunk; "
+            "use parallelize_module or distribute_tensor"
         )
     without = [name for name, tensor in module.named_parameters() if tensor.is_meta]
     if without:
         yield (
-            f"fully_shard: {quoted(without)} is on the meta device: with tensor parallelism the weights must be there, "
-            "since who initializes a part would not give it the dense model's values"
+            f"fully_shard: {quoted(without)} is on the meta device, which is not supported with tensor parallelism; "
+            "initialize the weights first"
         )
     if ignored := [name for name, tensor in dtensors.items() if tensor in options.ignored_params]:
         yield f"fully_shard: ignored_params: {quoted(ignored)} is a DTensor; leave it to FSDP2"
@@ -235,13 +226,13 @@ def _of_options(options: ShardOptions) -> Iterator[str]:
     value = options.reshard_after_forward
     if value is not None and not isinstance(value, bool):
         yield (
-            f"fully_shard: reshard_after_forward: got {value!r}, expected True, False or None: no number of ranks "
-            "divides every holder set"
+            f"fully_shard: reshard_after_forward: got {value!r}, expected True, False or None (no number of ranks "
+            "divides every holder set)"
         )
     policy = options.mp_policy
     for name in ("param_dtype", "reduce_dtype"):
         if getattr(policy, name) == torch.float16:
             yield (
-                f"fully_shard: mp_policy.{name}: got torch.float16, which is not possible with FSDP2 here: ranks with "
-                "different units would have to agree on a loss scale; use bfloat16"
+                f"fully_shard: mp_policy.{name}: got torch.float16, which needs a loss scale that ranks agree on; use "
+                "torch.bfloat16"
             )

@@ -1,6 +1,7 @@
-"""`sdp_deepspeed.fully_shard`: FSDP2's, with each unit sharded over its holders. Read this first.
+"""`sdp_deepspeed.fully_shard`: FSDP2 with each unit sharded over a mesh of its holders. The entry point of this
+package.
 
-The reduce-scatter of a unit averages over the ranks of its mesh, which are its holders: that is the masked average.
+FSDP2's reduce-scatter averages a unit over its mesh, which consists of its holders: that is the masked average.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from sdp_deepspeed.plan.tensors import named_tensors
 logger = logging.getLogger("sdp_deepspeed")
 T = TypeVar("T", bound=nn.Module)
 
-_numbers = itertools.count()  # of models: all ranks shard them together, so that all count them alike
+_numbers = itertools.count()  # of models; all ranks shard them together, so the counts agree
 
 
 def fully_shard(
@@ -67,24 +68,28 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
 ) -> T:
-    """Make a model this rank's subnetwork, sharded by FSDP2: each unit over its holders, all else over all ranks.
+    """Reduce a model to this rank's subnetwork and shard it with FSDP2: units over their holders, the rest over all
+    ranks.
 
-    Every rank calls it, with a whole model, before it makes an optimizer of the parameters that are left. The module is
-    changed in place; it is an FSDPModule afterwards, as after `torch.distributed.fsdp.fully_shard`. In evaluation mode
-    without gradients its forward pass is the dense model's.
+    Collective. Call it with the whole model, before creating the optimizer. The module is changed in place and becomes
+    an FSDPModule, as with `torch.distributed.fsdp.fully_shard`. In evaluation mode without gradients its forward pass
+    is the dense model's.
 
     Args:
-        module: the same on all ranks. On the meta device it stays there, as in FSDP2: call `to_empty` and initialize
-            it. Built under `sdp_deepspeed.Init` it gets the values that it would have without. What torch.compile(...)
-            wrapped inside of it is compiled in place, so that names are those of the model without wrappers.
-        mesh: 1-d, of all ranks in order; None makes it. After torch's `parallelize_module` over one axis of a mesh of
-            all ranks, the other axis.
-        block: `subnetwork_data_parallel` as in a DeepSpeed config.
-        reshard_after_forward, mp_policy, offload_policy, ignored_params: as FSDP2's, for each unit and the root.
+        module: the same model on all ranks. A model on the meta device stays there, as in FSDP2: call `to_empty` and
+            initialize it. A model built under `sdp_deepspeed.Init` is initialized here. Submodules wrapped by
+            torch.compile(...) are compiled in place, so that names are those of the model without wrappers.
+        mesh: 1-d mesh of all ranks in order. Default: created here. After `parallelize_module` over one axis of a mesh
+            of all ranks: the other axis.
+        block: the block `subnetwork_data_parallel`, as in a DeepSpeed config.
+        reshard_after_forward, mp_policy, offload_policy, ignored_params: as in FSDP2, for each unit and the root.
+
+    Returns:
+        The module.
 
     Raises:
-        ValueError, RuntimeError: on all ranks, what one of them cannot do or what is not the same on all of them,
-            before anything is changed.
+        ValueError, RuntimeError: on all ranks, before anything is changed, if something is not supported, or differs
+            between ranks.
     """
     if not dist.is_initialized():
         raise RuntimeError("sdp_deepspeed.fully_shard: call torch.distributed.init_process_group first")
@@ -127,14 +132,14 @@ class Start:
 
     Args:
         mesh: the data-parallel ranks.
-        columns: the data-parallel ranks of each tensor-parallel rank; none without tensor parallelism.
-        wrapped: names of modules whose wrappers are off for the moment.
+        columns: the data-parallel ranks of each tensor-parallel rank; empty without tensor parallelism.
+        wrapped: names of modules whose wrappers are temporarily removed.
         control: gloo group of all ranks.
-        tensor_parallel: None without.
-        deferred: weights of a model that was built under `Init`; None if they are there, or on the meta device.
-        state_names: of its state dict, each with the dense name of its tensor.
-        plan: in the coordinates of the dense model.
-        mask: of the plan in those of this rank's tensors.
+        tensor_parallel: None without tensor parallelism.
+        deferred: weights of a model built under `Init`, else None.
+        state_names: dense name of the tensor of each key of the state dict.
+        plan: in coordinates of the dense model.
+        mask: in coordinates of this rank's tensors.
         units: of all ranks.
     """
 
@@ -197,10 +202,10 @@ def _shard(start: Start) -> ShardedModel:
 
 
 def _prepare(start: Start) -> None:
-    """What this rank can find out by itself; nothing is changed but DTensors, which are put back with an error.
+    """Plan and check, without communication. Only DTensors are changed, and restored after an error.
 
     Raises:
-        ValueError: what cannot be done.
+        ValueError: the model or block is not supported.
     """
     module, options = start.module, start.options
     start.state_names = _state_names(module)
@@ -227,13 +232,13 @@ def _prepare(start: Start) -> None:
 
 
 def _cut(start: Start, groups: Groups) -> None:
-    """Apply the mask, and give a model of `Init` what this rank holds. Tensors without elements are moved to the device
+    """Apply the mask, and materialize a model built under `Init`. Tensors without elements are moved to the device
     here, others by FSDP2."""
     mask, deferred = start.mask, start.deferred
     lacking = [mask.parameters.get(name, mask.buffers.get(name)) for name in _lacking(mask)]
     for tensor in lacking if deferred is None else ():
         if tensor is not None and tensor.is_meta:
-            give(tensor, torch.empty_like(tensor, device=start.device))  # `to_empty` leaves it alone
+            give(tensor, torch.empty_like(tensor, device=start.device))  # `to_empty` skips it
     mask.apply()
     if deferred is not None:
         seed = gather_objects(deferred.seed, start.control)[0]
@@ -245,7 +250,7 @@ def _cut(start: Start, groups: Groups) -> None:
 
 
 def _wrap(start: Start, units: Sequence[HeldUnit], groups: Groups) -> set[int]:
-    """FSDP2 itself: each held unit over its holders, then what is left over all ranks.
+    """Call FSDP2: for each held unit over its holders, then for the rest over all ranks.
 
     Returns:
         Ids of the parameters of units.
@@ -264,10 +269,10 @@ def _wrap(start: Start, units: Sequence[HeldUnit], groups: Groups) -> set[int]:
 
 
 def _state_names(module: nn.Module) -> dict[str, str]:
-    """Of a state dict, each with the dense name of its tensor.
+    """Dense name of the tensor of each key of the state dict.
 
     Raises:
-        ValueError: a parameter is in no state dict, so that an export would lack it.
+        ValueError: a parameter has no key, so that an export would lack it.
     """
     first = {id(tensor): name for name, tensor in named_tensors(module).items()}
     every = {
@@ -279,35 +284,35 @@ def _state_names(module: nn.Module) -> dict[str, str]:
     names = {name: first[id(tensor)] for name, tensor in tensors.items() if tensor is not None}
     if missing := sorted({name for name, _ in module.named_parameters()}.difference(names.values())):
         raise ValueError(
-            f"fully_shard: {quoted(missing)} has another name in the model's state dict; put what renames it, a "
-            "wrapper or a hook, on after fully_shard"
+            f"fully_shard: {quoted(missing)} has another name in the model's state dict; apply wrappers or hooks that "
+            "rename it after fully_shard"
         )
     return names
 
 
 def _check_same_plan(plan: Plan, control: Any) -> None:
-    """The hash, and which rank has which subnetwork: the hash does not cover that. Every rank calls it.
+    """Compare the plan's hash, and the subnetwork of each rank, which it does not cover. Collective.
 
     Raises:
-        RuntimeError: on all ranks, naming those whose plan is another.
+        RuntimeError: on all ranks, naming those with a different plan.
     """
     plans = gather_objects((plan.hash, plan.subnetwork_of_rank), control)
     if different := [rank for rank, other in enumerate(plans) if other != plans[0]]:
         raise RuntimeError(
             f"rank {listed(different)} made another plan than rank 0 ({plans[different[0]][0][:12]}, not "
-            f"{plans[0][0][:12]}); give all ranks the same model, config and version of sdp_deepspeed"
+            f"{plans[0][0][:12]}); use the same model, config and versions on all ranks"
         )
 
 
 def _lacking(mask: Mask) -> set[str]:
-    """Parameters and buffers of which this rank has nothing."""
+    """Parameters and buffers that this rank lacks entirely."""
     return {name for name in mask.shapes if not any(mask.is_held(piece) for piece, _ in mask.pieces_of(name))}
 
 
 def _meshes(
     holder_sets: set[Holders], groups: Groups, mesh: DeviceMesh, *, is_divided: bool
 ) -> dict[Holders, DeviceMesh]:
-    """By holder set that this rank is in; a set of all ranks has the mesh itself."""
+    """A mesh for each holder set of this rank; for all ranks, the mesh itself."""
     everyone, axes = tuple(range(mesh.size())), OF_UNITS if is_divided else None
     meshes = {everyone: _named(mesh, OF_UNITS) if is_divided else mesh}
     for holders in sorted(holder_sets - {everyone}):
@@ -323,12 +328,12 @@ def _named(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
 
 
 def _shard_modules(modules: Sequence[nn.Module], mesh: DeviceMesh, arguments: Mapping[str, Any]) -> None:
-    """As one group of FSDP2's."""
+    """Shard modules as one FSDP2 group."""
     group: Any = list(modules) if len(modules) > 1 else modules[0]
     before = [parameter for module in modules for parameter in module.parameters()]
     torch_fully_shard(group, mesh=mesh, **arguments)
     after = {id(parameter) for module in modules for parameter in module.parameters()}
-    for parameter in before:  # FSDP2 copies shards, and some refer to the whole parameter still
+    for parameter in before:  # FSDP2 copies shards; free parameters that are still referenced
         if id(parameter) not in after:
             set_data(parameter, parameter.new_empty(0))
 
@@ -337,7 +342,7 @@ def _shard_modules(modules: Sequence[nn.Module], mesh: DeviceMesh, arguments: Ma
 
 
 def _run_dense_in_evaluation(sharded: ShardedModel) -> None:
-    """In evaluation mode without gradients a forward pass is the dense model's."""
+    """Make forward passes in evaluation mode without gradients those of the dense model."""
     model, subnetwork = sharded.module, sharded.module.forward
 
     def before(*_: Any) -> None:
@@ -345,7 +350,7 @@ def _run_dense_in_evaluation(sharded: ShardedModel) -> None:
             sharded.begin_evaluation("an evaluation")
             return
         if sharded.is_dense:
-            raise RuntimeError("inside sdp_deepspeed.fsdp.dense(model) call the model in eval() and torch.no_grad()")
+            raise RuntimeError("inside sdp_deepspeed.fsdp.dense(model), call the model in eval() and torch.no_grad()")
         if model.training != torch.is_grad_enabled() and not sharded.has_warned:
             sharded.has_warned = True
             logger.warning("%s: this pass is a subnetwork's; the dense one needs eval() and torch.no_grad()", KEY)
@@ -353,8 +358,8 @@ def _run_dense_in_evaluation(sharded: ShardedModel) -> None:
         sharded.has_trained = True
 
     def after(*_: Any) -> None:
-        """FSDP2 keeps the root gathered for backward. Without one an optimizer that is made now, clipping, and the next
-        pass after a step would take the copies for the weights."""
+        """FSDP2 keeps the root gathered for backward. Without backward, an optimizer, clipping or the next forward pass
+        would use the gathered copies as weights."""
         if not torch.is_grad_enabled():
             sharded.reshard()
 

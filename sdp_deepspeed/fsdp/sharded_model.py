@@ -1,4 +1,4 @@
-"""What `fully_shard` makes: a model whose units are sharded over their holders, and what is known of it."""
+"""The state that `fully_shard` attaches to a model whose units are sharded over their holders."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
 
 _ATTRIBUTE = "_sdp_sharded"
-# Of the axis of each mesh under tensor parallelism. They differ, so that no unit's mesh is equal to that of what is
-# shared: over DTensors of several meshes `torch.nn.utils.clip_grad_norm_` raises, where it would miss parts.
+# Names of the mesh axes under tensor parallelism. They differ, so that no unit's mesh equals that of shared parameters:
+# then `torch.nn.utils.clip_grad_norm_` raises for DTensors of several meshes, instead of missing parts.
 OF_UNITS, OF_SHARED = ("sdp_holders",), ("sdp_shared",)
 
 
@@ -34,21 +34,21 @@ OF_UNITS, OF_SHARED = ("sdp_holders",), ("sdp_shared",)
 class ShardedModel:
     """
     Args:
-        module: sharded.
-        block: parsed.
-        plan: in the coordinates of the dense model.
-        mask: applied before the module was sharded. Its parameters are gone; pieces, shapes and buffers are there.
-        groups: of the holder sets.
+        module: the sharded module.
+        block: the parsed block.
+        plan: in coordinates of the dense model.
+        mask: applied before the module was sharded. Its pieces, shapes and buffers are valid, its parameters are not.
+        groups: process groups of the holder sets.
         mesh: of the data-parallel ranks.
         device: of the collectives.
         parts: of all parameters, by dense name.
-        owners: by the path of a parameter that this rank has, its module and name there.
-        units: modules of each unit that this rank holds, in the order in which they run.
-        dense: the dense model.
-        state_names: of the dense model's state dict, each with the dense name of its tensor.
+        owners: module and name of each parameter that this rank has, by path.
+        units: modules of each unit that this rank holds, in forward order.
+        dense: runs the dense model.
+        state_names: dense name of the tensor of each key of the dense state dict.
         ignored: dense names of the parameters that FSDP2 ignores.
-        coverage: C of the plan, units weighted by their FLOPs.
-        tensor_parallel: None without.
+        coverage: C of the plan, weighted by FLOPs.
+        tensor_parallel: None without tensor parallelism.
     """
 
     module: nn.Module
@@ -67,13 +67,13 @@ class ShardedModel:
     coverage: float
     tensor_parallel: TensorParallel | None
     meetings: Meetings
-    is_dense: bool = False  # inside of `dense(model)`
+    is_dense: bool = False  # inside `dense(model)`
     has_warned: bool = False
-    has_trained: bool = True  # since running statistics were averaged
+    has_trained: bool = True  # since the last average of running statistics
 
     @property
     def rank(self) -> int:
-        """Data-parallel index of this rank."""
+        """This rank's data-parallel index."""
         return self.groups.rank
 
     @property
@@ -83,22 +83,22 @@ class ShardedModel:
         )
 
     def held_parts(self) -> Iterator[Part]:
-        """Parts of which this rank has a shard."""
+        """Yield the parts of which this rank has a shard."""
         for name, parts in self.parts.items():
             if name not in self.ignored:
                 yield from (part for part in parts if self.rank in part.holders)
 
     def parameter(self, part: Part) -> Any:
-        """A held part as the model has it now: sharded, unless it is gathered."""
+        """The current parameter of a held part, sharded or gathered."""
         module, name = self.owners[part.path]
         return module._parameters[name]
 
     def shard(self, part: Part) -> torch.Tensor:
-        """This rank's shard of a held part, while that is sharded."""
+        """This rank's shard of a held part, which must not be gathered."""
         return local_of(self.parameter(part))
 
     def reshard(self) -> None:
-        """Free what a forward pass has left gathered, so that parameters are shards."""
+        """Free gathered parameters, so that all parameters are shards."""
         self.reshard_units()
         root: Any = self.module
         root.reshard()
@@ -108,10 +108,10 @@ class ShardedModel:
             modules[0].reshard()
 
     def begin_evaluation(self, what: str) -> None:
-        """Make the state that of the dense model; every rank calls it.
+        """Prepare for a pass of the dense model: reshard, and average running statistics. Collective.
 
         Args:
-            what: the call that needs it, for messages.
+            what: name of the call, for messages.
         """
         self.reshard_units()
         if self.has_trained:
@@ -119,14 +119,14 @@ class ShardedModel:
             self.average_statistics()
 
     def average_statistics(self) -> None:
-        """Of batch norms, if the model was trained since; every rank calls it."""
+        """Average running statistics of batch norms if the model was trained since the last time. Collective."""
         if self.has_trained:
             average_running_statistics(self.mask, self.groups.data_parallel.process_group, self.device)
             self.has_trained = False
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """What this rank has of a DTensor, or of another tensor; detached."""
+    """The local part of a DTensor, or the tensor itself; detached."""
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()
 
@@ -137,15 +137,15 @@ def attach(sharded: ShardedModel) -> None:
 
 
 def is_sharded(module: object) -> bool:
-    """Whether `sdp_deepspeed.fully_shard` returned it."""
+    """Whether `sdp_deepspeed.fully_shard` returned the module."""
     return _ATTRIBUTE in getattr(module, "__dict__", {})
 
 
 def sharded_model_of(module: nn.Module) -> ShardedModel:
-    """What is known of a model that `sdp_deepspeed.fully_shard` returned: its plan and coverage, for logs.
+    """The state of a model that `sdp_deepspeed.fully_shard` returned, such as its plan and coverage.
 
     Raises:
-        ValueError: it did not.
+        ValueError: the model was not sharded by `sdp_deepspeed.fully_shard`.
     """
     if not is_sharded(module):
         raise ValueError(f"{type(module).__name__} was not sharded by sdp_deepspeed.fully_shard; call that first")
@@ -154,6 +154,6 @@ def sharded_model_of(module: nn.Module) -> ShardedModel:
 
 
 def device_type() -> str:
-    """Of a mesh that nobody gave: the accelerator's, unless there is none or all groups are gloo's."""
+    """Device type of the default mesh: the accelerator, or "cpu" without one or with gloo."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None or dist.get_backend() == "gloo" else accelerator.type

@@ -1,8 +1,8 @@
-"""State dicts of a sharded model, as PyTorch's Distributed Checkpoint (DCP) saves and loads them.
+"""State dicts of a sharded model for PyTorch's Distributed Checkpoint (DCP).
 
-Each rank gives the shards of what it holds; DCP joins by name what all ranks give. What a rank lacks stands there as a
-tensor of which DCP has nothing to write and nothing to read, and which nobody else can take for weights: saved in
-another way, the file would have a part of the model.
+Each rank contributes the shards that it holds, and DCP joins them by name. For tensors that a rank lacks, the state
+dict has placeholders: DCP neither writes nor reads anything for them, and any other use raises, since the result would
+contain only a part of the model.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _WAY = (
 
 
 class LackingTensor(PartialTensor):
-    """Stands in a state dict for a tensor that this rank lacks.
+    """Placeholder in a state dict for a tensor that this rank lacks.
 
-    To DCP it is a tensor of the dense shape without anything of it here (the methods with underscores are what DCP asks
-    tensors of other kinds for), and so are its copies on the host. Whatever else is done with it raises.
+    For DCP it is a tensor of the dense shape without local shards (it implements the underscore methods that DCP calls
+    on such tensors), and so are its copies. Any other use raises.
     """
 
     _dense_shape: torch.Size
@@ -39,7 +39,7 @@ class LackingTensor(PartialTensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("cpu")  # what is on the meta device DCP makes anew
+        return torch.device("cpu")  # DCP would allocate meta tensors
 
     def size(self) -> torch.Size:  # type: ignore[override]
         return self._dense_shape
@@ -61,34 +61,32 @@ class LackingTensor(PartialTensor):
 
 
 class _PartsTensor(torch.Tensor):
-    """Stands in a state dict beside the parts that this rank has. DCP saves it; by `torch.save` or safetensors, with
-    the rest of the state dict, it raises."""
+    """Marker in a state dict with parts of tensors. DCP saves it; `torch.save` and safetensors raise."""
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # what is made of it is an ordinary tensor
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # results of operations are ordinary tensors
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(f"this rank holds some neurons or heads, so its state dict is partial; {_WAY}")
 
-    def is_contiguous(self, *_: Any, **__: Any) -> NoReturn:  # as safetensors asks
+    def is_contiguous(self, *_: Any, **__: Any) -> NoReturn:  # called by safetensors
         self.__reduce_ex__(4)
 
 
 class PartsDict(nn.ModuleDict):
-    """The parts of a layer's branches that this rank has."""
+    """The parts of a layer's branches on this rank."""
 
     def get_extra_state(self) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.uint8, device="cpu").as_subclass(_PartsTensor)
 
     def set_extra_state(self, state: Any) -> None:
-        """Nothing to set."""
+        """Does nothing."""
 
 
 def install(model: nn.Module, lacking: Mapping[str, torch.Size]) -> None:
-    """Have state dicts of a model say what this rank lacks, and have it load such state dicts, or the dense model's, of
-    whose lacking tensors it takes nothing.
+    """Add placeholders for lacking tensors to the state dicts of a model, and ignore these tensors when loading.
 
     Args:
-        lacking: shapes of the tensors of which this rank has nothing, by dense name.
+        lacking: shapes of the tensors that this rank lacks, by dense name.
     """
     by_owner: dict[str, dict[str, torch.Size]] = {}
     for name, shape in lacking.items():

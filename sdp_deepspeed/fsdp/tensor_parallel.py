@@ -1,11 +1,11 @@
-"""Tensor parallelism inside of units: FSDP2 shards what this rank has of each parameter, and TP sees DTensors.
+"""Tensor parallelism inside of units: FSDP2 shards the local part of each parameter, and modules see DTensors.
 
-FSDP2 makes one DTensor over both axes, which it can only where both meshes are slices of one root mesh
-(`DeviceMesh._concatenate` compares the ranks of the roots). Holders are any subset of the data-parallel ranks, which is
-no slice of the user's mesh; and over a root of their own the weights' mesh would not equal that of the activations,
-which DTensor's operators refuse. So the two stay apart: before FSDP2 shards it, a DTensor is replaced by its local part
-(which shares its memory), and while its module runs, the module has it as the DTensor again (`DTensor.from_local`,
-which autograd goes through).
+FSDP2 combines both axes in one DTensor, which requires that both meshes are slices of one root mesh
+(`DeviceMesh._concatenate` compares the ranks of the roots). Holders are an arbitrary subset of the data-parallel ranks,
+which is not a slice of the user's mesh. With a separate root, the mesh of the weights would differ from that of the
+activations, which DTensor's operators refuse. So the two are kept apart: before FSDP2 shards it, a DTensor is replaced
+by its local part, which shares its memory. While its module runs, the module sees the DTensor again
+(`DTensor.from_local`, which is differentiable).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REFUSAL = (
 
 @dataclass(frozen=True)
 class _Whole:
-    """What makes a DTensor of a local part."""
+    """The metadata to build a DTensor from a local part."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -51,7 +51,7 @@ class _Whole:
         return any(isinstance(placement, Shard) for placement in self.placements)
 
     def division(self, size: int) -> Division | None:
-        """Among so many ranks, as `torch.chunk` does it; None if each of them has all."""
+        """How `torch.chunk` divides the tensor among ranks; None if it is replicated."""
         (placement,) = self.placements
         if not isinstance(placement, Shard):
             return None
@@ -67,14 +67,14 @@ class _Whole:
 
 @dataclass
 class TensorParallel:
-    """Of one rank.
+    """Tensor parallelism of a model, on one rank.
 
     Args:
-        columns: the data-parallel groups, one for each tensor-parallel rank: ranks of the default group.
+        columns: global ranks of the data-parallel group of each tensor-parallel rank.
     """
 
     columns: tuple[tuple[int, ...], ...]
-    _given: list[tuple[nn.Module, str, Any]] = field(default_factory=list)  # as they were
+    _given: list[tuple[nn.Module, str, Any]] = field(default_factory=list)  # the original DTensors
     _wholes: dict[str, _Whole] = field(default_factory=dict)  # by name in the model
     _hooks: list[Any] = field(default_factory=list)
 
@@ -83,7 +83,7 @@ class TensorParallel:
         return len(self.columns)
 
     def take_local(self, module: Any) -> None:
-        """Replace all DTensors of a model by their local parts; who was one parameter stays one."""
+        """Replace all DTensors of a model by their local parts; tied parameters stay tied."""
         local: dict[int, nn.Parameter] = {}
         for path, inner in list(module.named_modules()):
             wholes: dict[str, _Whole] = {}
@@ -92,7 +92,7 @@ class TensorParallel:
                 if isinstance(tensor, DTensor):
                     wholes[name] = self._wholes[f"{path}.{name}".lstrip(".")] = _Whole.of(tensor)
                     if id(given) not in local:
-                        part: torch.Tensor = tensor.to_local().detach().contiguous()  # as FSDP2 wants it
+                        part: torch.Tensor = tensor.to_local().detach().contiguous()  # required by FSDP2
                         local[id(given)] = nn.Parameter(part, requires_grad=given.requires_grad)
                     self._given.append((inner, name, given))
                     inner.register_parameter(name, local[id(given)])
@@ -105,7 +105,7 @@ class TensorParallel:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """With an error the model is again as it was given. What was given is dropped: it would keep all in memory."""
+        """Restore the model after an error. Drop the references to the original DTensors."""
         if kind is not None:
             for inner, name, parameter in self._given:
                 inner.register_parameter(name, parameter)
@@ -115,26 +115,22 @@ class TensorParallel:
         self._hooks.clear()
 
     def shards(self, index: int) -> Shards:
-        """What one tensor-parallel rank has of each parameter."""
+        """The part of each parameter on a tensor-parallel rank."""
         divisions = {name: whole.division(self.size) for name, whole in self._wholes.items()}
         return Shards(index, self.size, {name: known for name, known in divisions.items() if known})
 
     def is_divided(self, name: str) -> bool:
-        """Whether tensor-parallel ranks have different parts of a parameter; else they have the same."""
+        """Whether a parameter is sharded, not replicated, over tensor-parallel ranks."""
         return name in self._wholes and self._wholes[name].is_divided
 
     def around(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """The DTensor of which this rank has a local part; that itself, if the parameter was no DTensor."""
+        """The DTensor of a local part; the part itself if the parameter was not a DTensor."""
         return self._wholes[name].around(local) if name in self._wholes else local
 
 
 def check_per_head(module: nn.Module, branches: Sequence[LocatedBranch]) -> None:
-    """Refuse plain parameters that run on each head alike where ranks have some of the heads each: each would have its
-    own heads' part of their gradient, and nobody would add these up.
-
-    Raises:
-        ValueError: by name, with what to write.
-    """
+    """Raise ValueError for plain parameters that are applied to each head, if heads are sharded: each rank would have a
+    partial gradient, from its own heads, that is not summed."""
     parameters = dict(module.named_parameters())
     plain: list[str] = []
     for branch in branches:
@@ -145,9 +141,8 @@ def check_per_head(module: nn.Module, branches: Sequence[LocatedBranch]) -> None
             plain += [name for name in own if name.startswith(inside) and not isinstance(parameters[name], DTensor)]
     if plain:
         raise ValueError(
-            f"fully_shard: {quoted(plain)} runs on the heads of each tensor-parallel rank, and nobody would add up its "
-            "gradients, as it is no DTensor: give its module a style in parallelize_module, for norms of queries and "
-            "keys SequenceParallel(sequence_dim=2, use_local_output=True)"
+            f"fully_shard: {quoted(plain)} is applied to the heads of one rank, so its gradient is partial; "
+            "parallelize its module, for example with SequenceParallel(sequence_dim=2, use_local_output=True)"
         )
 
 
@@ -156,11 +151,11 @@ def _is_divided(tensor: torch.Tensor) -> bool:
 
 
 def columns_of(module: nn.Module, mesh: DeviceMesh, control: Any) -> tuple[tuple[int, ...], ...]:
-    """The data-parallel meshes of all tensor-parallel ranks, this rank's among them; none where there is one for all.
-    Every rank calls it.
+    """Global ranks of the data-parallel mesh of each tensor-parallel rank; empty without tensor parallelism.
+    Collective.
 
     Raises:
-        ValueError: on all ranks, if these are not the columns of one grid whose rows are the DTensors' meshes.
+        ValueError: on all ranks, if these and the DTensors' meshes are not columns and rows of one grid.
     """
     meshes = {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}
     own = tuple(mesh.mesh.tolist())
@@ -176,17 +171,15 @@ def columns_of(module: nn.Module, mesh: DeviceMesh, control: Any) -> tuple[tuple
         other not in rows or rank not in other for rank, (_, own) in enumerate(gathered) for other in own
     ):
         raise ValueError(
-            f"fully_shard: mesh: got ranks {listed(columns)} on different ranks, and DTensors over ranks "
-            f"{listed(of_dtensors)}, expected both to be axes of one mesh of all {len(gathered)} ranks: "
-            'init_device_mesh(..., (dp, tp), mesh_dim_names=("dp", "tp")), then mesh["tp"] for '
-            'parallelize_module and mesh["dp"] here'
+            f"fully_shard: mesh: got ranks {listed(columns)}, and DTensors over ranks {listed(of_dtensors)}, expected "
+            f'two axes of one mesh of {len(gathered)} ranks; pass mesh["tp"] to parallelize_module and mesh["dp"] here'
         )
     return columns
 
 
 def _show_while_it_runs(module: nn.Module, wholes: dict[str, _Whole]) -> list[Any]:
-    """What a module finds under the name of its parameter is the DTensor while it runs: an attribute of the instance
-    comes before its parameters. FSDP2's hooks are around these."""
+    """Show a module its DTensors while it runs, as instance attributes, which precede its parameters. FSDP2's hooks run
+    outside of these."""
 
     def show(inner: nn.Module, *_: Any) -> None:
         for name, whole in wholes.items():

@@ -1,4 +1,4 @@
-"""Units as FSDP2 takes them: modules whose parameters have the same holders, in the order in which they run."""
+"""Units as FSDP2 groups: modules whose parameters have the same holders, in forward order."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sdp_deepspeed.masking.check import blocks_of_units
 
 @dataclass(frozen=True)
 class Unit:
-    """What has the same holders, on all ranks alike.
+    """Modules with the same holders, the same on all ranks.
 
     Args:
-        branch: the first one of it.
+        branch: the first branch of the unit.
         holders: data-parallel indices; None for neurons or heads, which have several holder sets.
-        paths: of its modules, in the order in which they run.
+        paths: of the modules, in forward order.
     """
 
     branch: LocatedBranch
@@ -31,21 +31,20 @@ class Unit:
 
 
 class HeldUnit(NamedTuple):
-    """One group of FSDP2's."""
+    """One FSDP2 group."""
 
     holders: Holders
     modules: tuple[nn.Module, ...]
 
 
 def units_of(mask: Mask) -> Iterator[Unit]:
-    """Units in the order in which they run; a branch that every rank has whole is a unit of all ranks.
+    """Yield units in forward order; a branch that every rank holds is a unit of all ranks.
 
     Args:
-        mask: not applied.
+        mask: not applied yet.
 
     Raises:
-        ValueError: by name: a module with parameters of its own of which some are shared and some are a unit's, or a
-            branch that cannot be divided among holders.
+        ValueError: a module has both shared parameters and parameters of a unit, or a branch cannot be split.
     """
     everyone = tuple(range(len(mask.plan.subnetwork_of_rank)))
     blocks = blocks_of_units(mask.plan, mask.branches)
@@ -67,7 +66,7 @@ def units_of(mask: Mask) -> Iterator[Unit]:
         elif any(tensor.parameter in cut for tensor in branch.cut_tensors):
             if len(branch.bodies) > 1:
                 raise ValueError(
-                    f"{KEY}.strategy: FSDP2 cannot hold neurons of {branch.name!r}, which is several modules "
+                    f"{KEY}.strategy: FSDP2 cannot split {branch.name!r}, which consists of several modules "
                     f'({", ".join(branch.description.bodies)}); use "block" for {branch.description.name!r}, or '
                     "DeepSpeed"
                 )
@@ -79,7 +78,7 @@ def units_of(mask: Mask) -> Iterator[Unit]:
 
 
 def held_units(mask: Mask, units: Iterable[Unit], parts: Mapping[str, Sequence[Part]]) -> list[HeldUnit]:
-    """What this rank holds, neurons and heads divided among their holders (parts.py).
+    """The units that this rank holds, with neurons and heads split by holder set (parts.py).
 
     Args:
         mask: applied.
@@ -96,21 +95,21 @@ def held_units(mask: Mask, units: Iterable[Unit], parts: Mapping[str, Sequence[P
 
 
 def _outer(mask: Mask, branch: LocatedBranch, own: set[str]) -> Sequence[str]:
-    """A branch's modules; its layer, if a parameter of the branch is the layer's."""
+    """Paths of a branch's modules; of its layer, if the branch has a parameter of the layer itself."""
     if not branch.parameters:
         return branch.modules
     names = {f"{branch.layer}.{name}" for name, _ in mask.model.get_submodule(branch.layer).named_parameters()}
     if others := names - own:
         raise ValueError(
-            f"{KEY}: {branch.parameters[0]!r} is a parameter of a layer that has others beside its unit's "
-            f"({min(others)!r}); match its unit's name in `shared`, or put it into a module of its own"
+            f"{KEY}: the layer of {branch.parameters[0]!r} has parameters of other units ({min(others)!r}); match its "
+            "unit in `shared`, or move it to a separate module"
         )
     return (branch.layer,)
 
 
 def _whole_modules(model: nn.Module, path: str, own: set[str]) -> Iterator[str]:
-    """The outermost modules with parameters of `own` alone, such as the projections of an attention body that keeps a
-    shared table beside them."""
+    """Yield the outermost modules that have only parameters of `own`, such as the projections of an attention body that
+    also has a shared table."""
     module = model.get_submodule(path)
     names = {f"{path}.{name}" for name, _ in module.named_parameters()}
     if not names & own:
@@ -120,8 +119,8 @@ def _whole_modules(model: nn.Module, path: str, own: set[str]) -> Iterator[str]:
         return
     if {f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)} & own:
         raise ValueError(
-            f"{KEY}: {path!r} has parameters of its own beside shared ones ({min(names - own)!r}), which FSDP2 cannot "
-            "gather apart: match its unit's name in `shared`, or put them into a module of their own"
+            f"{KEY}: {path!r} has parameters of a unit and shared ones ({min(names - own)!r}); match its unit in "
+            "`shared`, or move them to separate modules"
         )
     for name, _ in module.named_children():
         yield from _whole_modules(model, f"{path}.{name}", own)

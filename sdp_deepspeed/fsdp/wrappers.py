@@ -1,4 +1,4 @@
-"""Wrappers around layers, put on before `fully_shard` or after it: its names are those of the model without them."""
+"""Wrappers around layers, applied before or after `fully_shard`: names are those of the model without them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ _INNER = ("_checkpoint_wrapped_module", "_orig_mod")  # of torch's checkpoint_wr
 
 @contextmanager
 def without_wrappers(model: nn.Module) -> Iterator[list[str]]:
-    """Context in which wrappers inside of a model are off, so that modules have the names that they would have without
-    them, in plans and checkpoints too; afterwards they are on again, as if they had been put on later. Nothing of the
-    model may run inside.
+    """Context in which wrappers inside of a model are removed, so that plans and checkpoints have names without them.
+    The model must not run inside.
 
     Yields:
-        The names of modules that are wrapped.
+        Names of the wrapped modules.
     """
     off: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
     for parent in list(model.modules()):
@@ -31,13 +30,13 @@ def without_wrappers(model: nn.Module) -> Iterator[list[str]]:
         yield [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in inside]
     finally:
         for parent, name, outermost, innermost in off:
-            if (now := parent._modules.get(name)) is not None:  # what a branch that is cut has become
+            if (now := parent._modules.get(name)) is not None:  # a split branch has been replaced
                 innermost._modules[_name(innermost)] = now
                 parent._modules[name] = outermost
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether a module is another one with something around it."""
+    """Whether a module is a wrapper around another module."""
     return any(name in module._modules for name in _INNER)
 
 

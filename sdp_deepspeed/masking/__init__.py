@@ -1,4 +1,4 @@
-"""A plan applied to a live module: what each rank stores, runs and trains."""
+"""Apply a plan to a live module: what each rank stores, runs and trains."""
 
 from sdp_deepspeed.masking.mask import Mask
 

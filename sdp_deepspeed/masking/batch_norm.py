@@ -1,7 +1,7 @@
 """Running statistics of batch norms.
 
 In training each rank normalizes with its own batch, as in data parallelism. A running statistic is a weighted sum of
-the batches' own, with the same weights on all ranks that run the norm; so the mean over these ranks is the same, to
+batch statistics, with the same weights on all ranks that run the norm. So the mean over these ranks is the same, up to
 rounding, whether it is taken after each step or once before evaluation, export and checkpoint.
 """
 
@@ -22,8 +22,8 @@ _MEANS, _COUNT = ("running_mean", "running_var"), "num_batches_tracked"
 
 
 def running_statistics(mask: Mask) -> list[tuple[Piece, tuple[int, ...]]]:
-    """All pieces of running statistics, the same on every rank, each with the ranks that run it: its holders, or in the
-    backward regime all ranks."""
+    """Pieces of all running statistics, the same on every rank, each with the ranks that run the norm: its holders, or
+    in the backward regime all ranks."""
     everyone = tuple(range(len(mask.plan.subnetwork_of_rank)))
     norms = [name for name, module in mask.model.named_modules() if isinstance(module, _BatchNorm)]
     names = [f"{norm}.{statistic}".lstrip(".") for norm in norms for statistic in (*_MEANS, _COUNT)]
@@ -37,10 +37,10 @@ def running_statistics(mask: Mask) -> list[tuple[Piece, tuple[int, ...]]]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def average_running_statistics(mask: Mask, group: Any, device: torch.device) -> None:
-    """Make each running mean and variance the mean over the ranks that run it, and each count of batches the largest.
-    Two all-reduces over the data-parallel ranks, none for a model without running statistics; the mask is applied.
+    """Average each running mean and variance over the ranks that run the norm; take the maximum of batch counts.
 
-    Sums are of fp64, in which the mean of equal values is that value: averaging twice is averaging once.
+    Two all-reduces over the data-parallel ranks; none without running statistics. The mask must be applied. Sums are in
+    fp64, where the mean of equal values is exact, so averaging twice equals averaging once.
     """
     statistics = running_statistics(mask)
     if not statistics:
@@ -71,16 +71,16 @@ def average_running_statistics(mask: Mask, group: Any, device: torch.device) -> 
 def estimate_statistics(
     model: nn.Module, batches: Iterable[Any], *, run: nn.Module | None = None
 ) -> dict[_BatchNorm, list[torch.Tensor]]:
-    """Running statistics of the dense model, whose activations are not those of the subnetworks: means over `batches`,
-    as by `torch.optim.swa_utils.update_bn`. Batch norms normalize with their batch; all else is in evaluation mode.
+    """Estimate the running statistics of the dense model as means over `batches`, like
+    `torch.optim.swa_utils.update_bn`. Batch norms use batch statistics; other modules are in evaluation mode.
 
     Args:
-        model: dense (`Mask.undo`); as before afterwards, its statistics too.
-        batches: each a dict of keyword arguments of the model, a tuple or list of arguments, or the one argument.
-        run: what is called with them, if it is not the model itself.
+        model: dense (`Mask.undo`); unchanged afterwards, including its statistics.
+        batches: dicts of keyword arguments, tuples or lists of arguments, or single arguments of the model.
+        run: callable to use in place of the model.
 
     Returns:
-        Of each batch norm: mean, variance (both fp64) and number of batches; as they were if it did not run.
+        Mean, variance (fp64) and number of batches of each batch norm; the current ones if the norm did not run.
     """
     norms = tracking_norms(model)
     modes = {module: module.training for module in model.modules()}
@@ -97,7 +97,7 @@ def estimate_statistics(
     for norm in norms:
         norm.reset_running_stats()
         norm.train()
-        norm.momentum = 1.0  # a batch's own statistics
+        norm.momentum = 1.0  # use batch statistics
     try:
         for batch in batches:
             _call(run or model, batch)
@@ -116,8 +116,8 @@ def estimate_statistics(
 
 @torch.no_grad()
 def write_statistics(found: Mapping[_BatchNorm, Sequence[torch.Tensor]], group: Any = None) -> None:
-    """Set running means, variances and numbers of batches, the former to the means over the ranks of a group, each of
-    which has run as many batches."""
+    """Set running means and variances to the means over the ranks of a group, which have run equally many batches, and
+    set batch counts."""
     for norm, values in found.items():
         for name, value in zip((*_MEANS, _COUNT), values, strict=True):
             if group is not None and name != _COUNT:

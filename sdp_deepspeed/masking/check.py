@@ -1,4 +1,4 @@
-"""What is refused before a plan is applied, and in a masked module's forward pass."""
+"""Checks before a plan is applied, and in the forward pass of a masked module."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ from sdp_deepspeed.units import Unit
 
 
 def check_plan(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch]) -> None:
-    """Refuse a plan whose units are not whole branches, or neurons or heads of one, and norms that cannot be masked.
-
-    Raises:
-        ValueError: by the unit, the branch or the norm.
-    """
+    """Raise ValueError for units that are not whole branches, or neurons or heads of one, and for norms that cannot be
+    masked."""
     blocks_of_units(plan, branches)
     names = branches_of_units(plan.units, branches)
     by_name = {branch.name: branch for branch in branches}
@@ -45,10 +42,10 @@ def check_plan(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch]) 
 
 
 def blocks_of_units(plan: Plan, branches: Sequence[LocatedBranch]) -> dict[int, list[LocatedBranch]]:
-    """The branches that each block unit is made of, by its index.
+    """Branches of each block unit, by index of the unit.
 
     Raises:
-        ValueError: a unit that is neither made of whole branches nor of neurons or heads.
+        ValueError: a unit consists neither of whole branches, nor of neurons or heads.
     """
     return {
         index: _members(plan.units[index], branches)
@@ -89,7 +86,7 @@ def _check_cells(unit: Unit, branch: LocatedBranch) -> None:
 
 
 def _check_norms(model: nn.Module, branch: LocatedBranch) -> None:
-    """A norm over neurons or channels that several workers hold would be over those of one."""
+    """Raise ValueError for a norm over cut neurons or channels: it would normalize over those of one rank."""
     inner = branch.description.inner
     assert inner is not None
     if inner.heads is not None:
@@ -101,13 +98,13 @@ def _check_norms(model: nn.Module, branch: LocatedBranch) -> None:
             is_norm = "norm" in type(module).__name__.lower() and not isinstance(module, BATCH_NORMS)
             if is_norm and not f"{name}.".startswith(places):
                 raise ValueError(
-                    f"{name} ({type(module).__name__}) runs between cut neurons and normalizes over them; use "
-                    f'the strategy "block" for the part {branch.description.name!r}'
+                    f"{name} ({type(module).__name__}) normalizes over neurons that would be cut; use the strategy "
+                    f'"block" for the part {branch.description.name!r}'
                 )
 
 
 def _refuse_synchronized_norms(model: nn.Module, plan: Plan) -> None:
-    """Ranks that lack the unit would not come to its collectives."""
+    """Raise ValueError for SyncBatchNorm in units: ranks that lack the unit would not take part in its collectives."""
     for index, unit in enumerate(plan.units):
         for name in {piece.parameter.rpartition(".")[0] for piece in unit.pieces}:
             if plan.coverage_of(index) < 1 and isinstance(model.get_submodule(name), nn.SyncBatchNorm):
@@ -115,10 +112,10 @@ def _refuse_synchronized_norms(model: nn.Module, plan: Plan) -> None:
 
 
 def refuse_cache(module: nn.Module, _: Any, kwargs: Mapping[str, Any] | None = None) -> None:
-    """A hook before the forward of a subnetwork: a cache of keys and values has the held heads of the held layers.
+    """Forward pre-hook that refuses a key/value cache, which would contain only the held heads of held layers.
 
     Args:
-        kwargs: None where another hook of this very call has removed it, because the module is dense now.
+        kwargs: None if another hook of this call has made the module dense and removed this hook.
     """
     is_subnetwork = module.training or torch.is_grad_enabled()
     if is_subnetwork and kwargs is not None and kwargs.get("past_key_values") is not None:

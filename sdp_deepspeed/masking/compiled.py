@@ -1,4 +1,4 @@
-"""What `torch.compile` leaves in a model: wrappers in the module tree."""
+"""Remove the wrappers of `torch.compile` from the module tree."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from torch import nn
 
 
 def compile_in_place(model: nn.Module) -> nn.Module:
-    """`model` without the wrappers of `torch.compile`: what they wrap is compiled in place, as by `module.compile()`,
-    so that names and classes are those of the model again.
+    """Replace the wrappers of `torch.compile` by in-place compilation, as of `module.compile()`, so that names and
+    classes are those of the original model.
 
     Returns:
-        The model itself, unless it was wrapped as a whole.
+        The model without its wrapper.
     """
     for parent in list(model.modules()):
         for name in parent._modules:

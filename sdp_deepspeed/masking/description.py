@@ -1,4 +1,4 @@
-"""Is a user's description of a layer true? For a test of their own."""
+"""`check_description`: verify a description of an architecture, in a user's test."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import named_tensors
 
-_TOLERANCE = 2.0**-12  # of fp32 sums of some thousand terms in another order
+_TOLERANCE = 2.0**-12  # fp32 sums of some thousand terms in a different order
 
 
 def check_description(
     model: nn.Module, batch: Any, loss_of: Callable[[nn.Module, Any], torch.Tensor] | None = None
 ) -> list[str]:
-    """Compare masked models with what the method defines, in all modes that the model's descriptions allow.
+    """Compare masked copies of a model with the definition of the method, in all modes that its descriptions allow.
 
-    In the forward regime a subnetwork must compute what the dense model with zeroed pieces computes; in the backward
-    regime the dense model's loss and gradients. Call it in a test, with a small model in fp32 without dropout, whose
-    weights are not zero (zeros hide mistakes).
+    In the forward regime a subnetwork must compute the same as the dense model with zeroed pieces; in the backward
+    regime the loss and gradients of the dense model. Call it in a test, with a small fp32 model without dropout.
+    Weights must not be zero, which would hide mistakes.
 
     Args:
         model: with described layers; it is copied.
-        batch: keyword arguments of the model, or its one argument.
-        loss_of: from a model and the batch; by default `.loss` of the output, or the mean of its squares.
+        batch: keyword arguments of the model, or its single argument.
+        loss_of: computes the loss of a model and the batch. Default: `.loss` of the output, or the mean of its squares.
 
     Returns:
-        The modes that were compared, as "forward x block".
+        The compared modes, such as "forward x block".
 
     Raises:
-        AssertionError: a description is not true, with the mode and what differs.
+        AssertionError: a description is wrong; the message has the mode and the difference.
     """
     loss_of, compared = loss_of or _loss, []
     branches = locate_branches(model)
@@ -52,13 +52,13 @@ def check_description(
 
 
 def _plan(model: nn.Module, regime: str, strategy: Any) -> Plan:
-    """Two workers that hold every second unit of each branch."""
+    """A plan of two subnetworks, each with every second unit of each branch."""
     branches = locate_branches(model)
     units = units_of_branches(branches, strategy=strategy, num_subnetworks=3)
     names = branches_of_units(units, branches)
     holders = tuple((names[:index].count(name) % 2,) for index, name in enumerate(names))
-    if len({*holders}) == 1:  # one block only
-        raise ValueError("check_description: the model has one unit only; give it two layers")
+    if len({*holders}) == 1:  # a single block
+        raise ValueError("check_description: the model has one unit only; use two layers")
     return Plan(regime, strategy, 2, 1, 0, tuple(units), holders, (0, 1))
 
 

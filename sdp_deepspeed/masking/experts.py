@@ -1,7 +1,7 @@
-"""Mixtures of experts: what does not go with a plan is refused.
+"""Checks for mixtures of experts.
 
-The auxiliary loss of routers is a mean over the layers whose routers ran. A subnetwork's is over the layers that it
-has; one without any router has none.
+The auxiliary loss of routers is a mean over the layers whose routers ran: in a subnetwork, over the layers that it has.
+A subnetwork without any router has no such loss.
 """
 
 from __future__ import annotations
@@ -25,14 +25,10 @@ Hook = Callable[[nn.Module, Any, Mapping[str, Any]], None]
 
 
 def check_experts(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch]) -> None:
-    """Refuse neurons of experts that grouped products cannot multiply: their rows begin at multiples of 16 bytes.
-
-    Raises:
-        ValueError: by the branch and the subnetwork.
-    """
+    """Raise ValueError if grouped matrix products cannot use the held neurons: rows must be multiples of 16 bytes."""
     parameters = dict(model.named_parameters())
-    in_units: Counter[str] = Counter()  # of each parameter how many indices of its cut dim are in units
-    held: Counter[tuple[str, int]] = Counter()  # and those that a subnetwork has of these
+    in_units: Counter[str] = Counter()  # number of indices along the cut dim that are in units, by parameter
+    held: Counter[tuple[str, int]] = Counter()  # number of these that a subnetwork holds
     for unit, holders in zip(plan.units, plan.holders, strict=True):
         for piece in (piece for piece in unit.pieces if piece.dim is not None):
             in_units[piece.parameter] += piece.length
@@ -57,10 +53,10 @@ def check_experts(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch
 
 
 def router_refusal(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch]) -> Hook | None:
-    """A hook before the model's forward that refuses the auxiliary loss, where some subnetwork has no router.
+    """A forward pre-hook that refuses the auxiliary loss if some subnetwork has no router.
 
     Raises:
-        ValueError: the model's config asks for the loss.
+        ValueError: the model's config enables the loss.
     """
     mixtures = {b.name for b in branches if has_experts(model.get_submodule(b.layer), b.description)}
     unit_of = {b.name: unit for unit, members in blocks_of_units(plan, branches).items() for b in members}

@@ -1,7 +1,7 @@
-"""Another `forward` for one module, as Accelerate's hooks have it.
+"""Replace the `forward` of a module instance, as Accelerate's hooks do.
 
-The new forward is a method bound to the module, and what it needs is the module's own attribute, so that a deep copy of
-a masked module is a masked module of its own.
+The new forward is a method bound to the module, and its state is an attribute of the module, so that a deep copy of a
+masked module is an independent masked module.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import nn
 
 
 def replace_forward(module: nn.Module, function: Callable[..., Any], state: Any) -> None:
-    """Have `module.forward` call `function(module, *args, **kwargs)`.
+    """Make `module.forward` call `function(module, *args, **kwargs)`.
 
     Args:
-        function: reads `module._sdp_state`; the forward from before is `module._sdp_forward`.
-        state: what it needs.
+        function: uses `module._sdp_state` and the previous forward, `module._sdp_forward`.
+        state: stored as `module._sdp_state`.
     """
     assert "_sdp_state" not in vars(module), "a module belongs to one branch and is masked once"
     vars(module).update(_sdp_own=vars(module).get("forward"), _sdp_forward=module.forward, _sdp_state=state)
@@ -36,10 +36,10 @@ def restore_forward(module: nn.Module) -> None:
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Give a tensor data of another shape; its gradient, which would have the old one, is dropped.
+    """Set data of another shape, and drop the gradient, which has the old shape.
 
-    A graph that is still alive (a user keeps the last loss) holds the tensor's AccumulateGrad node, which knows the old
-    shape and would fail in the next backward pass. Autograd forgets the node when the dtype changes in between.
+    If a graph is still alive (a user keeps the last loss), it holds the tensor's AccumulateGrad node, which expects the
+    old shape and would fail in the next backward pass. Changing the dtype in between makes autograd drop the node.
     """
     if tensor.requires_grad:
         tensor.grad = None

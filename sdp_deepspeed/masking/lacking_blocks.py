@@ -1,8 +1,8 @@
 """Block strategy, forward regime: a lacking branch adds zeros to the residual stream.
 
-Only the branch's own modules are changed: the first body returns zeros in the shape of its input, the stream's; its
-norm, further bodies and what comes after pass their input on. The layer around runs its own forward, on ordinary
-tensors: compilers, checkpointing and hooks see nothing special.
+Only the modules of the branch are changed: the first body returns zeros in the shape of its input, the residual
+stream; its norm, further bodies and `after` pass their input on. The layer runs its own forward on ordinary tensors, so
+compilers, checkpointing and hooks work as usual.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import nn
 from sdp_deepspeed.architectures import LocatedBranch, is_of_package
 from sdp_deepspeed.masking.forwards import replace_forward
 
-# Layers of described families that write to a branch's output: `out += residual`, an in-place ReLU.
+# Layers that write to a branch's output in place: `out += residual`, ReLU.
 _WRITE_IN_PLACE = ("ResNetBasicLayer", "ResNetBottleNeckLayer", "FalconDecoderLayer", "BasicBlock", "Bottleneck")
 
 
 @dataclass(frozen=True)
 class Lacking:
-    """What a lacking body's forward reads.
+    """State of the forward of a lacking module.
 
     Args:
         num_outputs: of the body; 0 for a module that passes its input on.
-        handed_on: keyword arguments that are its further outputs; those that are left are None.
-        has_storage: whether zeros must be written to.
+        handed_on: keyword arguments that are returned as further outputs; remaining outputs are None.
+        has_storage: whether zeros need storage, because the layer writes to them.
     """
 
     num_outputs: int
@@ -37,7 +37,7 @@ class Lacking:
 
 
 def skip_branch(model: nn.Module, branch: LocatedBranch) -> Iterator[nn.Module]:
-    """Have a branch that this rank lacks add zeros; yields its modules."""
+    """Make a lacking branch add zeros; yields its modules."""
     layer = model.get_submodule(branch.layer)
     has_storage = not is_of_package(layer) or any(base.__name__ in _WRITE_IN_PLACE for base in type(layer).__mro__)
     description = branch.description
@@ -57,8 +57,7 @@ def _pass_or_zero(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def around(output: torch.Tensor, num_outputs: int, handed_on: tuple[str, ...], kwargs: dict[str, Any]) -> Any:
-    """What a body returns, with `output` as the branch's: further outputs are what it was handed (T5's position bias),
-    else None."""
+    """Outputs of a body: `output`, then the arguments in `handed_on` (T5's position bias), else None."""
     if num_outputs == 1:
         return output
     further = [kwargs.get(name) for name in handed_on]

@@ -1,4 +1,4 @@
-"""One rank's subnetwork of a module: a plan applied to it in place, and undone."""
+"""`Mask`: turn a module into one rank's subnetwork in place, and back."""
 
 from __future__ import annotations
 
@@ -26,35 +26,34 @@ Pieces = list[tuple[Piece, Holders]]
 
 
 class Mask:
-    """One rank's subnetwork of a module. Every rank makes one, of the same plan.
+    """One rank's subnetwork of a module. All ranks create one from the same plan.
 
-    After `apply` the module tree, the names and the Parameter objects are those of the dense model. What the rank lacks
-    has no storage (forward regime) or is frozen (backward regime). A cut parameter has the held slices only, side by
-    side in dense order; its gradient too.
+    `apply` keeps the module tree, the names and the Parameter objects of the dense model. Lacking tensors have no
+    storage (forward regime) or are frozen (backward regime). A cut parameter, and its gradient, consist of the held
+    slices, concatenated in dense order.
 
     Args:
         model: whole, on its final device.
-        plan: whose pieces are of this model's tensors (of a tensor-parallel rank's, where it has parts).
-        rank: data-parallel.
-        branches: residual branches, as a tensor-parallel rank has them. Default: those that the model has.
+        plan: in coordinates of this model's tensors; with tensor parallelism those of this rank.
+        rank: data-parallel index.
+        branches: residual branches of the model, with tensor parallelism as on this rank. Default: located here.
 
     Attributes:
         parameters, buffers: of the model, by dense name.
-        pieces: by dense name of each parameter, the slices that make it up, each with the ranks that hold it: all ranks
-            where it is shared.
-        buffer_pieces: the same of buffers.
-        shapes: dense, by name of each parameter and buffer.
-        trainable: by name, whether the parameter required a gradient before masking.
+        pieces: slices of each parameter with the ranks that hold them, by dense name. Shared ones have all ranks.
+        buffer_pieces: the same for buffers.
+        shapes: dense shapes of parameters and buffers, by name.
+        trainable: whether a parameter required a gradient before masking, by name.
 
     Raises:
-        ValueError: the plan does not fit the model, or the model has what cannot be masked.
+        ValueError: the plan does not fit the model, or the model cannot be masked.
     """
 
     def __init__(
         self, model: nn.Module, plan: Plan, rank: int, *, branches: Sequence[LocatedBranch] | None = None
     ) -> None:
         if "_sdp_masked" in vars(model):
-            raise RuntimeError("the model is masked already: undo its mask, or take a new model")
+            raise RuntimeError("the model is masked already; undo its mask, or use a new model")
         self.model, self.plan, self.rank = model, plan, rank
         self.branches = locate_branches(model) if branches is None else branches
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
@@ -76,11 +75,11 @@ class Mask:
         check_experts(model, plan, self.branches)
         self._router_refusal = router_refusal(model, plan, self.branches)
         self._strides = {name: tensor.stride() for name, tensor in tensors.items()}
-        self._reshaped: list[str] = []  # names of parameters and buffers that are not as in the dense model
+        self._reshaped: list[str] = []  # names of parameters and buffers whose shapes have changed
         self._where: dict[Piece, tuple[torch.Tensor, int]] = {}
-        self._masked: list[nn.Module] = []  # with another forward
+        self._masked: list[nn.Module] = []  # modules with a replaced forward
         self._sizes: list[Sizes] = []
-        self._gradients: dict[str, torch.Tensor] = {}  # put aside while the module is dense
+        self._gradients: dict[str, torch.Tensor] = {}  # kept while the module is dense
         self._hooks: list[RemovableHandle] = []
         self._locate_whole()
         self.is_applied = False
@@ -88,7 +87,7 @@ class Mask:
     # ---- where pieces are ---------------------------------------------------------------------------------------
 
     def is_held(self, piece: Piece) -> bool:
-        """Whether this rank's subnetwork has the piece."""
+        """Whether this rank's subnetwork contains the piece."""
         return piece in self._held
 
     def trained(self, piece: Piece) -> bool:
@@ -96,11 +95,11 @@ class Mask:
         return piece.kind == "parameter" and self.trainable[piece.parameter] and self.is_held(piece)
 
     def stored(self, piece: Piece) -> bool:
-        """Whether this rank has the piece's values now: what it holds; in the backward regime and when dense, all."""
+        """Whether this rank currently stores the piece: held pieces; in the backward regime and when dense, all."""
         return piece in self._where
 
     def view(self, piece: Piece, of: torch.Tensor | None = None) -> torch.Tensor:
-        """A stored piece in the weights, detached, or in a tensor laid out like its parameter (the gradient)."""
+        """Detached view of a stored piece in the weights, or in a tensor `of` the same layout (the gradient)."""
         tensor, start = self._where[piece]
         if of is not None:
             assert self.is_held(piece), "what is frozen has no gradient"
@@ -108,21 +107,21 @@ class Mask:
         return tensor.detach() if piece.dim is None else tensor.detach().narrow(piece.dim, start, piece.length)
 
     def joined(self, name: str) -> torch.Tensor:
-        """A copy of the dense tensor, of which this rank has all pieces (backward regime)."""
+        """A copy of the dense tensor, if this rank stores all pieces (backward regime)."""
         dense = self._tensor(name).detach().new_empty(self.shapes[name])
         for piece, _ in self.pieces_of(name):
             piece.narrow(dense).copy_(self.view(piece))
         return dense
 
     def tensors(self) -> list[torch.Tensor]:
-        """Parameters, buffers, and what layers that are split have beside them."""
+        """Parameters, buffers, and the frozen parts of split layers."""
         frozen = [tensor for module in self._masked for tensor in getattr(module._sdp_state, "frozen", {}).values()]
         rest = [tensor for tensor, _ in self._where.values()]
         every = (*self.parameters.values(), *self.buffers.values(), *frozen, *rest)
         return list({id(tensor): tensor for tensor in every}.values())
 
     def _locate_whole(self) -> None:
-        """Every piece where it lies in the dense model."""
+        """Record the locations of all pieces in the dense model."""
         for name in self.shapes:
             self._where |= {piece: (self._tensor(name), piece.start) for piece, _ in self.pieces_of(name)}
 
@@ -137,7 +136,7 @@ class Mask:
     @torch.inference_mode(False)
     @torch.no_grad()
     def apply(self) -> None:
-        """Cut the dense module down to this rank's subnetwork, in place."""
+        """Reduce the dense module to this rank's subnetwork, in place."""
         if self.is_applied:
             raise RuntimeError("the mask is applied already; undo it first")
         if self.plan.regime == "forward":
@@ -154,9 +153,8 @@ class Mask:
     @torch.inference_mode(False)
     @torch.no_grad()
     def undo(self) -> None:
-        """Give the dense module back: tensors of dense shape with the values that this rank stores, and zeros where it
-        has none. The caller writes those into `view(piece)`. Gradients of cut parameters are put aside until `apply`.
-        """
+        """Restore the dense module, with the values that this rank stores, and zeros elsewhere. The caller fills those
+        in through `view(piece)`. Gradients of cut parameters are kept until `apply`."""
         if not self.is_applied:
             raise RuntimeError("the mask is not applied")
         for module in self._masked:
@@ -216,10 +214,10 @@ class Mask:
                     self._hooks.append(self.model.register_forward_pre_hook(check, with_kwargs=True))
 
     def _narrow(self, name: str, *, is_multiplied: bool) -> None:
-        """Keep of a tensor what this rank holds.
+        """Reduce a tensor to the slices that this rank holds.
 
         Args:
-            is_multiplied: by the layer itself, also where it is lacking: one zero is read as all of it.
+            is_multiplied: whether the layer itself uses the tensor even if it is lacking: it is then one expanded zero.
         """
         tensor, pieces = self._tensor(name), [piece for piece, _ in self.pieces_of(name)]
         held = [piece for piece in pieces if self.is_held(piece)]
@@ -237,8 +235,8 @@ class Mask:
         self._reshaped.append(name)
 
     def _apply_backward(self) -> None:
-        """Weights of lacking units are frozen; layers that are cut are split. Buffers stay as they are: every rank runs
-        everything."""
+        """Freeze the weights of lacking units, and split cut layers. Buffers are unchanged, since every rank runs the
+        whole model."""
         parts: dict[str, dict[str, FrozenPart]] = defaultdict(dict)
         for name, pieces in self.pieces.items():
             held = [piece for piece, _ in pieces if self.is_held(piece)]
@@ -263,13 +261,13 @@ class Mask:
             for owner in (owner for owner in owners if owner in parts):
                 bias, is_sum = outputs.get(owner, ("", False))
                 module = self.model.get_submodule(owner)
-                compact = branch.description.inner.heads is None  # attention itself keeps its output
+                compact = branch.description.inner.heads is None  # attention keeps its own output
                 split_layer(module, parts[owner], bias, sums=is_sum, compact=compact)
                 self._masked.append(module)
 
     def output_biases(self) -> dict[str, tuple[str, bool]]:
-        """By dense name of a module with an output projection, the name of its bias; and whether the projection is a
-        parameter of it (experts), so that the module's output is a sum over what is cut."""
+        """For each module with an output projection, by dense name: the name of the bias, and whether the projection is
+        a parameter of the module (experts), so that its output is a sum over neurons."""
         found = {}
         for branch in self.branches:
             for tensor in branch.cut_tensors:
@@ -288,12 +286,12 @@ class Mask:
             start += piece.length
 
     def _cut_branches(self) -> list[LocatedBranch]:
-        """Those whose cells do not all have the same holders as everything."""
+        """Branches that are split by neurons or heads."""
         cut = {name for name, pieces in self.pieces.items() if pieces[0][0].dim is not None}
         return [b for b in self.branches if any(tensor.parameter in cut for tensor in b.cut_tensors)]
 
     def _held_cells(self, branch: LocatedBranch) -> list[int]:
-        """Neurons or heads of a branch that this rank has."""
+        """Indices of the neurons or heads of a branch that this rank holds."""
         output = next(tensor for tensor in branch.cut_tensors if tensor.cut.is_output)
         width = output.size // branch.num_cells
         return [
@@ -305,7 +303,7 @@ class Mask:
 
 
 def side_by_side(pieces: Sequence[Piece], dense: torch.Tensor) -> torch.Tensor:
-    """A copy of pieces of one tensor along the dim that they cut."""
+    """Copy pieces of a tensor, concatenated along their dim."""
     dim = pieces[0].dim
     assert dim is not None
     return torch.cat([piece.narrow(dense.detach()) for piece in pieces], dim)

@@ -1,4 +1,4 @@
-"""Neuron strategy, forward regime: stock layers with fewer rows and columns, and what they say of their sizes."""
+"""Neuron strategy, forward regime: stock layers with fewer rows and columns, and their size attributes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from sdp_deepspeed.masking.split_layers import set_sizes
 
 
 class _NarrowConfig(SimpleNamespace):
-    """A config that layers share, with a layer's own counts."""
+    """A view of a shared config, with a layer's own counts."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_sdp"):  # it is being copied
+        if name.startswith("_sdp"):  # during copying
             raise AttributeError(name)
         return getattr(self._sdp_config, name)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the modules of a branch say of their sizes, as in the dense model.
+    """Size attributes of the modules of a branch, with the dense model's values.
 
     Args:
-        layers: whose widths follow from their weights.
-        counts: by module and attribute, in proportion to the cells.
-        configs: by module, those of whose attributes some are in proportion to the cells, with these.
+        layers: modules whose widths follow from their weights.
+        counts: attributes in proportion to the number of cells, by module and name.
+        configs: configs with attributes in proportion to the number of cells, by module, with these attributes.
     """
 
     layers: tuple[nn.Module, ...]
@@ -42,7 +42,7 @@ class Sizes:
 
     @classmethod
     def of(cls, model: nn.Module, branch: LocatedBranch) -> Sizes:
-        """Of a branch that is whole."""
+        """Read the attributes of a dense branch."""
         inner, root = branch.description.inner, model.get_submodule(branch.root)
         assert inner is not None
         layers = dict.fromkeys(model.get_submodule(t.parameter.rpartition(".")[0]) for t in branch.cut_tensors)
@@ -59,7 +59,7 @@ class Sizes:
         return cls(tuple(layers), counts, configs)
 
     def set(self, held: int, total: int) -> None:
-        """Make them true for so many of the cells."""
+        """Set the attributes for `held` of `total` cells."""
         for layer in self.layers:
             set_sizes(layer)
         for (module, name), count in self.counts.items():
@@ -71,13 +71,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class HeldHeads:
-    """What the forward of a body with some of the heads reads.
+    """State of the forward of a body with some of the heads.
 
     Args:
-        heads: indices of the held ones.
+        heads: indices of the held heads.
         num_heads: of the dense body.
         by_head: keyword arguments with the model's heads along dim 1.
-        num_outputs, handed_on: of its branch.
+        num_outputs, handed_on: of the branch.
     """
 
     heads: tuple[int, ...]
@@ -88,7 +88,7 @@ class HeldHeads:
 
 
 def select_heads(body: nn.Module, branch: LocatedBranch, heads: Sequence[int]) -> None:
-    """Have a body read of its arguments what they have for the held heads."""
+    """Make a body select the held heads from its arguments."""
     description = branch.description
     assert description.inner is not None
     by_head, further = description.inner.by_head, description.handed_on

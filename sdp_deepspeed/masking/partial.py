@@ -1,4 +1,4 @@
-"""State dicts of a subnetwork: what a rank has a part of raises as soon as anybody uses it."""
+"""Placeholders for partial tensors in state dicts of a subnetwork, which raise when used."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ T = TypeVar("T", bound="PartialTensor")
 
 
 class PartialTensor(torch.Tensor):
-    """Stands in a state dict for a tensor that this rank has a part of, or nothing. Hosts take state dicts that nobody
-    reads; whoever reads, copies or saves this one gets a RuntimeError."""
+    """Placeholder in a state dict for a tensor that this rank holds in part, or not at all.
+
+    Hosts create state dicts that nobody reads. Reading, copying or saving this tensor raises RuntimeError.
+    """
 
     _refusal: str
 
     @classmethod
     def of(cls: type[T], refusal: str) -> T:
-        """One that raises with this text."""
+        """Create a placeholder that raises with this message."""
         made: Any = torch.empty(0, device="meta").as_subclass(cls)
         made._refusal = refusal
         return cast(T, made)

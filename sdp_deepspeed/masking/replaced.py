@@ -1,4 +1,4 @@
-"""Whether a module still has the Parameters that it had: others in their place nobody would average or step."""
+"""Detect replaced Parameters, which would be neither averaged nor stepped."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from sdp_deepspeed.messages import quoted
 
 
 class KnownParameters:
-    """The Parameters of a module as the objects that they are now.
+    """The Parameter objects of a module at construction.
 
     Args:
         parameters: by name.
-        frozen: names of those in the optimizer's groups that did not require gradients.
+        frozen: names of parameters in the optimizer that did not require gradients.
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], frozen: Sequence[str]) -> None:
         self._model = model
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._parameters = dict(parameters)  # keeps them, so that their ids stay theirs
+        self._parameters = dict(parameters)  # keeps them alive, so that ids stay unique
         self._frozen = list(frozen)
         self._remember()
 
     def _remember(self) -> None:
-        """All places where a Parameter, or a module with some, could be replaced."""
+        """Record all places where a Parameter, or a module with Parameters, could be replaced."""
         slots: list[tuple[Any, str, Any]] = [
             (registry, key, value)
             for module in self._model.modules()
@@ -37,16 +37,16 @@ class KnownParameters:
         self._registries, self._keys, self._values = ([slot[index] for slot in slots] for index in range(3))
 
     def check(self) -> None:
-        """Cheap enough for each step.
+        """Check the module; cheap enough for each step.
 
         Raises:
-            RuntimeError: by name, Parameters that were replaced, or require gradients only now.
+            RuntimeError: Parameters were replaced, or have started to require gradients.
         """
         thawed = [name for name in self._frozen if self._parameters[name].requires_grad]
         if thawed:
             raise RuntimeError(
-                f"{quoted(thawed)} did not require gradients when deepspeed.initialize was called, so nobody would "
-                "train them: let them require gradients before, and freeze them after it if that is meant"
+                f"{quoted(thawed)} did not require gradients at deepspeed.initialize, so it would not be trained; "
+                "enable gradients before, and freeze it afterwards"
             )
         get: Any = dict.get
         if all(map(operator.is_, map(get, self._registries, self._keys), self._values)):
@@ -56,8 +56,7 @@ class KnownParameters:
         lost = [name for i, name in self._names.items() if i not in {id(p) for p in found.values()} and name in found]
         if unknown or lost:
             raise RuntimeError(
-                f"the model does not have the Parameters that deepspeed.initialize got: nobody would train what is at "
-                f"{quoted([*dict.fromkeys([*unknown, *lost])])}. Copy values into the first ones inside `with "
-                "engine.dense():` on all ranks, or change the model before deepspeed.initialize"
+                f"Parameters were replaced after deepspeed.initialize: {quoted([*dict.fromkeys([*unknown, *lost])])}; "
+                "copy values into the original ones, inside `with engine.dense():`"
             )
-        self._remember()  # modules were wrapped, or taken out
+        self._remember()  # modules were wrapped or removed

@@ -1,4 +1,4 @@
-"""`dense_branch_scale: "coverage"`: the dense model adds each branch times its coverage (forward regime)."""
+"""`dense_branch_scale: "coverage"`: multiply each branch of the dense model by its coverage (forward regime)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sdp_deepspeed.units import Piece
 
 
 def output_scales(mask: Mask) -> list[tuple[Piece, float]]:
-    """What weights and biases of output projections are multiplied with, where that is not 1.
+    """Factors other than 1 of weights and biases of output projections.
 
     Raises:
-        ValueError: a branch whose output projection is not described, or with a norm after it, which undoes a factor.
+        ValueError: a branch without described output projection, or with a norm after it, which undoes a factor.
     """
     plan, found = mask.plan, []
     for branch in mask.branches:
@@ -38,11 +38,11 @@ def output_scales(mask: Mask) -> list[tuple[Piece, float]]:
 
 @contextmanager
 def scaled(mask: Mask) -> Iterator[None]:
-    """Until the end of the block the dense model (an undone mask) is the scaled one; then its weights are the same bits
-    as before. Elements that were changed meanwhile (loaded) are divided by the scale.
+    """Context in which the dense model (an undone mask) is scaled. Afterwards weights are bit-identical to before;
+    elements that were changed inside (loaded) are divided by the scale.
 
     Raises:
-        ValueError: as `output_scales`.
+        ValueError: see `output_scales`.
     """
     assert not mask.is_applied, "subnetworks are not scaled"
     kept = []
@@ -68,8 +68,8 @@ def _outputs(mask: Mask, branch: LocatedBranch) -> set[str]:
     }
     if not names:
         raise ValueError(
-            f"{KEY}.dense_branch_scale: {branch.name!r} describes no output projection that could be scaled; register "
-            "it with architectures.InnerLayers"
+            f"{KEY}.dense_branch_scale: {branch.name!r} describes no output projection to scale; register it with "
+            "architectures.InnerLayers"
         )
     tail = branch.description.inner.tail if branch.description.inner else ()
     after = [f"{branch.layer}.{name}" for name in branch.description.after] + [f"{branch.root}.{name}" for name in tail]
@@ -77,7 +77,7 @@ def _outputs(mask: Mask, branch: LocatedBranch) -> set[str]:
         kind = type(mask.model.get_submodule(name)).__name__
         if "norm" in kind.lower():
             raise ValueError(
-                f"{KEY}.dense_branch_scale: {name} ({kind}) normalizes what {branch.name!r} adds, so a factor has no "
-                'effect; use "none"'
+                f"{KEY}.dense_branch_scale: {name} ({kind}) normalizes the output of {branch.name!r}, so a factor has "
+                'no effect; use "none"'
             )
     return names

@@ -1,17 +1,16 @@
-"""Neuron strategy, backward regime: layers with a part that is held, and trained, and a part that is frozen.
+"""Neuron strategy, backward regime: layers with a trained and a frozen part.
 
-Each worker runs the whole model and propagates the exact activation gradient, but computes weight gradients of its own
-neurons, heads and channels only. A split layer's parameter has the held slices, side by side in dense order; the others
-are a frozen tensor beside it. The layer runs its own forward twice, once with each, and puts the results together:
+Each rank runs the whole model and propagates the exact activation gradient, but computes weight gradients of its own
+neurons, heads and channels only. The parameter of a split layer consists of the held slices, concatenated in dense
+order; the other slices are a frozen tensor. The layer runs its own forward with each of them, and combines the results:
 
-- cut along its outputs (`q_proj`, `up_proj`): the outputs are concatenated;
-- cut along its inputs (`o_proj`, `down_proj`): each part reads its inputs, and the outputs are added, the bias once;
-- experts, cut inside: both parts read all of the input, and the outputs are added;
-- anything else (a batch norm, attention sinks, tables of positions): runs once, with the parts of its parameters
-  joined, which are small.
+- cut along outputs (`q_proj`, `up_proj`): outputs are concatenated;
+- cut along inputs (`o_proj`, `down_proj`): each part reads its inputs; outputs are added, and the bias once;
+- experts, cut inside: both parts read the whole input; outputs are added;
+- other modules (batch norms, attention sinks, position tables): run once with concatenated parameters, which are small.
 
-Activations have the dense model's order everywhere. So nothing between two split layers (products of gates and ups,
-fused projections, positions of heads) has to know of the parts, and a body runs once.
+Activations have the dense model's order everywhere. So operations between two split layers (products of gates and ups,
+fused projections, positions of heads) are unaffected, and a body runs once.
 """
 
 from __future__ import annotations
@@ -27,31 +26,31 @@ from torch import nn
 from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS
 from sdp_deepspeed.masking.forwards import replace_forward
 
-# DeepSpeed's AutoTP: an all-reduce inside, weights stored like those of nn.Linear.
+# DeepSpeed's AutoTP: layers with an all-reduce inside, and weights like those of nn.Linear.
 _TENSOR_PARALLEL = ("LinearLayer", "LinearAllreduce")
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """How the indices of a cut dimension are divided among parts.
+    """Division of the indices of a cut dimension into parts.
 
     Args:
         lengths: of runs of indices, in dense order.
-        parts: number of the part that each run belongs to. In the backward regime 0 is held, 1 is frozen.
+        parts: part of each run. In the backward regime 0 is held, 1 is frozen.
     """
 
     lengths: tuple[int, ...]
     parts: tuple[int, ...]
 
     def split(self, x: torch.Tensor, dim: int) -> list[torch.Tensor]:
-        """The indices of `x` of each part, in dense order."""
+        """Split `x` into parts, each in dense order."""
         runs: list[list[torch.Tensor]] = [[] for _ in range(max(self.parts) + 1)]
         for run, part in zip(x.split(self.lengths, dim), self.parts, strict=True):
             runs[part].append(run)
         return [own[0] if len(own) == 1 else torch.cat(own, dim) for own in runs]
 
     def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """The inverse of `split`."""
+        """Inverse of `split`."""
         runs = [
             iter(own.split([n for n, part in zip(self.lengths, self.parts, strict=True) if part == number], dim))
             for number, own in enumerate(parts)
@@ -59,7 +58,7 @@ class Ranges:
         return torch.cat([next(runs[part]) for part in self.parts], dim)
 
     def merged(self) -> Ranges:
-        """With neighbors of one part as one run."""
+        """Merge adjacent runs of the same part."""
         runs = [
             (part, sum(length for length, _ in group))
             for part, group in itertools.groupby(zip(self.lengths, self.parts, strict=True), key=lambda run: run[1])
@@ -72,8 +71,8 @@ class FrozenPart:
     """The frozen slices of one parameter.
 
     Args:
-        tensor: side by side along `dim`, in dense order.
-        dim: that is cut.
+        tensor: the slices, concatenated along `dim` in dense order.
+        dim: the cut dimension.
         ranges: of the dense parameter along `dim`.
     """
 
@@ -84,15 +83,15 @@ class FrozenPart:
 
 @dataclass
 class SplitState:
-    """What a split layer's forward reads.
+    """State of a split layer's forward.
 
     Args:
-        dim: of the activations, that runs over neurons, heads or channels.
+        dim: dimension of the activations that contains neurons, heads or channels.
         ranges: along `dim`.
-        frozen: what replaces the parameters in the frozen part's run.
-        sizes: attributes with the widths of the frozen part.
-        parts: by name of a parameter, for layers that run once with the parts joined.
-        compact: copy the held inputs, so that autograd does not keep the frozen ones alive with them.
+        frozen: replacements of the parameters for the frozen part.
+        sizes: size attributes for the frozen part.
+        parts: frozen parts by parameter name, for layers that run once with concatenated parameters.
+        compact: whether to copy the held inputs, so that autograd does not keep the frozen ones alive.
     """
 
     dim: int = -1
@@ -104,13 +103,13 @@ class SplitState:
 
 
 def split_layer(module: Any, parts: Mapping[str, FrozenPart], output_bias: str, *, sums: bool, compact: bool) -> None:
-    """Split a module whose parameters have their held slices only.
+    """Split a module whose parameters consist of their held slices.
 
     Args:
-        parts: its frozen slices, by the parameter's name in the module.
-        output_bias: name of a parameter that is not cut, and added to the sum once; empty if there is none.
-        sums: whether the module's output is a sum over what is cut inside of it (experts).
-        compact: as in `SplitState`.
+        parts: frozen slices, by parameter name in the module.
+        output_bias: name of a parameter that is not cut, and added once; empty if there is none.
+        sums: whether the module's output is a sum over neurons (experts).
+        compact: see `SplitState`.
     """
     frozen = {name: part.tensor for name, part in parts.items()}
     weight = parts.get("weight")
@@ -134,7 +133,7 @@ def _no_bias(module: nn.Module, name: str) -> dict[str, torch.Tensor]:
 
 
 def input_dim(module: Any) -> int | None:
-    """Dimension of a linear layer's or a convolution's weight that runs over its inputs; None for other modules."""
+    """Input dimension of the weight of a linear layer or convolution; None for other modules."""
     if is_conv1d(module):
         return 0
     is_linear = isinstance(module, (nn.Linear, *CONVOLUTIONS)) or type(module).__name__ in _TENSOR_PARALLEL
@@ -142,7 +141,7 @@ def input_dim(module: Any) -> int | None:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is a linear layer of Transformers that stores [in, out]."""
+    """Whether a module is Transformers' Conv1D, a linear layer that stores [in, out]."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
@@ -176,7 +175,7 @@ def _join_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_with(self: Any, tensors: Mapping[str, Any], sizes: Mapping[str, int], *args: Any, **kwargs: Any) -> Any:
-    """Run a module's own forward with other tensors in the place of its parameters, and other widths."""
+    """Run a module's own forward with replaced parameters and size attributes."""
     parameters = {name: self._parameters[name] for name in tensors}
     own_sizes = {name: getattr(self, name) for name in sizes}
     self._parameters.update(tensors)
@@ -191,11 +190,11 @@ def _run_with(self: Any, tensors: Mapping[str, Any], sizes: Mapping[str, int], *
 
 
 def sizes_of(layer: Any, weight: torch.Tensor) -> dict[str, int]:
-    """The attributes in which a layer says how wide it is, for a weight that may be narrower."""
+    """Size attributes of a layer for a weight that may be narrower."""
     if isinstance(layer, BATCH_NORMS):
         return {"num_features": len(weight)}
     if isinstance(layer, CONVOLUTIONS):
-        if layer.groups > 1:  # each channel by itself
+        if layer.groups > 1:  # depthwise
             return dict.fromkeys(("out_channels", "in_channels", "groups"), len(weight))
         return {"out_channels": weight.shape[0], "in_channels": weight.shape[1]}
     if is_conv1d(layer):
@@ -206,7 +205,7 @@ def sizes_of(layer: Any, weight: torch.Tensor) -> dict[str, int]:
 
 
 def set_sizes(layer: Any) -> None:
-    """Make what a layer says of its width true of its weight (of a batch norm without weights, its statistics)."""
+    """Set the size attributes of a layer from its weight, or from the statistics of a batch norm without weight."""
     weight = getattr(layer, "weight", None)
     weight = getattr(layer, "running_mean", None) if weight is None else weight
     for name, size in sizes_of(layer, weight).items() if weight is not None else ():

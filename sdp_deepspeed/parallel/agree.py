@@ -1,4 +1,4 @@
-"""Errors and meetings of all ranks: one rank's error is everybody's, and nobody waits for a rank that will not come."""
+"""Raise errors on all ranks, and synchronize ranks without waiting for one that will not take part."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sdp_deepspeed.messages import listed
 
 T = TypeVar("T")
 
-_KINDS = (ValueError, RuntimeError, OSError)  # what callers tell apart; every other error travels as a RuntimeError
+_KINDS = (ValueError, RuntimeError, OSError)  # kinds that are kept; all others become RuntimeErrors
 
 
 def gather_objects(value: object, group: Any = None) -> list[Any]:
-    """One small picklable object of every rank of a group with a CPU backend, in rank order."""
+    """All-gather a small picklable object over a group with a CPU backend, in rank order."""
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size(group)
@@ -27,11 +27,8 @@ def gather_objects(value: object, group: Any = None) -> list[Any]:
 
 
 def raise_on_all_ranks(error: Exception | None, group: Any = None) -> None:
-    """Raise on every rank if any rank has an error. Every rank of the group calls it.
-
-    Raises:
-        the first rank's error, which names the ranks that have one unless all have.
-    """
+    """Raise the first rank's error on every rank, if any rank has one; collective. The message names the ranks with an
+    error unless all have one."""
     kind = next((known for known in _KINDS if isinstance(error, known)), None)
     text = f"{error}" if kind else f"{type(error).__name__}: {error}"
     reports = gather_objects(None if error is None else ((kind or RuntimeError).__name__, text), group)
@@ -49,17 +46,17 @@ def run_on_all_ranks(work: Callable[[], T], group: Any = None) -> T:
     error: Exception | None = None
     try:
         result = work()
-    except Exception as problem:  # of any kind: the others wait for this rank
+    except Exception as problem:  # of any kind, since other ranks wait
         error = problem
     raise_on_all_ranks(error, group)
     return result
 
 
 def check_agreement(mask: Any, groups: Any) -> None:
-    """Compare bit by bit what data-parallel ranks store of each slice of parameters. Slow; for `check_agreement`.
+    """Compare the slices of parameters that data-parallel ranks store, bit by bit. Slow; for `check_agreement`.
 
     Raises:
-        RuntimeError: by name, slices of which two ranks have different values.
+        RuntimeError: two ranks have different values of a slice.
     """
     own = {
         piece: zlib.crc32(mask.view(piece).contiguous().flatten().view(torch.uint8).cpu().numpy())
@@ -79,14 +76,14 @@ def check_agreement(mask: Any, groups: Any) -> None:
 
 
 class Meetings:
-    """Where all ranks come together for a call that needs all of them: the dense model, a checkpoint.
+    """Barriers for calls that all ranks must make, such as saving a checkpoint.
 
-    A rank that waits looks where the others are. One that has gone on to another training step will not come, so the
-    waiting rank ends with an error that names it, long before a time limit. All of it goes through the store of the
+    A waiting rank checks the progress of the others. If one has continued with another training step, it will not come,
+    and the waiting rank raises an error that names it, long before a timeout. Communication uses the store of the
     default process group.
 
     Args:
-        name: of these meetings in the store, the same on all ranks.
+        name: key prefix in the store, the same on all ranks.
     """
 
     def __init__(self, name: str) -> None:
@@ -95,7 +92,7 @@ class Meetings:
         self._num_passes = self._num_meetings = 0
 
     def passing(self) -> None:
-        """This rank begins another backward pass or step: whoever waits for it in a meeting waits in vain."""
+        """Record that this rank begins another backward pass or step."""
         if self._size > 1:
             self._num_passes += 1
             self._store.set(f"{self._name}/{self._rank}", f"{self._num_meetings} {self._num_passes}")
@@ -104,11 +101,11 @@ class Meetings:
         """Wait for all ranks.
 
         Args:
-            what: the call, for the message.
+            what: name of the call, for messages.
 
         Raises:
-            RuntimeError: a rank went on without it, does something else that needs all, or does not come within the
-                store's time limit.
+            RuntimeError: a rank continues training, makes a different call, or does not come within the store's
+                timeout.
         """
         if self._size == 1:
             return
@@ -122,15 +119,15 @@ class Meetings:
             if time.monotonic() > deadline:
                 missing = [rank for rank in range(self._size) if not self._store.check([f"{key}/{rank}"])]
                 raise RuntimeError(
-                    f"{what}: rank {listed(missing)} has not come within the process group's time limit; "
-                    "look there for an error or a hang"
+                    f"{what}: rank {listed(missing)} has not come within the process group's time limit; look there "
+                    "for an error or a hang"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
             if pause == 0.1 and (gone := self._gone()):
                 raise RuntimeError(
-                    f"{what}: rank {listed(gone)} went on with training while rank {self._rank} waits here; "
-                    "all ranks must call it"
+                    f"{what}: rank {listed(gone)} went on with training while rank {self._rank} waits; all ranks must "
+                    "call it"
                 )
         self._num_meetings += 1
         self._num_passes = 0
@@ -138,7 +135,7 @@ class Meetings:
             raise RuntimeError(f"ranks do not call the same, but {calls}; all ranks must call each of them together")
 
     def _gone(self) -> list[int]:
-        """Ranks that have begun a pass since the last meeting that this rank has not begun."""
+        """Ranks that have begun more passes since the last meeting than this rank."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         known = [rank for rank in others if self._store.check([f"{self._name}/{rank}"])]
         found = []

@@ -1,18 +1,17 @@
 """Buckets: slices with the same holders, param group and dtype in one flat buffer.
 
-`plan_buckets` is a pure function of facts that all ranks share, so every rank computes the same list, buckets of other
-holders included, and its order is the order of collectives (optimizer.py). `Bucket` is one rank's memory for one of
-them.
+`plan_buckets` is a pure function of facts that all ranks share. Every rank computes the same list, including buckets of
+other holders; its order is the order of collectives (optimizer.py). `Bucket` is one rank's memory for one of them.
 
-Buckets are cut at common depth boundaries. A holder set's slices may span the whole model (with neurons every set
-touches every layer), and a bucket is complete only when the gradient of its first layer is there; without boundaries
+Buckets are cut at common depth boundaries. The slices of a holder set may span the whole model (with neurons every set
+touches every layer), and a bucket is complete only when the gradient of its first layer is ready. Without boundaries,
 nothing would overlap with backward, and ZeRO stage 2 would keep all gradients.
 
-Whole tensors need no packing: they are views of their bucket's flat weight buffer, their gradients are views of its
+Whole tensors need no packing: they are views of their bucket's flat weight buffer, and their gradients are views of its
 flat gradient buffer. The slices of a cut tensor have several holder sets, so they are copied to and from flat buffers.
 
-An optimizer that updates each tensor as a whole (Muon) cannot step a shard of equal size. Its tensors are dealt to the
-holders, each bucket has those of one owner, which receives their gradients and sends their weights.
+An optimizer that updates whole tensors (Muon) cannot step equal shards. Its tensors are assigned to the holders. Each
+bucket has the tensors of one owner, which receives their gradients and broadcasts their weights.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class Slice(NamedTuple):
     """A piece of a dense tensor in a bucket.
 
     Args:
-        start: its first element in the bucket.
-        shape: of the slice; its elements lie in row-major order.
+        start: first element in the bucket.
+        shape: of the slice, in row-major order.
     """
 
     piece: Piece
@@ -53,16 +52,16 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """What a bucket has, the same on all ranks.
+    """Contents of a bucket, the same on all ranks.
 
     Args:
-        depth_range: 0 for the range whose gradients are ready first, that of the last layers.
+        depth_range: 0 for the last layers, whose gradients are ready first.
         holders: data-parallel indices.
         param_group: index of the optimizer's param group.
         dtype: of the weights.
-        is_whole: whether the slices are whole tensors; else they are parts of cut ones.
+        is_whole: whether the slices are whole tensors, not parts of cut ones.
         is_replicated: whether all tensor-parallel ranks have the same values.
-        owner: data-parallel index of the holder that steps all of it, for an optimizer of whole tensors; None if each
+        owner: data-parallel index of the holder that steps the bucket, for an optimizer of whole tensors; None if each
             holder steps a shard.
         slices: in the order in which their gradients become ready.
     """
@@ -87,18 +86,18 @@ class BucketLayout:
 
     @cached_property
     def size(self) -> int:
-        """Elements of the flat buffer: `num_elements`, and zeros up to what shards of equal size need."""
+        """Elements of the flat buffer: `num_elements`, padded with zeros to shards of equal size."""
         return -(-self.num_elements // self.num_shards) * self.num_shards
 
     def shard_range(self, position: int) -> tuple[int, int]:
-        """First and end element of what the holder at `position` owns, padding included."""
+        """Range of elements that the holder at `position` owns, including padding."""
         if self.owner is not None:
             return 0, self.size if self.holders[position] == self.owner else 0
         size = self.size // self.num_shards
         return position * size, (position + 1) * size
 
     def owned(self, position: int) -> Iterator[tuple[Slice, int, int]]:
-        """Parts of slices in the shard of the holder at `position`: slice, first and end element within the slice."""
+        """Yield the parts of slices in the shard of the holder at `position`: slice, and range within the slice."""
         first, end = self.shard_range(position)
         for part in self.slices:
             start, stop = max(first - part.start, 0), min(end - part.start, part.num_elements)
@@ -119,15 +118,15 @@ def plan_buckets(
     """All buckets of the model in the static global order of their collectives.
 
     Args:
-        pieces: of each dense tensor with the holders of each, in the order in which the forward pass uses tensors.
+        pieces: pieces of each dense tensor with their holders, in the order in which the forward pass uses tensors.
         shapes: of the dense tensors.
         dtypes: of the weights.
-        param_groups: index of the param group of each tensor that is trained; others are in no bucket.
-        bucket_size: elements that a rank holds in one depth range, at most, unless a single tensor has more. Default:
-            50 million, or a sixteenth of what a rank holds where that is more, since a rank has a bucket of each holder
-            set that it is in for every depth range.
+        param_groups: param group index of each trained tensor; other tensors are in no bucket.
+        bucket_size: maximum number of elements that a rank holds in one depth range, unless a single tensor has more.
+            Default: 50 million, or a sixteenth of what a rank holds if that is more, since a rank has a bucket per
+            holder set and depth range.
         replicated: tensors that are equal on all tensor-parallel ranks.
-        stepped_whole: tensors that one rank's optimizer must step as a whole; none of them is cut.
+        stepped_whole: tensors that must be stepped as a whole by one rank; none of them is cut.
     """
     owners = _deal({name: pieces[name][0] for name in pieces if name in param_groups and name in stepped_whole})
     backward_order = [name for name in reversed([*pieces]) if name in param_groups]
@@ -151,8 +150,8 @@ def plan_buckets(
 def _depth_ranges(
     names: Sequence[str], pieces: Pieces, shapes: Mapping[str, Sequence[int]], bucket_size: int | None
 ) -> list[list[str]]:
-    """Consecutive tensors of which no rank holds more than `bucket_size` elements."""
-    held: dict[str, Counter[int]] = {name: Counter() for name in names}  # elements by rank
+    """Group consecutive tensors so that no rank holds more than `bucket_size` elements of a group."""
+    held: dict[str, Counter[int]] = {name: Counter() for name in names}  # number of elements by rank
     for name in names:
         for piece, holders in pieces[name]:
             held[name].update(dict.fromkeys(holders, piece.num_elements(shapes[name])))
@@ -171,7 +170,7 @@ def _depth_ranges(
 
 
 def _deal(tensors: Mapping[str, tuple[Piece, Holders]]) -> dict[str, int]:
-    """The owner of each whole tensor: the largest first, to the holder that has the fewest elements so far."""
+    """Assign each whole tensor to an owner: the largest first, to the holder with the fewest elements so far."""
     load: defaultdict[int, int] = defaultdict(int)
     owners = {}
     for name, (piece, holders) in sorted(tensors.items(), key=lambda item: -item[1][0].length):
@@ -192,7 +191,7 @@ def _slices(pieces: Sequence[Piece], shapes: Mapping[str, Sequence[int]]) -> tup
 
 
 def row_major_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements [start, stop) in row-major order as boxes (first index, sizes), in this order."""
+    """Yield elements [start, stop) in row-major order as boxes (offsets, sizes)."""
     if start >= stop:
         return
     if not shape:
@@ -212,11 +211,11 @@ def row_major_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tup
 
 
 class ShardPart(NamedTuple):
-    """Elements `start` to `stop` of a slice, in what an optimizer steps.
+    """Elements `start` to `stop` of a slice, in a parameter of the optimizer.
 
     Args:
-        parameter: what the optimizer steps.
-        first: where they begin in it; flat.
+        parameter: the parameter that the optimizer steps.
+        first: index of the first element in the flattened parameter.
     """
 
     slice: Slice
@@ -226,7 +225,7 @@ class ShardPart(NamedTuple):
     first: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements in the parameter, or in a tensor that is laid out like it; flat, a view."""
+        """Flat view of the elements in the parameter, or in a tensor with the same layout."""
         return tensor.detach().view(-1)[self.first : self.first + self.stop - self.start]
 
     @property
@@ -234,11 +233,11 @@ class ShardPart(NamedTuple):
         return self.slice.piece
 
     def boxes(self, tensor: torch.Tensor, *, flat: bool = False) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """The elements as boxes of the slice, as few as there can be: first index in the slice, and a view.
+        """Yield the elements as a minimal number of boxes: offsets in the slice, and a view.
 
         Args:
-            tensor: the parameter, or one that is laid out like it.
-            flat: whether the slice counts as a vector.
+            tensor: the parameter, or one with the same layout.
+            flat: whether to treat the slice as a vector.
         """
         values, first = self.of(tensor), 0
         for offsets, sizes in row_major_boxes((self.slice.num_elements,) if flat else self.slice.shape, *self[1:3]):
@@ -251,21 +250,21 @@ class Bucket:
     """One rank's memory for a bucket.
 
     Args:
-        layout: the bucket.
-        group: the holders; None if this rank is none of them and only receives weights (backward regime).
-        owns_all: whether this rank's optimizer steps all of it, and not only a shard (stage 0).
+        layout: contents of the bucket.
+        group: the holders; None if this rank is not a holder and only receives weights (backward regime).
+        owns_all: whether this rank's optimizer steps the whole bucket, not only a shard (stage 0).
 
     Attributes:
         weights: flat [size] in the weights' dtype.
-        gradients: flat [size] in the dtype in which gradients are summed; None while there are none.
-        weight_slots, gradient_slots: of each slice its view into these, in the slice's shape.
-        parameters: what the optimizer steps: the shard, or for an optimizer of whole tensors its tensors.
-        places: of each slice its tensor and its index among the slices of that which are held.
-        filled: for each slice whether its slot has the sum of this step's gradients so far.
-        waits_for: names of tensors whose gradients have not come in this backward pass.
-        shard: what the optimizer steps: fp32, flat, may be empty, a view of `weights` where that is possible.
-        gradient: the average for `shard`, once it is there.
-        host: with CPU offload the memory of `shard` and `gradient`.
+        gradients: flat [size] in the accumulation dtype; None while there are none.
+        weight_slots, gradient_slots: views of each slice into these, in the slice's shape.
+        parameters: what the optimizer steps: the shard, or whole tensors.
+        places: tensor of each slice, and index of the slice among the held slices of the tensor.
+        filled: for each slice whether its slot has the accumulated gradient of this step.
+        waits_for: names of tensors whose gradients are not ready in this backward pass.
+        shard: flat fp32 parameter of the optimizer, possibly empty; a view of `weights` if possible.
+        gradient: the average for `shard`, once available.
+        host: host memory of `shard` and `gradient` with CPU offload.
     """
 
     def __init__(self, layout: BucketLayout, group: HolderGroup | None, *, owns_all: bool) -> None:
@@ -296,22 +295,22 @@ class Bucket:
         return [flat[s.start : s.start + s.num_elements].view(s.shape) for s in self.layout.slices]
 
     def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The part of a flat buffer that this rank owns."""
+        """View of the part of a flat buffer that this rank owns."""
         assert self.group is not None
         first, end = self.layout.shard_range(self.group.position)
         return flat[first:end]
 
     def stepped_part(self, flat: torch.Tensor) -> torch.Tensor:
-        """The part of a flat buffer that this rank's optimizer steps."""
+        """View of the part of a flat buffer that this rank's optimizer steps."""
         return flat if self.owns_all else self.shard_of(flat)
 
     def load_weights(self, view: Callable[[Piece], torch.Tensor]) -> None:
-        """Fill `weights` from the module's tensors."""
+        """Copy the module's tensors to `weights`."""
         self.weights[self.layout.num_elements :].zero_()
         torch._foreach_copy_(self.weight_slots, [view(part.piece) for part in self.layout.slices])
 
     def make_shard(self, *, offload: bool = False, pin_memory: bool = False) -> None:
-        """Create `shard` from `weights`; a copy for cut tensors and low precision, and with offload to host memory."""
+        """Create `shard` from `weights`: a copy for cut tensors and low precision; in host memory with offload."""
         values = self.stepped_part(self.weights)
         dtype = torch.promote_types(values.dtype, torch.float32)
         if offload:
@@ -325,7 +324,7 @@ class Bucket:
             self.parameters = [nn.Parameter(tensor) for tensor in self._stepped_tensors(self.shard.detach())]
 
     def set_gradients(self, gradient: torch.Tensor | None) -> None:
-        """Give the optimizer the gradient of `shard`; None takes it away."""
+        """Set the gradient of `shard` for the optimizer; None removes it."""
         gradients: Sequence[torch.Tensor | None] = [gradient]
         if gradient is None:
             gradients = [None] * len(self.parameters)
@@ -335,10 +334,11 @@ class Bucket:
             parameter.grad = own
 
     def parts(self, *, owned: bool) -> Iterator[ShardPart]:
-        """What this rank's optimizer steps, by slice.
+        """Yield the parts of slices that this rank's optimizer steps.
 
         Args:
-            owned: only what this rank owns, so that each element is some rank's once; in stage 0 that is less.
+            owned: only the parts that this rank owns, so that each element is yielded by one rank. In stage 0 a rank
+                steps more than it owns.
         """
         assert self.group is not None
         position = self.group.position

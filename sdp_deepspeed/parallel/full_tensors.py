@@ -1,7 +1,7 @@
-"""fp32 weights, gradients and optimizer state of single dense parameters, read from and written to the ranks that step
-them (what `deepspeed.utils.safe_get_full_*` and `safe_set_full_*` give).
+"""Read and write fp32 weights, gradients and optimizer state of single dense parameters, as
+`deepspeed.utils.safe_get_full_*` and `safe_set_full_*` do.
 
-All ranks call these together, with equal arguments. With tensor parallelism "dense" is what this rank's group has.
+These functions are collective, with equal arguments. With tensor parallelism, "dense" means the part of this rank.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ Kind = Literal["weight", "gradient", "state"]
 
 @torch.no_grad()
 def read_full(optimizer: ShardedOptimizer, name: str, kind: Kind = "weight", key: str = "") -> torch.Tensor:
-    """Values of a dense parameter in fp32, on the device of the weights.
+    """Read values of a dense parameter in fp32, on the device of the weights.
 
     Args:
-        name: dense, of a parameter that the optimizer trains.
-        kind: "gradient" averages the gradients, after the last micro-step: the next call must be a step.
+        name: dense name of a trained parameter.
+        kind: "weight", "gradient" or "state". "gradient" averages the gradients, after the last micro-step; the next
+            call must be a step.
         key: of the optimizer's state.
 
     Raises:
-        ValueError: on all ranks, there is no such state.
-        RuntimeError: gradients are still accumulated.
+        ValueError: on all ranks, if there is no such state.
+        RuntimeError: gradients are still being accumulated.
     """
     _prepare(optimizer, kind, key)
     like = optimizer.mask.parameters[name]
@@ -50,14 +51,16 @@ def read_full(optimizer: ShardedOptimizer, name: str, kind: Kind = "weight", key
 def write_full(
     optimizer: ShardedOptimizer, name: str, value: torch.Tensor, kind: Kind = "weight", key: str = ""
 ) -> None:
-    """Inverse of `read_full`; each rank writes what it steps, and for weights what it stores.
+    """Write values of a dense parameter; each rank writes what it steps, and for weights what it stores.
 
     Raises:
-        ValueError: on all ranks, the value has another shape.
+        ValueError: on all ranks, if the value has a different shape.
     """
     if value.shape != optimizer.mask.shapes[name]:
         expected = tuple(optimizer.mask.shapes[name])
-        raise ValueError(f"{name!r} has shape {expected}, the value {tuple(value.shape)}; pass the whole parameter's")
+        raise ValueError(
+            f"{name!r} has shape {expected}, the value {tuple(value.shape)}; pass the whole parameter's values"
+        )
     _prepare(optimizer, kind, key)
     for part, values in _values(optimizer, name, kind, key, owned=False):
         values.copy_(part.slice.piece.narrow(value).reshape(-1)[part.start : part.stop])
@@ -78,13 +81,13 @@ def _prepare(optimizer: ShardedOptimizer, kind: Kind, key: str) -> None:
         known = sorted(set().union(*gather_objects(own, optimizer.groups.control)))
         if key not in known:
             words = f"it has {listed(known)}" if known else "before the first step there is none"
-            raise ValueError(f"the optimizer has no state {key!r} for single elements: {words}")
+            raise ValueError(f"the optimizer has no state {key!r} with one value per element: {words}")
 
 
 def _values(
     optimizer: ShardedOptimizer, name: str, kind: Kind, key: str, *, owned: bool
 ) -> Iterator[tuple[ShardPart, torch.Tensor]]:
-    """This rank's flat views of what it steps, or owns, of a parameter; nothing for state that does not exist."""
+    """Yield flat views of what this rank steps, or owns, of a parameter; nothing for missing state."""
     for bucket in optimizer.held:
         if name in bucket.names:
             if kind == "gradient":

@@ -1,7 +1,7 @@
-"""Process groups and their collectives: a group for each holder set, the data-parallel group, a gloo group for control.
+"""Process groups and collectives: one group per holder set, the data-parallel group, and a gloo group for control.
 
-Holder sets name data-parallel indices, 0 to D - 1. With tensor parallelism each tensor-parallel rank has data-parallel
-ranks, and so process groups, of its own.
+Holder sets consist of data-parallel indices, 0 to D - 1. With tensor parallelism, each tensor-parallel rank has its own
+data-parallel ranks, and therefore its own process groups.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch
 import torch.distributed as dist
 
 Holders = tuple[int, ...]
-CONTROL, HOLDERS = "sdp_deepspeed_control", "sdp_deepspeed_holders"  # groups, as PyTorch's own logs name them
-_TAG = 0x5D9  # of messages between two ranks
+CONTROL, HOLDERS = "sdp_deepspeed_control", "sdp_deepspeed_holders"  # group names in PyTorch's logs
+_TAG = 0x5D9  # of point-to-point messages
 
 
 @dataclass(frozen=True)
 class HolderGroup:
-    """The holders of some slices, of which this rank is one.
+    """A holder set that contains this rank.
 
     Args:
-        holders: data-parallel indices in ascending order, at most D of them.
-        process_group: of these ranks; None for a single holder, which communicates with nobody.
+        holders: data-parallel indices in ascending order.
+        process_group: of these ranks; None for a single holder.
         position: index of this rank in `holders`.
-        exchanges_directly: whether ranks send each other their shards, over gloo inside one node. There its own
-            reduce-scatter is an all-reduce on the wire, and its all-gather takes twice the time. Between nodes its ring
-            crosses a slow link less often.
-        comm: `torch.distributed`, or a module with its functions that logs them (`deepspeed.comm`).
+        exchanges_directly: whether ranks send their shards to each other point-to-point: with gloo inside one node,
+            where gloo's reduce-scatter is an all-reduce on the wire, and its all-gather takes twice the time. Between
+            nodes gloo's ring crosses a slow link less often.
+        comm: `torch.distributed`, or a module with the same functions that logs them (`deepspeed.comm`).
     """
 
     holders: Holders
@@ -46,28 +46,28 @@ class HolderGroup:
 
 
 class Groups:
-    """This rank's process groups. All ranks of the default group construct it together, with the same arguments.
+    """This rank's process groups. The constructor is a collective of the default group, with equal arguments.
 
-    `dist.new_group` is a collective of all ranks, so every rank calls it for every set, in one order. Equal sets share
-    a group, and a set of all data-parallel ranks is the data-parallel group.
+    `dist.new_group` must be called by all ranks, so every rank calls it for every set, in the same order. Equal sets
+    share a group, and the set of all data-parallel ranks uses the data-parallel group.
 
     Args:
-        holder_sets: all sets that occur in the plan; ascending data-parallel indices.
+        holder_sets: all sets in the plan; ascending data-parallel indices.
         ranks: global ranks in the order of data-parallel indices, a list for each tensor-parallel rank. Default: all
             ranks, without tensor parallelism.
-        nodes: of each global rank what names its node. Default: host names, gathered over the control group.
-        control: a gloo group of all ranks, if there is one. Default: a new one.
-        comm: of the collectives, see `HolderGroup`.
+        nodes: identifier of the node of each global rank. Default: host names, gathered over the control group.
+        control: a gloo group of all ranks. Default: a new group.
+        comm: module with the collectives, see `HolderGroup`.
         timeout: of the groups. Default: that of the default group.
 
     Attributes:
-        ranks: as given.
+        ranks: the argument.
         rank: this rank's data-parallel index.
-        data_parallel: the group of all data-parallel ranks that share this rank's part of tensors.
-        tensor_parallel_rank: which list of `ranks` this rank is in.
-        tensor_parallel_size: number of these lists.
+        data_parallel: the group of this rank's data-parallel ranks.
+        tensor_parallel_rank: index of the list in `ranks` that contains this rank.
+        tensor_parallel_size: number of lists in `ranks`.
         control: gloo group of all ranks, for barriers and objects.
-        num_groups: process groups that this rank is a member of, control included, the default group not.
+        num_groups: number of process groups of this rank, with control, without the default group.
     """
 
     def __init__(
@@ -118,18 +118,18 @@ class Groups:
         return group
 
     def of(self, holders: Holders) -> HolderGroup | None:
-        """The group of a holder set; None if this rank is no holder."""
+        """The group of a holder set; None if this rank is not a holder."""
         return self._groups.get(holders)
 
     def close(self) -> None:
-        """Destroy all groups but the default one."""
+        """Destroy all groups except the default group."""
         for group in self._created:
             dist.destroy_process_group(group)
         self._created.clear()
 
 
 def group_of_one() -> Any:
-    """A process group of this rank alone, one for the process, for whoever cannot do without a group."""
+    """A process group of this rank alone, created once per process, for APIs that require a group."""
     known = dist.distributed_c10d._world.pg_map
     if not (_of_one and _of_one[-1] in known):
         _of_one.append(dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc=HOLDERS))
@@ -140,20 +140,22 @@ _of_one: list[Any] = []
 
 
 def timeout_of_the_run() -> timedelta | None:
-    """Of the default group. Groups that are made without one get their backend's, whatever the run was started with."""
+    """Timeout of the default group. New groups would otherwise get their backend's default."""
     group = dist.group.WORLD
     assert group is not None
     options = group._get_backend(group._device_types[0]).options
-    return None if options is None else options._timeout  # a fake backend has none
+    return None if options is None else options._timeout  # fake backends have none
 
 
 def exchange(arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor], group: HolderGroup) -> None:
-    """Send `leaving[i]` to the holder at position i, and receive `arriving[i]` from it; this holder's own are not used.
+    """Send `leaving[i]` to the holder at position i, and receive `arriving[i]` from it, for all i but this position.
 
-    Receives are posted first. Gloo's all-to-all posts sends first, so that one direction waits for the other.
+    Receives are posted first. Gloo's all-to-all posts sends first, so one direction waits for the other.
     """
     ranks = dist.get_process_group_ranks(group.process_group)
-    peers = [(group.position + step) % group.size for step in range(1, group.size)]  # not all send to the same one
+    peers = [
+        (group.position + step) % group.size for step in range(1, group.size)
+    ]  # staggered, so that not all send to the same rank
     works = [group.comm.irecv(arriving[p], ranks[p], group.process_group, _TAG) for p in reversed(peers)]
     works += [group.comm.isend(leaving[p], ranks[p], group.process_group, _TAG) for p in peers]
     for work in works:
@@ -161,12 +163,12 @@ def exchange(arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor], 
 
 
 def reduce_scatter(output: torch.Tensor, flat: torch.Tensor, group: HolderGroup, received: torch.Tensor | None) -> None:
-    """Sum `flat` over the holders; each gets its shard. The sum is in fp32 where the collective leaves it to us.
+    """Reduce-scatter (sum) `flat` over the holders. With direct exchange the sum has the dtype of `output`.
 
     Args:
         output: [shard size], of any dtype; may be this holder's part of `flat`.
-        flat: [holders * shard size] in the dtype on the wire.
-        received: like `flat`, overwritten; needed where `group.exchanges_directly`.
+        flat: [holders * shard size] in the communication dtype.
+        received: buffer like `flat`; required with `group.exchanges_directly`.
     """
     if group.size > 1 and not group.exchanges_directly:
         same = output if output.dtype == flat.dtype else torch.empty_like(output, dtype=flat.dtype)
@@ -189,7 +191,7 @@ def reduce_scatter(output: torch.Tensor, flat: torch.Tensor, group: HolderGroup,
 
 
 def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: HolderGroup) -> None:
-    """Fill `flat` [ranks * shard size] with the shards of all ranks; `shard` may be this rank's part of it."""
+    """All-gather shards into `flat` [ranks * shard size]; `shard` may be this rank's part of it."""
     if group.size > 1 and not group.exchanges_directly:
         single = getattr(group.comm, "all_gather_single", None)  # torch 2.13
         (single or group.comm.all_gather_into_tensor)(flat, shard, group=group.process_group)
@@ -202,7 +204,7 @@ def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: HolderGroup) -> N
 
 
 def reduce(output: torch.Tensor, flat: torch.Tensor, group: HolderGroup, owner: int) -> None:
-    """Sum `flat` over the holders into `output` of the owner; the others' outputs are empty. `flat` is overwritten.
+    """Reduce (sum) `flat` to `output` of the owner; other outputs are empty. `flat` is overwritten.
 
     Args:
         owner: data-parallel index.
@@ -214,7 +216,7 @@ def reduce(output: torch.Tensor, flat: torch.Tensor, group: HolderGroup, owner: 
 
 
 def broadcast(flat: torch.Tensor, group: HolderGroup, owner: int) -> None:
-    """Send the owner's `flat` to all holders."""
+    """Broadcast the owner's `flat` to all holders."""
     if group.size > 1:
         group.comm.broadcast(flat, _global_rank(group, owner), group=group.process_group)
 

@@ -1,9 +1,9 @@
 """The gradient norm of the dense model, and clipping.
 
 The norm is that of the averaged gradient. Every parameter counts once, whatever its number of holders, replicas and
-tensor-parallel ranks: each rank adds the squares of the shards that it owns, tensors that tensor-parallel ranks have in
-common only on the first of them, and one reduction over all ranks adds these sums. An infinite or NaN gradient anywhere
-makes the norm infinite or NaN on every rank, before anybody updates a weight.
+tensor-parallel ranks. Each rank sums the squares of the shards that it owns; replicated tensors count on the first
+tensor-parallel rank only. One all-reduce over all ranks adds these sums. An infinite or NaN gradient anywhere makes the
+norm infinite or NaN on every rank, before any weight is updated.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import torch.distributed as dist
 
 
 def gradient_norm(owned: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """L2 norm over all ranks. Every rank calls it.
+    """L2 norm over all ranks; collective.
 
     Args:
-        owned: averaged gradients of the shards that this rank owns, those that count elsewhere left out; all on one
-            device.
-        device: where the backend of the default group takes tensors.
+        owned: averaged gradients of this rank's shards, without those that other ranks count; all on one device.
+        device: of collectives in the default group.
 
     Returns:
         float64 scalar, the same on all ranks.
@@ -34,11 +33,11 @@ def gradient_norm(owned: Sequence[torch.Tensor], device: torch.device) -> torch.
 
 
 def scale_gradients(gradients: Sequence[torch.Tensor], norm: torch.Tensor, clip: float, loss_scale: float) -> None:
-    """Divide gradients by the loss scale, and further down to a norm of `clip` where theirs is greater; in place.
+    """Unscale gradients by the loss scale, and clip them to the norm `clip`; in place.
 
     Args:
-        norm: of the gradients without the loss scale.
-        clip: greatest norm; 0 does not clip.
+        norm: of the unscaled gradients.
+        clip: maximum norm; 0 does not clip.
     """
     if not gradients:
         return

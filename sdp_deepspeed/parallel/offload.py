@@ -1,5 +1,5 @@
-"""CPU offload: the optimizer steps a shard in host memory, weights stay on the device. And states that are moved to the
-host between steps only (DeepSpeed's `offload_states`)."""
+"""CPU offload: the optimizer steps a shard in host memory, while weights stay on the device. Also moves states to the
+host between steps (DeepSpeed's `offload_states`)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Moved = list[tuple[torch.Tensor, torch.device]]
 
 
 class HostShard:
-    """Host memory for one shard: fp32 weights, their gradient, and rounded weights on their way to the device.
+    """Host memory of one shard: fp32 weights, their gradient, and a staging buffer of rounded weights.
 
-    With pinned memory copies are queued on the device's current stream: synchronize it before the host reads a
+    With pinned memory, copies are asynchronous on the device's current stream: synchronize it before the host reads a
     gradient, and before weights are stepped again.
 
     Args:
         weights: flat, on the device.
-        pin_memory: whether memory is page-locked, if the device is not the CPU.
+        pin_memory: whether to use page-locked memory, if the device is not the CPU.
 
     Attributes:
         weights: flat, fp32.
@@ -35,25 +35,25 @@ class HostShard:
         return torch.empty(like.shape, dtype=dtype, device="cpu", pin_memory=self._pins)
 
     def receive_gradient(self, gradient: torch.Tensor, *, adds: bool) -> torch.Tensor:
-        """The gradient in host memory.
+        """Copy a gradient to host memory, and return it there.
 
         Args:
             gradient: fp32, on the device; overwritten.
-            adds: whether to add it to what was received before.
+            adds: whether to accumulate.
         """
         if adds:
             gradient.add_(self._gradient.to(self._device, non_blocking=self._pins))
         return self._gradient.copy_(gradient, non_blocking=self._pins)
 
     def send_weights(self, target: torch.Tensor) -> None:
-        """Round `weights` into a tensor on the device."""
+        """Copy `weights`, rounded, to a tensor on the device."""
         if self._rounded is not self.weights:
             self._rounded.copy_(self.weights)
         target.copy_(self._rounded, non_blocking=self._pins)
 
 
 def move_to_host(tensors: Iterable[torch.Tensor], *, pin_memory: bool) -> Moved:
-    """Move tensors to host memory in place; returns those that were on a device, for `move_back`."""
+    """Move tensors to host memory in place. Returns the moved ones, for `move_back`."""
     moved = [(tensor, tensor.device) for tensor in tensors if tensor.device.type != "cpu"]
     for tensor, _ in moved:
         tensor.data = torch.empty_like(tensor, device="cpu", pin_memory=pin_memory).copy_(tensor.detach())

@@ -2,37 +2,38 @@
 
 A step, for every bucket that this rank holds:
 
-1. gradients are averaged over the holders. Stage 0: an all-reduce, and every holder has the average. Stages 1 and 2: a
+1. Gradients are averaged over the holders. Stage 0: an all-reduce, and every holder has the average. Stages 1 and 2: a
    reduce-scatter, and each holder has the average of the shard that it owns. Stages 0 and 1 do this after the last
-   micro-step, stage 2 in every backward pass, where owners add up their shards and local gradients are freed;
-2. the norm of the whole gradient is taken (norm.py), gradients are clipped, or the step is skipped;
-3. the optimizer steps fp32 shards, element by element. One that updates whole tensors (Muon) steps those that this rank
-   owns: their gradients are reduced to it, their weights broadcast from it;
-4. weights return. Forward regime: an all-gather over the holders. Backward regime: every rank runs the whole model, so
-   for each depth range one all-gather over all data-parallel ranks, of what each of them owns in it.
+   micro-step; stage 2 does it in every backward pass, where owners accumulate their shards and local gradients are
+   freed.
+2. The norm of the whole gradient is computed (norm.py). Gradients are clipped, or the step is skipped.
+3. The optimizer steps fp32 shards. If it updates whole tensors (Muon), it steps the tensors that this rank owns: their
+   gradients are reduced to it, and their weights broadcast from it.
+4. Weights are returned. Forward regime: an all-gather over the holders. Backward regime: every rank runs the whole
+   model, so for each depth range there is one all-gather over all data-parallel ranks.
 
-Order of collectives
---------------------
-All ranks have one list of buckets (`plan_buckets`), sorted by (depth at which the last gradient is ready, holders,
-param group and dtype). Each rank goes through those that it holds in this order, in every phase: averages of a backward
-pass, the norm, weights. A bucket that is complete early waits for its turn; shared tensors have their turn like others.
-Each collective is issued with `async_op=False` on one stream, so that the next one starts after it has ended and two of
-a rank's communicators never run at once. Where ranks exchange shards directly (`groups.exchange`), these messages are
-one collective: it has ended on a rank when all that it sends and receives there has.
+Order of collectives -------------------- All ranks have the same list of buckets (`plan_buckets`), sorted by (depth at
+which the last gradient is ready, holders, param group and dtype). Each rank processes the buckets that it holds in this
+order, in every phase: averages of a backward pass, the norm, weights. A bucket that is complete early waits for its
+turn; so do shared tensors. Collectives are issued with `async_op=False` on one stream: the next one starts after the
+previous one has finished, so two communicators of a rank never run at once. If ranks exchange shards directly
+(`groups.exchange`), these messages count as one collective, which has finished on a rank when all its messages there
+have.
 
-This cannot deadlock. Give each collective the key (number of the phase, place in the list); its members agree on the
-key, and each rank issues its collectives by ascending key. Suppose that some collective never ends, and take the one
-with the smallest key. All collectives with smaller keys have ended, so none of its members waits in another one: each
-is inside it, or computes and will be. Hence all members arrive, and it ends: a contradiction. Collectives of the host
-between one data-parallel index's own ranks (tensor parallelism) leave this true: these ranks hold the same buckets, so
-all of them insert such a collective at the same place of the order.
+This cannot deadlock. Give each collective the key (number of the phase, position in the list). Its members agree on the
+key, and each rank issues its collectives in ascending order of keys. Suppose that some collective never finishes, and
+take the one with the smallest key. All collectives with smaller keys have finished, so none of its members waits in
+another one: each is inside it, or is computing and will enter it. Hence all members arrive, and it finishes: a
+contradiction. Collectives of the host between tensor-parallel ranks do not change this: these ranks hold the same
+buckets, so all of them insert such a collective at the same position.
 
-When a rank takes its turn is its own affair: a tensor that gets several gradients in one backward pass keeps its
-bucket to the end of the pass, on the ranks that saw it happen. The first pass shows which do. In stages 0 and 1 it
-reduces nothing early; stage 2 cannot wait, so after it all ranks agree on buckets that are reduced once more.
+When a rank reduces a bucket may differ between ranks. If a tensor gets several gradients in one backward pass, its
+bucket is reduced at the end of the pass, on the ranks where that happened. The first pass detects such tensors. In
+stages 0 and 1 it reduces nothing early. Stage 2 cannot wait, so after the first pass all ranks agree on buckets that
+are reduced again.
 
-The list depends on facts that all ranks share, never on which gradients came: at the end of a backward pass the
-remaining buckets are reduced in order, with zeros where no gradient came (experts without tokens, skipped branches).
+The list depends on facts that all ranks share, never on which gradients exist. At the end of a backward pass the
+remaining buckets are reduced in order, with zeros for missing gradients (experts without tokens, skipped branches).
 """
 
 from __future__ import annotations
@@ -56,35 +57,35 @@ from sdp_deepspeed.units import Piece
 
 
 class ShardedOptimizer:
-    """Steps an optimizer on what this rank owns, shards or whole tensors. Every rank constructs it, with equal options.
+    """Steps an optimizer on the shards or whole tensors that this rank owns. Every rank constructs it, with equal
+    options.
 
     Args:
-        optimizer: of the dense model's parameters, not stepped yet. Its param groups get this rank's shards in place of
-            parameters; other options stay.
+        optimizer: over the dense model's parameters, not stepped yet. Parameters in its param groups are replaced by
+            this rank's shards; other options are unchanged.
         mask: this rank's subnetwork. Its `parameters` (by dense name), `pieces` (of each tensor, with their holders, in
-            the order of the forward pass), `shapes` (of dense tensors), `is_applied` and
-            `view(piece, of)` are used.
+            forward order), `shapes` (of dense tensors), `is_applied` and `view(piece, of)` are used.
         groups: process groups of all holder sets.
-        param_groups: index of the param group of each tensor to be trained, by dense name. The same on all ranks, so
-            without parameters that the user froze and with those that only the mask froze here.
-        regime: where weights return to.
-        stage: ZeRO's.
-        clip: greatest gradient norm; 0 does not clip.
+        param_groups: param group index of each trained tensor, by dense name. The same on all ranks: without parameters
+            that the user froze, with those that only the mask froze here.
+        regime: "forward" returns weights to the holders, "backward" to all ranks.
+        stage: ZeRO stage.
+        clip: maximum gradient norm; 0 does not clip.
         bucket_size: see `plan_buckets`.
-        overlap: whether stages 0 and 1 reduce buckets during backward, as soon as they are complete and their turn has
-            come, as stage 2 does always; and, on a GPU, on a stream of its own.
-        gradient_dtype: in which gradients of micro-steps are summed. Default: the weights'.
-        wire_dtype: in which they are sent. Default: that in which they are summed.
+        overlap: whether stages 0 and 1 reduce complete buckets during backward, as stage 2 always does, and on a GPU
+            on a separate stream.
+        gradient_dtype: dtype in which gradients of micro-steps are accumulated. Default: that of the weights.
+        wire_dtype: communication dtype of gradients. Default: the accumulation dtype.
         replicated: tensors that are equal on all tensor-parallel ranks; the norm counts them once.
-        offload: whether the optimizer steps shards in host memory, with their gradients and its state (CPU offload).
-        pin_memory: of that memory, if weights are on a GPU.
+        offload: whether shards, gradients and optimizer state are in host memory (CPU offload).
+        pin_memory: whether to pin that memory, if weights are on a GPU.
 
     Attributes:
-        is_last_micro_step: whether the coming backward pass is the last before `step`. The host sets it.
+        is_last_micro_step: whether the next backward pass is the last before `step`. Set by the host.
         norm: of the last step's averaged gradient before clipping; None before the first step.
         held: buckets of which this rank is a holder, in the order of collectives.
-        buckets: these; in the backward regime all.
-        param_groups: as above.
+        buckets: `held`; in the backward regime all buckets.
+        param_groups: the argument.
     """
 
     def __init__(
@@ -126,12 +127,14 @@ class ShardedOptimizer:
         buckets = [Bucket(layout, groups.of(layout.holders), owns_all=stage == 0) for layout in layouts]
         self.buckets = [b for b in buckets if b.group is not None or regime == "backward"]
         self.held = [b for b in buckets if b.group is not None]
-        self._numbers = [number for number, bucket in enumerate(buckets) if bucket.group is not None]  # of `held`
-        self._num_buckets = len(buckets)  # of all ranks
-        self._next = 0  # of `held`, the first that has not been reduced
+        self._numbers = [
+            number for number, bucket in enumerate(buckets) if bucket.group is not None
+        ]  # indices of `held` in the list of all ranks
+        self._num_buckets = len(buckets)  # in the list of all ranks
+        self._next = 0  # index in `held` of the first bucket that has not been reduced
         self._is_first_pass = True  # of backward
-        self._seen: set[str] = set()  # tensors whose gradient has come in this pass
-        self._repeated: set[str] = set()  # those that have got several in one pass
+        self._seen: set[str] = set()  # tensors with a gradient in this pass
+        self._repeated: set[str] = set()  # tensors with several gradients in one pass
         self._num_reduced_passes = 0  # backward passes of this step that stage 2 has reduced
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
@@ -140,7 +143,7 @@ class ShardedOptimizer:
         for index, bucket in enumerate(self.held):
             for number, part in enumerate(bucket.layout.slices):
                 self._slots_of[part.piece.parameter].append((index, number))
-        # of each tensor the dim that is cut, and the lengths of the slices that are held, which lie side by side
+        # cut dimension of each tensor, and lengths of its held slices, which are adjacent
         self._cuts: dict[str, tuple[int | None, list[int]]] = {}
         places: dict[Piece, int] = {}
         for name in self._slots_of:
@@ -165,24 +168,24 @@ class ShardedOptimizer:
                 for i in range(len(optimizer.param_groups))
             ],
         )
-        self._fused: list[dict[str, Any]] = []  # param groups whose kernel was chosen here
-        if stage > 0:  # in stage 0 holders must agree in bits, and a CPU's fused kernel rounds by where elements lie
+        self._fused: list[dict[str, Any]] = []  # param groups for which the fused kernel was chosen here
+        if stage > 0:  # stage 0 needs bitwise agreement; fused CPU kernels round by position
             self._fused = prefer_fused(optimizer)
         self._num_param_groups = len(optimizer.param_groups)
         self._moved: Moved = []
         self._is_offloaded = False
 
     def _stepped_whole(self, param_groups: Mapping[str, int], replicated: Collection[str]) -> list[str]:
-        """Tensors that the optimizer must step as a whole.
+        """Names of tensors that the optimizer must step as a whole.
 
         Raises:
-            ValueError: it cannot; the same on all ranks.
+            ValueError: the same on all ranks: such a tensor is not a matrix, is cut, or is divided.
         """
         whole_groups = groups_of_whole_tensors(self.optimizer)
         names = [name for name, index in param_groups.items() if index in whole_groups]
         for name in names:
-            if len(self.mask.shapes[name]) < 2:  # DeepSpeed's would take its gradient for an update
-                why = "is no matrix; put it into a param group that AdamW steps (DeepSpeed's Muon: use_muon=False)"
+            if len(self.mask.shapes[name]) < 2:  # DeepSpeed's Muon would apply the raw gradient
+                why = "is not a matrix; put it into a param group for AdamW (DeepSpeed's Muon: use_muon=False)"
             elif self.mask.pieces[name][0][0].dim is not None:
                 why = "is cut into neurons or heads; use block units for it, or an elementwise optimizer"
             elif self.groups.tensor_parallel_size > 1 and name not in replicated:
@@ -195,10 +198,10 @@ class ShardedOptimizer:
     # ---- memory ----------------------------------------------------------------------------------------------------
 
     def _place_buffers(self) -> None:
-        """Allocate flat buffers, make whole tensors views of them, create the shards.
+        """Allocate flat buffers, make whole tensors views of them, and create the shards.
 
-        Weights of cut tensors, and gradients that wait in `.grad`, are in flat buffers only while their bucket is sent:
-        one buffer for each dtype has them by turns.
+        Weights of cut tensors, and gradients that stay in `.grad`, are in flat buffers only while their bucket is sent:
+        all buckets of a dtype share one buffer.
         """
         largest: defaultdict[torch.dtype, int] = defaultdict(int)
         for bucket in self.buckets:
@@ -233,11 +236,11 @@ class ShardedOptimizer:
         return self._gradient_dtype or bucket.layout.dtype
 
     def _takes_gradients_early(self, bucket: Bucket) -> bool:
-        """Whether gradients are summed in the bucket; else in `.grad`, until the bucket is reduced."""
+        """Whether gradients are accumulated in the bucket, not in `.grad`."""
         return self.stage < 2 and (bucket.layout.is_whole or self._dtype_of(bucket) != bucket.layout.dtype)
 
     def _buffer(self, use: str, dtype: torch.dtype, size: int) -> torch.Tensor:
-        """A flat buffer that is kept and has one use at a time."""
+        """A cached flat buffer, with one use at a time."""
         kept = self._scratch.get((use, dtype))
         if kept is None or kept.numel() < size:
             kept = self._scratch[use, dtype] = torch.empty(size, dtype=dtype, device=self._device)
@@ -245,8 +248,8 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def refresh_shards(self) -> None:
-        """Take weights that were changed from outside (a dense view, a checkpoint) into the shards. fp32 values stay
-        where the weight is still their rounding."""
+        """Update the shards after weights were changed from outside (dense view, checkpoint). fp32 values that still
+        round to the weight are kept."""
         for bucket in self.held:
             if bucket.layout.is_whole:
                 self._relink(bucket)
@@ -255,8 +258,8 @@ class ShardedOptimizer:
             bucket.refresh_shard()
 
     def offload_states(self, *, states: bool = True, masters: bool = True, pin_memory: bool = False) -> None:
-        """Move the optimizer's state and fp32 copies of weights to host memory, until `reload_states`. Copies of which
-        the optimizer steps whole tensors stay: these are views of them."""
+        """Move optimizer state and fp32 copies of weights to host memory, until `reload_states`. Copies that are
+        stepped as whole tensors stay, since those are views."""
         tensors = [value for state in self.optimizer.state.values() for value in state.values()] if states else []
         copies = [bucket for bucket in self.held if not bucket.steps_in_place and bucket.layout.owner is None]
         tensors += [bucket.shard for bucket in copies] if masters else []
@@ -269,7 +272,7 @@ class ShardedOptimizer:
         self._moved, self._is_offloaded = [], False
 
     def _relink(self, bucket: Bucket) -> None:
-        """Tensors whose `.data` was replaced from outside are views of the bucket again, with their new values."""
+        """Make tensors whose `.data` was replaced views of the bucket again, with their new values."""
         for part, slot in zip(bucket.layout.slices, bucket.weight_slots, strict=True):
             parameter = self._parameters[part.piece.parameter]
             if parameter.data_ptr() != slot.data_ptr():
@@ -279,19 +282,21 @@ class ShardedOptimizer:
     # ---- gradients -------------------------------------------------------------------------------------------------
 
     def _on_gradient(self, name: str) -> None:
-        """A tensor's gradient of this backward pass has been added to its `.grad`."""
+        """Hook: a gradient has been accumulated in a tensor's `.grad`."""
         if not self.mask.is_applied:
-            raise RuntimeError("a backward pass inside engine.dense(): use torch.autograd.grad, or leave it first")
+            raise RuntimeError(
+                "a backward pass inside engine.dense(): use torch.autograd.grad, or leave the context first"
+            )
         indices = {index for index, _ in self._slots_of[name]}
-        if name in self._seen:  # as reentrant activation checkpointing has it, once for each segment that uses it
+        if name in self._seen:  # for example with reentrant activation checkpointing
             self._repeated.add(name)
         self._seen.add(name)
         if min(indices) < self._next:
             if self.stage == 2 and self._is_first_pass:
-                return  # `_reduce_again` takes it
+                return  # `_reduce_again` handles it
             raise RuntimeError(
-                f"a gradient of {name!r} came after its average was taken; call step() before the next backward pass; "
-                "a model that begins to checkpoint activations needs a new engine"
+                f"a gradient of {name!r} came after its average was taken; call step() before the next backward pass, "
+                "and enable activation checkpointing before deepspeed.initialize"
             )
         self._take_early(name)
         overlaps = self.overlap and self.is_last_micro_step and not self._is_first_pass
@@ -301,12 +306,12 @@ class ShardedOptimizer:
             self._reduce(only_complete=True)
 
     def _slices_of(self, name: str, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """What is held of a parameter, by slice, as views of the parameter or its gradient."""
+        """Views of the held slices of a parameter, or of its gradient."""
         dim, lengths = self._cuts[name]
         return (tensor,) if dim is None else tensor.split(lengths, dim)
 
     def _take_early(self, name: str) -> None:
-        """Move a gradient into its slots: copy it and let `.grad` be the slot, or add it up in another dtype."""
+        """Move a gradient to its slots: copy it and make `.grad` the slot, or accumulate it in another dtype."""
         parameter = self._parameters[name]
         for index, number in self._slots_of[name]:
             bucket = self.held[index]
@@ -336,8 +341,8 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def finish_backward(self) -> None:
-        """The host calls this once after each backward pass, on every rank: remaining buckets are reduced, in stages 0
-        and 1 if this is the last micro-step and backward overlaps (else `step` does it)."""
+        """Called by the host after each backward pass, on every rank. Stage 2 reduces the remaining buckets; stages 0
+        and 1 do so after the last micro-step with overlap, else in `step`."""
         is_first, self._is_first_pass = self._is_first_pass, False
         self._seen.clear()
         if self.stage == 2:
@@ -357,7 +362,7 @@ class ShardedOptimizer:
             bucket.filled = [False] * len(bucket.filled)
 
     def _reduce(self, *, only_complete: bool) -> None:
-        """Average buckets in order: those that are complete and whose turn has come, or all that remain."""
+        """Average buckets in order: as long as they are complete, or all that remain."""
         views: dict[str, Sequence[torch.Tensor]] = {}
         while self._next < len(self.held):
             bucket = self.held[self._next]
@@ -369,7 +374,7 @@ class ShardedOptimizer:
             self._next += 1
 
     def _reduce_again(self) -> None:
-        """Buckets with tensors that got another gradient after their average was taken, on some rank."""
+        """Reduce buckets again whose tensors got another gradient after their average was taken, on any rank."""
         left = [any(self._parameters[name].grad is not None for name in bucket.names) for bucket in self.held]
         flags = torch.zeros(self._num_buckets, dtype=torch.int32, device=self._device)
         flags[[number for number, is_left in zip(self._numbers, left, strict=True) if is_left]] = 1
@@ -388,7 +393,7 @@ class ShardedOptimizer:
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """The block runs on the side stream, after what the current stream has been given so far."""
+        """Context on the side stream, after the work that is queued on the current stream."""
         if self._stream is None:
             yield
             return
@@ -397,10 +402,10 @@ class ShardedOptimizer:
             yield
 
     def _pack(self, bucket: Bucket, views: dict[str, Sequence[torch.Tensor]]) -> None:
-        """Fill the slots that have no gradient yet, zeros where none came; free `.grad` of tensors that are done.
+        """Fill the slots that have no gradient yet, with zeros for missing gradients; free `.grad` of finished tensors.
 
         Args:
-            views: of gradients, for the other buckets that are packed now.
+            views: cached views of gradients.
         """
         self._make_room(bucket)
         sources, targets, empty = [], [], []
@@ -427,11 +432,11 @@ class ShardedOptimizer:
         bucket.gradients[bucket.layout.num_elements :].zero_()
         if not (self.stage < 2 and bucket.layout.is_whole):
             for name in bucket.names:
-                if self._slots_of[name][-1][0] == self._next:  # no later bucket has a part of it
+                if self._slots_of[name][-1][0] == self._next:  # no later bucket contains a part of it
                     self._parameters[name].grad = None
 
     def _average(self, bucket: Bucket) -> None:
-        """The mean of the gradients over the holders: their sum, divided by their number."""
+        """Average gradients over the holders: their sum, divided by their number."""
         assert bucket.group is not None
         assert bucket.gradients is not None
         assert bucket.shard is not None
@@ -439,7 +444,7 @@ class ShardedOptimizer:
         wire = self._wire_dtype or flat.dtype
         if wire != flat.dtype:
             flat = self._buffer("wire", wire, bucket.layout.size).copy_(flat)
-        if wire == torch.float16:  # the sum may overflow where the mean does not
+        if wire == torch.float16:  # the sum may overflow although the mean does not
             flat.div_(num_holders)
         if bucket.owns_all:
             if num_holders > 1:
@@ -463,18 +468,18 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Average what has not been averaged, after the last micro-step; `step` does it. Every rank calls it."""
+        """Average the remaining gradients after the last micro-step. Collective; called by `step`."""
         if self.stage < 2:
             self._reduce(only_complete=False)
         elif not self._num_reduced_passes:
             self.finish_backward()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        if self._offload and self._device.type == "cuda":  # the host reads gradients
+        if self._offload and self._device.type == "cuda":  # the host reads gradients next
             torch.cuda.current_stream(self._device).synchronize()
 
     def zero_grad(self) -> None:
-        """Drop this step's gradients."""
+        """Drop the gradients of this step."""
         for parameter in self._parameters.values():
             parameter.grad = None
         for bucket in self.held:
@@ -489,19 +494,19 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def step(self, loss_scale: float = 1.0, *, check_overflow: bool = False) -> bool:
-        """Average what has not been averaged, clip, update, return weights, drop gradients. Every rank calls it.
+        """Average the remaining gradients, clip, update, return weights, drop gradients. Collective.
 
         Args:
-            loss_scale: by which losses were multiplied.
-            check_overflow: skip the update, on all ranks, if the gradient is not finite on one.
+            loss_scale: factor of the losses.
+            check_overflow: whether to skip the update on all ranks if the gradient is not finite.
 
         Returns:
             Whether weights were updated.
         """
         if len(self.optimizer.param_groups) != self._num_param_groups:
             raise RuntimeError(
-                f"the optimizer has {len(self.optimizer.param_groups)} param groups, {self._num_param_groups} when the "
-                "engine was built; add them before deepspeed.initialize: gradients of others are not averaged"
+                f"the optimizer has {len(self.optimizer.param_groups)} param groups, but had {self._num_param_groups} "
+                "when the engine was built; add them before deepspeed.initialize"
             )
         if self._is_offloaded:
             raise RuntimeError("the optimizer's state is in host memory; call reload_states() before step()")
@@ -523,7 +528,7 @@ class ShardedOptimizer:
         return True
 
     def _owned_gradients(self) -> list[torch.Tensor]:
-        """Of each shard that counts in this rank's part of the norm; in stage 0 too each holder has one shard."""
+        """Gradients of the shards that this rank counts in the norm; in stage 0, too, each holder counts one shard."""
         counted = [b for b in self.held if not b.layout.is_replicated or self.groups.tensor_parallel_rank == 0]
         return [b.shard_of(b.gradient) if b.owns_all else b.gradient for b in counted if b.gradient is not None]
 
@@ -531,7 +536,7 @@ class ShardedOptimizer:
         return bucket.owns_all and len(bucket.layout.holders) == self.groups.data_parallel.size
 
     def _return_weights(self) -> None:
-        """Write updated shards into the module's tensors: the holders', or in the backward regime everybody's."""
+        """Write updated shards to the module's tensors, of the holders, or in the backward regime of all ranks."""
         if self.regime == "forward":
             views: dict[str, Sequence[torch.Tensor]] = {}
             for bucket in self.held:
@@ -558,19 +563,19 @@ class ShardedOptimizer:
             returned.run(everyone, received, self.mask.view)
 
     def has_gradients(self) -> bool:
-        """Whether there are gradients of a step that has begun."""
+        """Whether there are gradients of an unfinished step."""
         return any(bucket.gradient is not None or any(bucket.filled) for bucket in self.held) or any(
             parameter.grad is not None for parameter in self._parameters.values()
         )
 
     def gradient_tensors(self) -> list[torch.Tensor]:
-        """Gradients besides those in `.grad`: averages, and the buffers in which they are summed."""
+        """Tensors of gradients besides `.grad`: averages and accumulation buffers."""
         averages = [bucket.gradient for bucket in self.held if bucket.gradient is not None]
         buffers = [bucket.gradients for bucket in self.held if self._keeps_gradients(bucket)]
         return averages + [buffer for buffer in buffers if buffer is not None]
 
     def close(self) -> None:
-        """Remove the hooks; the module's tensors and the optimizer's shards stay as they are."""
+        """Remove the hooks; the module's tensors and the optimizer's shards are unchanged."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -581,7 +586,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def shard_parts(self, *, owned: bool) -> list[ShardPart]:
-        """`Bucket.parts` of all buckets that this rank holds, with the values that the module has now."""
+        """`Bucket.parts` of all held buckets, with the module's current values."""
         for bucket in self.buckets:
             if bucket.layout.is_whole:
                 self._relink(bucket)
@@ -589,6 +594,5 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def return_weights(self) -> None:
-        """Write shards that were changed from outside (a checkpoint) into the module's tensors, as after a step. Every
-        rank calls it."""
+        """Write shards that a checkpoint has changed to the module's tensors, as after a step. Collective."""
         self._return_weights()

@@ -1,4 +1,4 @@
-"""Param groups of a client's optimizer: which dense tensors it trains, and shards in place of its parameters."""
+"""Param groups of a client's optimizer: the tensors that it trains, and their replacement by shards."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from torch import nn
 def param_group_indices(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], trainable: Mapping[str, bool]
 ) -> dict[str, int]:
-    """The param group of each tensor that an optimizer trains, by dense name. The caller compares it between ranks.
+    """Param group index of each tensor that an optimizer trains, by dense name. The caller compares it over ranks.
 
     Args:
-        optimizer: of the model's Parameters, not stepped yet. A parameter in none of its groups is not trained.
+        optimizer: over the model's Parameters, not stepped yet. Parameters in no group are not trained.
         parameters: of the model, by dense name; masked or not.
-        trainable: by dense name, whether the user left it trainable. What only the mask froze here is trained.
+        trainable: whether the user left a parameter trainable, by dense name. Parameters that only the mask froze are
+            trained.
 
     Raises:
-        ValueError: the optimizer was stepped before, or has a parameter that the model does not have.
+        ValueError: the optimizer was stepped before, or has a parameter that is not the model's.
     """
     if any(_was_stepped(state) for state in optimizer.state.values()):
         raise ValueError(
-            f"{type(optimizer).__name__} already holds state of earlier steps, which belongs to whole parameters; "
-            "pass a new optimizer, and load a checkpoint afterwards"
+            f"{type(optimizer).__name__} already holds state of earlier steps, for whole parameters; pass a new "
+            "optimizer, and load a checkpoint afterwards"
         )
     names = {id(parameter): name for name, parameter in parameters.items()}
     indices: dict[str, int] = {}
@@ -41,14 +42,14 @@ def param_group_indices(
 
 
 def _was_stepped(state: Mapping[str, Any]) -> bool:
-    """Adagrad has state when it is constructed, with a step count of 0."""
+    """Whether the state is of an earlier step. Adagrad has state with step 0 at construction."""
     return bool(state) and float(state.get("step", 1)) > 0
 
 
 def replace_parameters(optimizer: torch.optim.Optimizer, shards: Sequence[Sequence[nn.Parameter]]) -> None:
-    """Let an optimizer step shards in place of parameters; groups, empty ones too, and their options stay.
+    """Replace the parameters of an optimizer by shards; groups, also empty ones, and their options are kept.
 
-    State that was created with the optimizer has one value for all elements: each shard gets that of the first
+    State that exists at construction (Adagrad) has one value for all elements: each shard gets that of the first
     parameter of its group.
 
     Args:
@@ -66,7 +67,7 @@ def replace_parameters(optimizer: torch.optim.Optimizer, shards: Sequence[Sequen
 
 
 def _has_values(state: Mapping[str, Any]) -> bool:
-    """Masking empties what this rank lacks, also before an optimizer is built."""
+    """Whether state has elements; an earlier mask may have emptied parameters before the optimizer was built."""
     return all(value.numel() for value in state.values() if torch.is_tensor(value))
 
 
@@ -77,8 +78,8 @@ def _initial_value(value: Any, shard: torch.Tensor) -> Any:
 
 
 def prefer_fused(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Let PyTorch's Adam and AdamW step shards in one pass over memory; three times as fast on a CPU. Param groups for
-    which the user chose a kernel stay as they are. Returns the others."""
+    """Use the fused kernels of PyTorch's Adam and AdamW, three times as fast on a CPU. Param groups for which the user
+    chose a kernel are unchanged. Returns the others."""
     chosen = []
     for group in optimizer.param_groups if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) else ():
         is_open = group["fused"] is None and group["foreach"] is None

@@ -1,4 +1,4 @@
-"""Backward regime: updated weights return to all ranks, in one all-gather for each depth range and dtype."""
+"""Backward regime: return updated weights to all ranks, with one all-gather per depth range and dtype."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sdp_deepspeed.units import Piece
 
 
 class Run(NamedTuple):
-    """Shards of one bucket that have the same place in what consecutive ranks send: one copy for all of them.
+    """Consecutive shards of a bucket at the same offset in the messages of consecutive ranks, which one copy stores.
 
     Args:
         position: of the first shard in the bucket.
-        rank: the first.
+        rank: the first rank.
         length: number of ranks.
-        start: of the shard in what its rank sends.
+        start: offset of the shard in the message of its rank.
     """
 
     position: int
@@ -32,12 +32,13 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class ReturnedRange:
-    """Buckets whose weights return together. Each rank sends what it owns of them, padded to the largest count.
+    """Buckets whose weights are returned together. Each rank sends the shards that it owns, padded to the largest
+    count.
 
     Args:
         runs: of each bucket.
-        starts: of each bucket, the place of this rank's shard in what it sends.
-        size: elements that each rank sends.
+        starts: offset of this rank's shard of each bucket in its message.
+        size: number of elements that each rank sends.
     """
 
     buckets: Sequence[Bucket]
@@ -46,12 +47,12 @@ class ReturnedRange:
     size: int
 
     def run(self, group: HolderGroup, received: torch.Tensor, view: Callable[[Piece], torch.Tensor]) -> None:
-        """Send this rank's shards, store everybody's in the module's tensors. Every data-parallel rank calls it.
+        """All-gather the shards, and store them in the module's tensors; a collective of the data-parallel ranks.
 
         Args:
             group: all data-parallel ranks.
-            received: flat [ranks * size], overwritten.
-            view: of the mask.
+            received: buffer, flat [ranks * size].
+            view: `Mask.view`.
         """
         by_rank = received.view(group.size, -1)
         for bucket, start in zip(self.buckets, self.starts, strict=True):
@@ -69,11 +70,11 @@ class ReturnedRange:
 
 
 def plan_returns(buckets: Sequence[Bucket], num_ranks: int, rank: int) -> list[ReturnedRange]:
-    """The all-gathers, in the order of all ranks.
+    """The all-gathers, in the same order on all ranks.
 
     Args:
-        buckets: those of which no rank has all after a step.
-        num_ranks, rank: data-parallel.
+        buckets: those that no rank has completely after a step.
+        num_ranks, rank: data-parallel size and index.
     """
     ranges: defaultdict[tuple[int, torch.dtype], list[Bucket]] = defaultdict(list)
     for bucket in buckets:

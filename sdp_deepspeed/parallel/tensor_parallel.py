@@ -1,14 +1,14 @@
-"""Tensor parallelism: which part of each dense tensor a rank has, of DeepSpeed's AutoTP or of a model that its author
-divided (an `mpu` object names the ranks then).
+"""Tensor parallelism: the part of each dense tensor on a rank, under DeepSpeed's AutoTP or in a model that its author
+has divided (with an `mpu` object).
 
 The ranks of a tensor-parallel group train one copy of a subnetwork together: they hold the same units and see the same
-batches. Each has data-parallel ranks of its own, so holder groups too. Plans name the dense model's coordinates; masks
-and buckets work on what a rank has (`Shards.local_plan`).
+batches. Each of them has its own data-parallel ranks, and therefore its own holder groups. Plans use coordinates of the
+dense model; masks and buckets use those of a rank's tensors (`Shards.local_plan`).
 
-Gradients of replicated tensors are complete on every rank: a column-parallel layer sums the gradient of its input over
-the group, and the bias of a row-parallel layer is added after the sum of outputs. Ranks compute them from the same
-numbers in the same order, so replicated tensors stay equal without another collective. Norms inside heads are the
-exception, since each rank sees its own heads (`partial_gradients`).
+Gradients of replicated tensors are complete on every rank: a column-parallel layer all-reduces the gradient of its
+input, and the bias of a row-parallel layer is added after the all-reduce of outputs. Ranks compute them from the same
+numbers in the same order, so replicated tensors stay equal without further collectives. Norms inside heads are the
+exception, since each rank sees only its own heads (`partial_gradients`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sdp_deepspeed.plan.shards import UNDIVIDED, Division, Shards
 
 @dataclass(frozen=True)
 class WholeModel:
-    """What AutoTP's division leaves no trace of.
+    """Facts of the dense model that are lost when AutoTP divides it.
 
     Args:
         shapes: of the parameters.
@@ -42,25 +42,25 @@ class WholeModel:
 
     @classmethod
     def of(cls, model: nn.Module) -> WholeModel:
-        """Of a model before AutoTP.
+        """Record a model before AutoTP.
 
         Raises:
             ValueError: an earlier engine has divided it.
         """
         if getattr(model, "ds_autotp_parsed", False):
-            raise ValueError("tensor_parallel: an earlier engine divided this model; build or load it anew")
+            raise ValueError("tensor_parallel: an earlier engine divided this model; build or load a new one")
         return cls({name: tuple(p.shape) for name, p in model.named_parameters()}, locate_branches(model))
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """One rank's part in a tensor-parallel group.
+    """One rank's part of a model under tensor parallelism.
 
     Args:
-        group: its process group; None without tensor parallelism.
-        branches: the model's residual branches as this rank has them.
+        group: tensor-parallel process group; None without tensor parallelism.
+        branches: the model's residual branches on this rank.
         shards: which parameters are divided, and how; all others are replicated.
-        partial_gradients: replicated parameters of which each rank computes a summand of the gradient.
+        partial_gradients: replicated parameters whose gradients must be summed over the group.
     """
 
     branches: Sequence[LocatedBranch]
@@ -69,11 +69,11 @@ class TensorParallel:
     partial_gradients: Sequence[str] = ()
 
     def replicated(self, parameters: Mapping[str, Any]) -> list[str]:
-        """Names of those that are equal on all ranks of the group; none without tensor parallelism."""
+        """Names of replicated parameters; none without tensor parallelism."""
         return [name for name in parameters if self.group is not None and name not in self.shards.divisions]
 
     def sum_partial_gradients(self, parameters: Mapping[str, nn.Parameter]) -> list[RemovableHandle]:
-        """From now on gradients in `partial_gradients` are summed over the group before they are accumulated."""
+        """Install hooks that sum gradients of `partial_gradients` over the group before accumulation."""
 
         def summed(gradient: torch.Tensor) -> torch.Tensor:
             gradient = gradient.clone()
@@ -84,14 +84,14 @@ class TensorParallel:
         return [parameter.register_hook(summed) for parameter in trained]
 
     def check_replicated(self, tensors: Mapping[str, torch.Tensor], control: Any) -> None:
-        """Compare what all ranks of the group should have alike; every rank of the job calls it.
+        """Compare replicated tensors over the group; a collective of all ranks of the job.
 
         Args:
             tensors: of this rank, by dense name.
             control: a group of all ranks with a CPU backend.
 
         Raises:
-            ValueError: on all ranks of the group, naming the tensors.
+            ValueError: on all ranks of the group, if tensors differ.
         """
         names = [name for name in self.replicated(tensors) if tensors[name].numel()]
         own = {name: torch.hash_tensor(tensors[name]).view(torch.int64).item() for name in names}
@@ -99,23 +99,23 @@ class TensorParallel:
         differing = [name for name in own if any(other.get(name) != own[name] for other in every)]
         if differing:
             raise ValueError(
-                f"tensor-parallel ranks have different values of {listed(differing)}, which each has whole; build the "
-                "model with the same seed, or from the same weights, on every rank"
+                f"tensor-parallel ranks have different values of the replicated {listed(differing)}; build the model "
+                "with the same seed or weights on every rank"
             )
 
 
 def of_autotp(model: nn.Module, whole: WholeModel, group: Any, control: Any) -> TensorParallel:
-    """What a rank has of a model that AutoTP has divided; every rank of the job calls it.
+    """This rank's part of a model that AutoTP has divided; a collective of all ranks of the job.
 
     Args:
         model: divided.
-        whole: of the same model before.
-        group: the tensor-parallel process group.
+        whole: the same model before.
+        group: tensor-parallel process group.
         control: a group of all ranks with a CPU backend.
 
     Raises:
-        ValueError: the group's size does not divide heads or neurons, or AutoTP divides a branch so that its ranks do
-            not compute what it does.
+        ValueError: the group's size does not divide heads or neurons, or AutoTP divides a branch in a way that changes
+            what it computes.
     """
     parameters = dict(model.named_parameters())
     every = _of_group(gather_objects({name: tuple(p.shape) for name, p in parameters.items()}, control), group)
@@ -127,7 +127,9 @@ def of_autotp(model: nn.Module, whole: WholeModel, group: Any, control: Any) -> 
             divisions[name] = Division(dense, dim, tuple(own[name][dim] for own in every))
             if len(dims) > 1 or sum(divisions[name].lengths) != dense[dim]:
                 shapes = listed(str(own[name]) for own in every)
-                raise ValueError(f"tensor_parallel: {name!r} of shape {dense} is not divided along one dim: {shapes}")
+                raise ValueError(
+                    f"tensor_parallel: {name!r} of shape {dense} is divided into {shapes}, expected parts along one dim"
+                )
     shards = Shards(dist.get_rank(group), len(every), divisions)
     branches = [shards.local_branch(branch) for branch in whole.branches]
     _check_divided(model, branches, divisions)
@@ -135,8 +137,11 @@ def of_autotp(model: nn.Module, whole: WholeModel, group: Any, control: Any) -> 
 
 
 def of_author(model: nn.Module, group: Any, control: Any) -> TensorParallel:
-    """What a rank has of a model that its author divided; every rank of the job calls it. Parameters say so as for
-    ZeRO-1: `model_parallel` or `tensor_model_parallel`, with Megatron's `partition_dim` if they have it."""
+    """This rank's part of a model that its author has divided; a collective of all ranks of the job.
+
+    Divided parameters have the attribute `model_parallel` or `tensor_model_parallel`, as for ZeRO-1, and optionally
+    Megatron's `partition_dim`.
+    """
     marked = {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -159,29 +164,28 @@ def of_author(model: nn.Module, group: Any, control: Any) -> TensorParallel:
 
 
 def _of_group(values: Sequence[Any], group: Any) -> list[Any]:
-    """Of one value of each rank those of a group's ranks."""
+    """The values of a group's ranks, from one value per rank."""
     return [values[rank] for rank in dist.get_process_group_ranks(group)] if group is not None else []
 
 
 def _check_divided(model: nn.Module, branches: Sequence[LocatedBranch], divided: Mapping[str, Division]) -> None:
-    """Refuse branches whose heads need each other, fused projections, layers of which only some are divided: DeepSpeed
-    trains some of them to something else. Layers that gather their output are left to whoever asked for them."""
+    """Raise ValueError for branches that AutoTP changes: heads that depend on each other, fused projections, partly
+    divided branches. Layers that gather their output are accepted."""
     for branch in branches:
         parents = {piece.parameter.rpartition(".")[0] for piece in branch.pieces if piece.parameter in divided}
         gathers = any(getattr(model.get_submodule(name), "gather_output", False) for name in parents)
         reason = branch.uncuttable_reason if branch.cut_tensors else branch.description.uncut_reason
         if parents and reason and not gathers:
             raise ValueError(
-                f"tensor_parallel.autotp_size: DeepSpeed's AutoTP divides {branch.name!r} so that its ranks would not "
-                f"compute what it does: {reason}. Remove tensor_parallel, or say in tensor_parallel.partition_config "
-                "how to divide it"
+                f"tensor_parallel.autotp_size: AutoTP would change what {branch.name!r} computes: {reason}. Remove "
+                "tensor_parallel, or set tensor_parallel.partition_config"
             )
 
 
 def _partial_gradients(
     parameters: Mapping[str, nn.Parameter], branches: Sequence[LocatedBranch], divided: Mapping[str, Division]
 ) -> list[str]:
-    """Norms of single heads in divided branches, unless AutoTP sums their gradients, as its own plans do."""
+    """Norms of single heads in divided branches, unless AutoTP itself sums their gradients."""
     names: list[str] = []
     for branch in branches:
         inner = branch.description.inner
@@ -192,7 +196,7 @@ def _partial_gradients(
 
 
 def _without_heads_of_config(branch: LocatedBranch, divided: Mapping[str, Any]) -> LocatedBranch:
-    """A config counts the heads of the dense model, or of a rank: it does not say which."""
+    """Drop head counts of a config, which may be those of the dense model or of a rank."""
     heads = branch.description.inner.heads if branch.description.inner else None
     is_divided = not divided.keys().isdisjoint(piece.parameter for piece in branch.pieces)
     if heads is None or not heads.startswith("config.") or not is_divided:

@@ -1,4 +1,4 @@
-"""State dicts of a model that tensor-parallel ranks divide: whole tensors on every rank, when they are asked for."""
+"""State dicts with whole tensors for a model that is divided among tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sdp_deepspeed.plan.shards import Division, Shards
 
 
 class WholeStateDicts:
-    """Gathers and narrows what goes through `state_dict` and `load_state_dict` of a model and of its parts.
+    """Hooks that gather tensors in `state_dict` and narrow them in `load_state_dict`, of a model and its submodules.
 
     Args:
         model: divided.
-        shards: who stores what.
-        group: the tensor-parallel process group.
+        shards: the part of each tensor on each rank.
+        group: tensor-parallel process group.
     """
 
     def __init__(self, model: nn.Module, shards: Shards, group: Any) -> None:
@@ -34,8 +34,8 @@ class WholeStateDicts:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """In the block `state_dict` gives whole tensors, a collective of the group, and `load_state_dict` takes them;
-        outside both mean this rank's shards."""
+        """Context in which `state_dict` returns whole tensors, a collective of the group, and `load_state_dict` accepts
+        them. Outside, both use this rank's shards."""
         before, self._are_whole = self._are_whole, True
         try:
             yield
@@ -46,7 +46,7 @@ class WholeStateDicts:
     def _gather(self, own: Mapping[str, str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
         for attribute, name in own.items() if self._are_whole else ():
             key = prefix + attribute
-            if key != name and name in state:  # tied to what is there already
+            if key != name and name in state:  # tied to another key
                 state[key] = state[name]
             elif key in state:
                 state[key] = self._whole(name, state[key].detach())
@@ -55,12 +55,11 @@ class WholeStateDicts:
         division = self._shards.divisions[name]
         if not division.is_known:
             raise RuntimeError(
-                f"{name} is divided among tensor-parallel ranks along an unknown dim; set its attribute partition_dim, "
-                "so that state dicts can be gathered"
+                f"{name} is divided among tensor-parallel ranks along an unknown dim; set its attribute partition_dim"
             )
         whole = shard.new_zeros(division.shape)
         self._own_part(division, whole).copy_(shard)
-        dist.all_reduce(whole, group=self._group)  # exact, as all others add zeros; shards need not have one size
+        dist.all_reduce(whole, group=self._group)  # exact, since other ranks add zeros; shards may have different sizes
         return whole
 
     def _narrow(self, own: Mapping[str, str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:

@@ -1,1 +1,1 @@
-"""The plan: who holds what."""
+"""The plan: which subnetwork holds which unit."""

@@ -1,9 +1,10 @@
-"""Which subnetworks hold which unit: cyclic translates of a base block.
+"""Assign units to subnetworks: holder sets are cyclic translates of a base block.
 
-A base block is a set B of p elements of Z_k; its k translates B + t are the holder sets. How often two subnetworks
-share a unit depends on their difference only, and equals how often that difference occurs within B: the flatter these
-counts, the closer the spectral gap comes to its bound k (p-1) / (p (k-1)). k equal units are balanced exactly.
-Small p take several base blocks, as many as raise the gap and keep a rank in at most eight holder sets.
+A base block is a set B of p elements of Z_k; its k translates B + t are the holder sets. The number of sets that
+contain two given subnetworks depends on their difference only, and equals the number of times this difference occurs
+within B. The flatter these counts, the closer the spectral gap comes to its bound k (p-1) / (p (k-1)). k equal units
+are balanced exactly. Small p use several base blocks, as many as raise the gap and keep a rank in at most eight holder
+sets.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ Block = tuple[int, ...]
 Kind = tuple[int, str | None, UnitCost | None]  # p, branch, cost
 
 MAX_SETS_PER_RANK = 8
-_BALANCED = 1.05  # FLOPs, max over mean
-_TRIES, _WORK = 48, 12_000  # tries, at most; units that make up no round, times k, in all of them
-_SWEEPS, _GOOD = 4, 1.01  # of the local search, and the balance that ends it
-_NEED = 1 << 54  # more than any change of loads; times 256 it fits into int64
-_EXHAUSTIVE = 150_000  # candidates times k; beyond that a local search
+_BALANCED = 1.05  # max/mean of FLOPs
+_TRIES, _WORK = 48, 12_000  # maximum number of tries; maximum of tries * leftover units * k
+_SWEEPS, _GOOD = 4, 1.01  # of the local search: sweeps, and balance at which it ends
+_NEED = 1 << 54  # larger than any change of loads; 256 times it fits into int64
+_EXHAUSTIVE = 150_000  # maximum of candidates * k for an exhaustive search, else a local one
 _SWAPS, _PATIENCE = 256, 6  # of the local search: candidates per step, steps without success
 
 
 def spectral_gap(holders: Sequence[Holders], weights: Sequence[int], num_subnetworks: int) -> float:
-    """1 - lambda_2 of W_ij = sum over units of w_u m_iu m_ju / p_u, rows normalized (DESIGN.md, section 1).
+    """1 - lambda_2 of W_ij = sum over units of w_u m_iu m_ju / p_u, rows normalized (docs/design.md).
 
     Args:
         holders: for each unit its subnetworks.
-        weights: trainable elements of each unit; a unit with none connects nothing.
+        weights: trainable elements of each unit; units without any do not connect subnetworks.
 
     Returns:
-        0.0 if the graph of subnetworks and units falls apart, 1.0 if every subnetwork holds everything.
+        0.0 if the graph of subnetworks and units is disconnected, 1.0 if every subnetwork holds everything.
     """
     k = num_subnetworks
     if k == 1:
@@ -60,7 +61,7 @@ def spectral_gap(holders: Sequence[Holders], weights: Sequence[int], num_subnetw
 
 
 def incidence(holders: Sequence[Holders], num_subnetworks: int) -> Ints:
-    """The table of units by subnetworks, 0 or 1, [U, k]."""
+    """0/1 table of units by subnetworks, [U, k]."""
     table = np.zeros((len(holders), num_subnetworks), dtype=np.int64)
     rows = np.repeat(np.arange(len(holders)), [len(subnetworks) for subnetworks in holders])
     table[rows, [one for subnetworks in holders for one in subnetworks]] = 1
@@ -68,7 +69,7 @@ def incidence(holders: Sequence[Holders], num_subnetworks: int) -> Ints:
 
 
 def num_components(holders: Iterable[Holders], num_subnetworks: int) -> int:
-    """Connected components of the bipartite graph of subnetworks and units; a subnetwork without units is one."""
+    """Number of connected components of the bipartite graph of subnetworks and units."""
     parts = [1 << one for one in range(num_subnetworks)]
     for subnetworks in dict.fromkeys(holders):
         mask = sum(1 << one for one in subnetworks)
@@ -84,11 +85,11 @@ def base_blocks(k: int, p: int, most: int = 1, even: tuple[int, ...] = ()) -> tu
 
     Args:
         k, p: with 1 <= p < k.
-        most: how many at most; only as many as the largest spectral gap takes.
-        even: divisors of k; blocks have equally many elements in each residue class of these, as far as possible. Then
-            the translates by multiples of such a divisor cover all of Z_k equally often.
+        most: maximum number of blocks; fewer if that maximizes the spectral gap.
+        even: divisors of k. Blocks have the same number of elements in each residue class of these, as far as possible;
+            then translates by multiples of such a divisor cover Z_k evenly.
     """
-    if 2 * p > k:  # a complement's difference counts are as flat
+    if 2 * p > k:  # the difference counts of the complement are equally flat
         return tuple(_complement(block, k) for block in base_blocks(k, k - p, most, even))
     blocks: list[Block] = []
     gaps: list[float] = []
@@ -101,7 +102,7 @@ def base_blocks(k: int, p: int, most: int = 1, even: tuple[int, ...] = ()) -> tu
 
 
 def _flattest(k: int, p: int, spectrum: NDArray[np.float64], even: tuple[int, ...]) -> Block:
-    """The block that is best beside those whose power spectra add up to `spectrum`."""
+    """The best block to add to blocks whose power spectra sum to `spectrum`."""
     if comb(k - 1, p - 1) * k <= _EXHAUSTIVE:
         blocks = [(0, *rest) for rest in combinations(range(1, k), p - 1)]
         return blocks[int(np.lexsort(_scores(_indicator(blocks, k), spectrum, even))[0])]
@@ -124,7 +125,7 @@ def _flattest(k: int, p: int, spectrum: NDArray[np.float64], even: tuple[int, ..
 def _scores(
     table: Ints, spectrum: NDArray[np.float64], even: tuple[int, ...]
 ) -> tuple[Ints | NDArray[np.float64], ...]:
-    """What to minimize, the last one first: uneven residues, squares of difference counts, 1 - gap; [n] each."""
+    """Scores to minimize, last one first: uneven residues, squares of difference counts, 1 - gap; [n] each."""
     n, k = table.shape
     power = np.abs(np.fft.rfft(table, axis=1)) ** 2 + spectrum
     differences = np.rint(np.fft.irfft(power, k, axis=1)).astype(np.int64)[:, 1:]
@@ -146,7 +147,7 @@ def _complement(block: Block, k: int) -> Block:
 
 @lru_cache(maxsize=512)
 def translates(block: Block, k: int) -> tuple[Holders, ...]:
-    """B + t for t from 0 to k - 1, each ascending."""
+    """Translates B + t for t from 0 to k - 1, each ascending."""
     return tuple(tuple(sorted((one + t) % k for one in block)) for t in range(k))
 
 
@@ -166,17 +167,17 @@ def assign(
 ) -> tuple[Holders, ...]:
     """Holders of each unit, ascending; deterministic.
 
-    Units of a kind (blocks of equal cost, neurons or heads of a branch) are dealt to all translates in turn. Those that
-    make up no round begin with evenly spread translates, or random ones, and change to others while that balances. Of
-    several tries the one is taken that connects the subnetworks, balances within 5%, and has the largest spectral gap.
+    Units of a kind (blocks of equal cost, neurons or heads of a branch) are dealt to all translates in turn. Leftover
+    units, fewer than a round, start with evenly spread or random translates, and move while that improves the balance.
+    Of several tries, the best one connects the subnetworks, balances within 5%, and has the largest spectral gap.
 
     Args:
         costs: of the units, in model order.
-        num_holders: p of each, 1 to k.
+        num_holders: p of each unit, 1 to k.
         num_subnetworks: k.
-        seed: permutes which of equal units gets which translate; the holder sets stay the same.
-        branches: of units of neurons or heads the branch of which every subnetwork needs one; None for blocks.
-        balance_elements: as well as FLOPs the elements that each subnetwork's optimizer owns.
+        seed: permutes the translates of equal units; the holder sets stay the same.
+        branches: branch of each unit of neurons or heads, of which every subnetwork needs one; None for blocks.
+        balance_elements: whether to balance the elements that each subnetwork's optimizer owns, too.
     """
     k, names = num_subnetworks, [None] * len(costs) if branches is None else branches
     kinds: dict[Kind, list[int]] = {}
@@ -205,20 +206,24 @@ class _Deal:
 
     Args:
         kinds: units by p, branch (None for blocks) and cost (of blocks).
-        amounts: of the units, [U, m].
-        number: of the try. Units that make up no round take translates of flat blocks that are even in residue classes,
-            of the flattest blocks, and of windows of neighbors, in turn; from the sixth try on random ones. In every
-            fourth try others may change theirs too, as where neurons divide into unequal groups.
+        amounts: to balance, [U, m].
+        number: of the try. Leftover units use translates of flat blocks that are even in residue classes, of the
+            flattest blocks, and of windows of neighbors, in turn; from the sixth try on, random ones. In every fourth
+            try other units may move, too, which helps with unequal groups of neurons.
     """
 
     def __init__(self, kinds: Mapping[Kind, list[int]], amounts: Ints, k: int, number: int) -> None:
         self.k, self._amounts = k, amounts
-        self._needs: dict[str | None, list[int]] = {None: [*range(len(amounts))]}  # every subnetwork needs one of each
+        self._needs: dict[str | None, list[int]] = {
+            None: [*range(len(amounts))]
+        }  # every subnetwork needs a unit of each
         for (_, name, _), units in kinds.items():
             if name is not None:
                 self._needs.setdefault(name, []).extend(units)
         self.holders: list[Holders] = [tuple(range(k))] * len(amounts)
-        self._movable: list[tuple[int, list[Holders], Ints, str | None]] = []  # unit, its choice, as a table; branch
+        self._movable: list[
+            tuple[int, list[Holders], Ints, str | None]
+        ] = []  # unit, its candidates, these as a table, branch
         shuffler, numbers = random.Random(number), sorted({p for p, _, _ in kinds if p < k})
         self._max_sets = max(MAX_SETS_PER_RANK, *numbers, 0)
         for p in numbers:
@@ -243,8 +248,8 @@ class _Deal:
                 num_dealt += max(whole, k)
 
     def balance(self) -> None:
-        """Let units change to the translates that lower the squares of loads the most, for a few sweeps. No subnetwork
-        loses the last unit that it needs, and the graph stays as connected as it is."""
+        """Move units to the translates that reduce the sum of squared loads most, for a few sweeps. No subnetwork loses
+        the last unit that it needs, and the graph stays connected."""
         k, holders = self.k, list(self.holders)
         rows = incidence(holders, k)
         loads = rows.T @ self._amounts
@@ -266,8 +271,8 @@ class _Deal:
             self.holders = holders
 
     def flaws(self) -> tuple[int, ...]:
-        """The worst first: subnetworks without a unit that they need; components of the graph of subnetworks and units;
-        imbalance above 1.05 of each amount, in steps of 5%; holder sets of one subnetwork above eight and p."""
+        """Flaws, most severe first: subnetworks without a unit that they need; components of the graph; imbalance above
+        1.05 of each amount, in steps of 5%; number of holder sets of a subnetwork above eight and p."""
         k, rows = self.k, incidence(self.holders, self.k)
         num_sets = int(incidence([*dict.fromkeys(self.holders)], k).sum(axis=0).max())
         return (
@@ -279,14 +284,14 @@ class _Deal:
 
 
 def _imbalance(loads: Ints) -> NDArray[np.float64]:
-    """Max over mean of loads [k, m]; [m]."""
+    """Max/mean of loads [k, m]; [m]."""
     imbalance: NDArray[np.float64] = loads.max(axis=0) * len(loads) / np.maximum(1, loads.sum(axis=0))
     return imbalance
 
 
 def _amounts(costs: Sequence[UnitCost], num_holders: Sequence[int], balance_elements: bool) -> Ints:
-    """What to balance, [U, 1 or 2]: FLOPs and a little of the bytes; elements that a holder owns. Whole numbers, so
-    that all machines decide alike."""
+    """Amounts to balance, [U, 1 or 2]: FLOPs with a small share of bytes; elements that a holder owns. Integers, so
+    that results are equal on all machines."""
 
     def shares(values: Sequence[int], scale: int) -> Ints:
         total = max(1, sum(values))
@@ -298,7 +303,7 @@ def _amounts(costs: Sequence[UnitCost], num_holders: Sequence[int], balance_elem
 
 
 def _permuted(holders: Sequence[Holders], alike: Sequence[list[int]], k: int, seed: int) -> tuple[Holders, ...]:
-    """Shuffle the sets of equal units, and rename all subnetworks by a rotation where that keeps the sets."""
+    """Shuffle the sets of equal units, and rotate all subnetworks if that keeps the sets."""
     shuffler, result = random.Random(seed), list(holders)
     for units in alike:
         sets = [holders[unit] for unit in units]

@@ -1,6 +1,6 @@
-"""Coverage by name and depth: the rules that `coverage` and `holders` may be, and how many holders they give each unit.
+"""Coverage by name and depth: the rules in `coverage` and `holders`, and the number of holders of each unit.
 
-The first rule that matches a unit decides; a unit that none matches stays whole.
+The first rule that matches a unit decides. Units that no rule matches are held by every subnetwork.
 """
 
 from __future__ import annotations
@@ -19,35 +19,45 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Number = TypeVar("Number", bound=float)
 _TOLERANCE = 1e-4  # 0.3333 means 1/3
-_STEPS = 8  # of a profile: each number of holders has holder sets of its own
+_STEPS = 8  # of a profile, since each number of holders has its own holder sets
 
 
 class _Rule(BaseModel, ABC, Generic[Number]):
-    """A rule; a field's description is what its error message says was expected.
-
-    Args:
-        units: regular expression of unit names (Python's re.search); all units if it is left out.
-        profile: "linear": from `first`, of the first layer of the model, to `last`, of the last one.
-        first, last: both ends of a profile.
-        whole_ends: so many layers at either end of the model stay whole, whatever the numbers say.
-    """
+    """A rule. A field's title is what its error message expects; its description is for the docs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    units: str = Field(default="", description="a regular expression of unit names (Python's re)")
-    profile: Literal["linear"] | None = Field(default=None, description='"linear"')
-    first: Number | None = Field(default=None, description="a number as of all units, of the first layer")
-    last: Number | None = Field(default=None, description="a number as of all units, of the last layer")
-    whole_ends: int = Field(default=0, ge=0, description="a whole number of layers")
+    units: str = Field(
+        default="",
+        title="a regular expression of unit names (Python's re)",
+        description="Regular expression of unit names (`re.search`). By default all units.",
+    )
+    profile: Literal["linear"] | None = Field(
+        default=None,
+        title='"linear"',
+        description="In place of one number: `linear` goes from `first` to `last` over the depth of the model.",
+    )
+    first: Number | None = Field(
+        default=None, title="a number as in `coverage` or `holders`", description="Value of the first layer."
+    )
+    last: Number | None = Field(
+        default=None, title="a number as in `coverage` or `holders`", description="Value of the last layer."
+    )
+    whole_ends: int = Field(
+        default=0,
+        ge=0,
+        title="a whole number of layers",
+        description="Every rank holds this many layers at each end of the model.",
+    )
 
     @property
     @abstractmethod
     def flat(self) -> Number | None:
-        """The one number for all units; None with a profile."""
+        """The number for all units; None with a profile."""
 
     @property
     def ends(self) -> tuple[Number, Number]:
-        """What the first and the last layer of the model have; the same without a profile."""
+        """Values of the first and the last layer; equal without a profile."""
         first, last = (self.flat, self.flat) if self.profile is None else (self.first, self.last)
         assert first is not None, "_says_one_thing refuses such a rule"
         assert last is not None, "_says_one_thing refuses such a rule"
@@ -71,9 +81,11 @@ class _Rule(BaseModel, ABC, Generic[Number]):
 
 
 class CoverageRule(_Rule[Share]):
-    """Of a list in `coverage`."""
+    """A rule of `coverage`."""
 
-    coverage: Share | None = Field(default=None, description="a number above 0 and at most 1")
+    coverage: Share | None = Field(
+        default=None, title="a number above 0 and at most 1", description="Coverage of the units that match."
+    )
 
     @property
     def flat(self) -> float | None:
@@ -81,9 +93,11 @@ class CoverageRule(_Rule[Share]):
 
 
 class HoldersRule(_Rule[Count]):
-    """Of a list in `holders`."""
+    """A rule of `holders`."""
 
-    holders: Count | None = Field(default=None, description="a whole number of at least 1")
+    holders: Count | None = Field(
+        default=None, title="a whole number of at least 1", description="Number of holders of the units that match."
+    )
 
     @property
     def flat(self) -> int | None:
@@ -95,11 +109,11 @@ def _tag(value: Any) -> str:
 
 
 def _as_tuple(value: Any) -> Any:
-    """JSON has lists; one rule may stand alone."""
+    """Convert lists of JSON, and single rules, to tuples."""
     return (value,) if isinstance(value, dict) else tuple(value) if isinstance(value, list) and value else value
 
 
-RULES = "rules"  # in the location of pydantic's errors
+RULES = "rules"  # tag in the locations of pydantic's errors
 _EITHER = Discriminator(_tag), BeforeValidator(_as_tuple)
 Coverage = Annotated[Annotated[Share, Tag("number")] | Annotated[tuple[CoverageRule, ...], Tag(RULES)], *_EITHER]
 Holders = Annotated[Annotated[Count, Tag("number")] | Annotated[tuple[HoldersRule, ...], Tag(RULES)], *_EITHER]
@@ -110,18 +124,18 @@ Given = float | tuple[CoverageRule, ...] | tuple[HoldersRule, ...]
 def holders_of_units(
     given: Given, path: str, k: int, names: Sequence[str], layers: Sequence[int], num_layers: int
 ) -> tuple[int, ...]:
-    """p of each unit.
+    """Number of holders p of each unit.
 
     Args:
         given: `coverage` or `holders` of the block.
         path: of `given`, for messages.
         k: number of subnetworks.
         names: of the units.
-        layers: for each unit the index of its layer, counted from the model's first.
-        num_layers: of the model; the first and the last ones may have no unit.
+        layers: layer index of each unit.
+        num_layers: of the model, including layers without units.
 
     Raises:
-        ValueError: more than k holders, coverage that is no whole number of holders, or a rule that decides nothing.
+        ValueError: more than k holders, a fractional number of holders, or a rule without an effect.
     """
     if not isinstance(given, tuple):
         return (whole_holders(given, k, path),) * len(names)
@@ -140,8 +154,8 @@ def holders_of_units(
             raise ValueError(f"{where}: earlier rules match all units that {rule.units!r} matches; the first decides")
         if not cut:
             raise ValueError(
-                f"{where}.whole_ends: got {rule.whole_ends}, which keeps all units of the rule whole; "
-                f"the model has {num_layers} layers"
+                f"{where}.whole_ends: got {rule.whole_ends}, but then every rank holds all units of the rule; the "
+                f"model has {num_layers} layers"
             )
         for unit in cut:
             found[unit] = _holders_by_rule(rule, k, layers[unit], last, where)
@@ -149,7 +163,7 @@ def holders_of_units(
 
 
 def _holders_by_rule(rule: CoverageRule | HoldersRule, k: int, layer: int, last: int, path: str) -> int:
-    """p at a layer: of a profile the nearest of k / 8, 2 k / 8, ..., k; of two the larger."""
+    """p at a layer: for a profile the nearest of k / 8, 2 k / 8, ..., k; if two are equally near, the larger."""
     if rule.profile is None:
         return whole_holders(rule.ends[0], k, path)
     if isinstance(rule, HoldersRule):
@@ -162,10 +176,10 @@ def _holders_by_rule(rule: CoverageRule | HoldersRule, k: int, layer: int, last:
 
 
 def whole_holders(given: float, k: int, path: str) -> int:
-    """p of a share of k subnetworks (float) or of a count (int).
+    """p from a share of k subnetworks (float) or a count (int).
 
     Raises:
-        ValueError: a share that is no whole number of holders, with the nearest that are; a count above k.
+        ValueError: a share that is not a whole number of holders, or a count above k.
     """
     if isinstance(given, int):
         if given > k:
@@ -176,18 +190,18 @@ def whole_holders(given: float, k: int, path: str) -> int:
         return p
     nearest = sorted(sorted(range(1, k + 1), key=lambda n: abs(n / k - given))[:4])
     raise ValueError(
-        f"{path}: {given:g} of {k} subnetworks is {given * k:g} holders per unit, not a whole number; "
-        f"nearest that are: {', '.join(f'{round(n / k, 4):g} (holders {n})' for n in nearest)}"
+        f"{path}: {given:g} of {k} subnetworks is {given * k:g} holders per unit, not a whole number; use "
+        f"{', '.join(f'{round(n / k, 4):g} (holders {n})' for n in nearest)}"
     )
 
 
 def default_subnetworks(given: Given, num_ranks: int, most: int) -> int:
-    """k where the block says "auto": one per rank, fewer where a share would be of more than `most` subnetworks.
+    """k for "auto": one per rank, or fewer if units would have more than `most` holders.
 
     Args:
-        given: `coverage` or `holders` of the block; counts are the user's own choice.
-        num_ranks: D, of which k is a divisor.
-        most: number of holders that is not exceeded if a divisor allows that.
+        given: `coverage` or `holders` of the block; counts are not limited.
+        num_ranks: D; k is a divisor of it.
+        most: maximum number of holders, if a divisor allows that.
     """
     rules = given if isinstance(given, tuple) else ()
     shares = [given] if isinstance(given, float) else [end for rule in rules for end in rule.ends]
@@ -204,7 +218,7 @@ def _is_whole(share: float, k: int) -> bool:
 
 
 def in_words(numbers: Sequence[int]) -> str:
-    """How many holders units have: one number each, or different ones."""
+    """Text for the numbers of holders of units."""
     found = sorted({*numbers})
     if len(found) == 1:
         return f"{found[0]} holders each"

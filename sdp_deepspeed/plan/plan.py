@@ -1,4 +1,18 @@
-"""The plan: which subnetwork holds which unit, as data that is hashed, printed, written and read."""
+"""The plan: which subnetwork holds which unit, as data that is hashed, printed, saved and loaded.
+
+The format of plan.json:
+
+    {"version": 1, "regime": "forward", "strategy": "block", "num_subnetworks": k, "num_holders": p or null, "seed": 0,
+     "hash": "<SHA-256>", "subnetwork_of_rank": [<subnetwork of each data-parallel rank>],
+     "units": [{"name": "model.layers.0.attention",
+                "pieces": [{"parameter": <dense name>, "kind": "parameter" or "buffer",
+                            "dim": <stored dimension> or null, "start": s, "length": l}],
+                "holders": [<subnetworks, ascending>]}]}
+
+`"dim": null` is the whole tensor, and `length` its number of elements. Pieces of different units must not overlap; what
+is in no unit is shared. `num_holders` is null if units have different numbers of holders. It may be omitted, as may
+hash and seed. The hash covers regime, strategy, k, units and holders; remove it from a file that you edit.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +34,7 @@ from sdp_deepspeed.plan.coverage import in_words
 from sdp_deepspeed.units import Kind, Piece, Unit, UnitCost
 
 StrategyName = Literal["block", "neuron"]
-_MAX_LISTED = 64  # rows and columns of the table that are printed
+_MAX_LISTED = 64  # maximum rows and columns of the printed table
 
 
 @dataclass(frozen=True)
@@ -31,14 +45,14 @@ class Plan:
         regime: "forward" or "backward".
         strategy: "block", "neuron", or a mapping by part.
         num_subnetworks: k.
-        num_holders: p, if all units have the same, else None.
-        seed: what the assignment was made with.
-        units: U units in a fixed order; what is in no unit is shared.
-        holders: for each unit its subnetworks, ascending.
+        num_holders: p if it is the same for all units, else None.
+        seed: of the assignment.
+        units: in a fixed order; tensors in no unit are shared.
+        holders: subnetworks of each unit, ascending.
         subnetwork_of_rank: the subnetwork of each data-parallel rank.
 
     Raises:
-        ValueError: a table that breaks a rule, with the unit or rank.
+        ValueError: the table is inconsistent.
     """
 
     regime: str
@@ -55,17 +69,17 @@ class Plan:
 
     @property
     def coverage(self) -> float:
-        """C = p / k; where units have different p the mean, each unit counted alike."""
+        """C = p / k; the unweighted mean if units have different p."""
         return self.mean_coverage([1] * len(self.units))
 
     def mean_coverage(self, weights: Sequence[int]) -> float:
-        """C of the plan; `weights` are FLOPs (or what else counts) per unit, alike if all are zero."""
+        """Mean C weighted by `weights` per unit, such as FLOPs; unweighted if all are zero."""
         weights = weights if any(weights) else [1] * len(self.units)
         held = sum(weight * len(holders) for weight, holders in zip(weights, self.holders, strict=True))
         return held / (sum(weights) * self.num_subnetworks)
 
     def coverage_of(self, unit: int) -> float:
-        """C of the unit of this index."""
+        """C of the unit with this index."""
         return len(self.holders[unit]) / self.num_subnetworks
 
     @property
@@ -75,15 +89,15 @@ class Plan:
 
     @property
     def trains_subnetworks(self) -> bool:
-        """Whether a loss of training is that of a subnetwork, and not the dense model's."""
+        """Whether the training loss is that of a subnetwork, not of the dense model."""
         return self.regime == "forward" and not self.is_whole
 
     def holds(self, unit: int, subnetwork: int) -> bool:
-        """Whether `subnetwork` holds the unit of index `unit`."""
+        """Whether `subnetwork` holds the unit with index `unit`."""
         return subnetwork in self.holders[unit]
 
     def holds_rank(self, unit: int, rank: int) -> bool:
-        """Whether data-parallel rank `rank` holds the unit of index `unit`."""
+        """Whether data-parallel rank `rank` holds the unit with index `unit`."""
         return self.holds(unit, self.subnetwork_of_rank[rank])
 
     def units_of(self, subnetwork: int) -> tuple[int, ...]:
@@ -91,7 +105,7 @@ class Plan:
         return tuple(u for u, holders in enumerate(self.holders) if subnetwork in holders)
 
     def ranks_of(self, unit: int) -> tuple[int, ...]:
-        """Data-parallel ranks that hold the unit of index `unit`, ascending."""
+        """Data-parallel ranks that hold the unit with index `unit`, ascending."""
         return self._ranks_of_set[self.holders[unit]]
 
     @cached_property
@@ -108,7 +122,7 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 (hex) of what decides the training: units, holders, k, regime and strategy."""
+        """SHA-256 (hex) of units, holders, k, regime and strategy."""
         strategy = self.strategy if isinstance(self.strategy, str) else sorted(self.strategy.items())
         sets = {holders: index for index, holders in enumerate(dict.fromkeys(self.holders))}
         units = [
@@ -119,15 +133,15 @@ class Plan:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """The content of plan.json."""
+        """Content of plan.json."""
         return {"version": 1, "hash": self.hash, **_content(self)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """Inverse of `to_json`; a table made elsewhere may leave out the hash and num_holders.
+        """Inverse of `to_json`; hash and num_holders may be omitted.
 
         Raises:
-            ValueError: what is wrong in `data`, by its JSON path.
+            ValueError: invalid data, with its JSON path.
         """
         try:
             content = _PlanFile.model_validate(data)
@@ -148,20 +162,20 @@ class Plan:
         )
         if content.hash not in (None, plan.hash):
             raise ValueError(
-                f"plan.hash: got {content.hash!r}, but the units and holders have {plan.hash!r}; "
-                "remove the hash if they were changed on purpose"
+                f"plan.hash: got {content.hash!r}, but the units and holders have {plan.hash!r}; remove the hash if "
+                "they were changed on purpose"
             )
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write plan.json complete or not at all; one rank calls it."""
+        """Write plan.json atomically; call it on one rank."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         write_text(target, json.dumps(self.to_json(), indent=1) + "\n", concurrent=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan.json; ValueError (with the path) if it cannot be read or does not hold a plan."""
+        """Read plan.json; raises ValueError if it cannot be read or is invalid."""
         try:
             data = json.loads(regular(Path(path)).read_text(encoding="utf-8"))
         except OSError as error:
@@ -174,7 +188,7 @@ class Plan:
             raise ValueError(f"{os.fspath(path)}: {error}") from None
 
     def table(self, costs: Sequence[UnitCost] | None = None, *, rows: bool = True) -> str:
-        """Text to print: units by subnetworks (`rows`), balance, spectral gap, hash."""
+        """Text with the table of units by subnetworks (`rows`), balance, spectral gap and hash."""
         k, num_units = self.num_subnetworks, len(self.units)
         coverage = self.coverage if costs is None else self.mean_coverage([cost.flops for cost in costs])
         lines = [
@@ -197,11 +211,11 @@ class Plan:
 
     @property
     def max_sets_per_rank(self) -> int:
-        """Different holder sets that a rank is in, at most; it needs a process group for each."""
+        """Maximum number of holder sets of a rank, each of which needs a process group."""
         return int(incidence([*dict.fromkeys(self.holders)], self.num_subnetworks).sum(axis=0).max())
 
     def imbalance(self, amounts: Sequence[int]) -> float:
-        """Largest load of a subnetwork over the mean; `amounts` are FLOPs (or what else counts) per unit."""
+        """Max/mean load of a subnetwork; `amounts` per unit, such as FLOPs."""
         loads = incidence(self.holders, self.num_subnetworks).T @ list(amounts)
         return float(loads.max() / loads.mean()) if loads.any() else 1.0
 
@@ -237,7 +251,7 @@ class _PlanFile(_File):
 
 
 def _content(plan: Plan) -> dict[str, Any]:
-    """All of plan.json but version and hash."""
+    """Content of plan.json without version and hash."""
     return {
         "regime": plan.regime,
         "strategy": plan.strategy if isinstance(plan.strategy, str) else dict(plan.strategy),
@@ -257,7 +271,7 @@ def _check_table(plan: Plan) -> None:
     if len(plan.units) != len(plan.holders):
         raise ValueError(f"plan: {len(plan.units)} units but holders for {len(plan.holders)}")
     if len({unit.name for unit in plan.units}) < len(plan.units):
-        raise ValueError("plan: two units have one name; names must differ")
+        raise ValueError("plan: two units have the same name; names must be unique")
     for holders in dict.fromkeys(plan.holders):
         name = plan.units[plan.holders.index(holders)].name
         if not holders or list(holders) != sorted({*holders}) or holders[0] < 0 or holders[-1] >= k:
@@ -265,7 +279,9 @@ def _check_table(plan: Plan) -> None:
         if p not in (None, len(holders)):
             raise ValueError(f"plan: unit {name!r} has {len(holders)} holders, but num_holders is {p}")
     if p is None and len({*map(len, plan.holders)}) == 1:
-        raise ValueError(f"plan.num_holders: got null, but every unit has {len(plan.holders[0])} holders; say so")
+        raise ValueError(
+            f"plan.num_holders: got null, but every unit has {len(plan.holders[0])} holders; set it to that"
+        )
     held = {subnetwork for holders in {*plan.holders} for subnetwork in holders}
     if len(held) < k:
         raise ValueError(f"plan: {k - len(held)} of {k} subnetworks hold no unit; every one needs a unit")

@@ -1,4 +1,4 @@
-"""From a live model and the config block to its plan."""
+"""Compute the plan of a live model from the config block."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def plan_model(
     branches: Sequence[LocatedBranch] | None = None,
     shards: Shards | None = None,
 ) -> tuple[Plan, list[str]]:
-    """The plan, the same on every rank, and warnings about it.
+    """Compute the plan, the same on every rank, and warnings about it.
 
     Args:
-        model: whole, or what a tensor-parallel rank has of it; on the meta device too.
+        model: whole, or the part of a tensor-parallel rank; may be on the meta device.
         block: a parsed config block.
         data_parallel_size: D.
-        branches: the model's residual branches; None finds them.
-        shards: what a tensor-parallel rank has; None if the model is whole.
+        branches: the model's residual branches. Default: located here.
+        shards: the part of a tensor-parallel rank; None if the model is whole.
 
     Raises:
-        ValueError: a block, or a plan that it names, which does not fit the model or the number of ranks.
+        ValueError: the block, or its plan file, does not fit the model or the number of ranks.
     """
     branches = locate_branches(model) if branches is None else branches
     shards = shards or UNDIVIDED
@@ -79,13 +79,13 @@ def make_plan(
     data_parallel_size: int,
     branches: Sequence[str | None] | None = None,
 ) -> Plan:
-    """The plan of units with so many holders each.
+    """Compute the plan of units with given numbers of holders.
 
     Args:
-        branches: for each unit the branch of which every subnetwork needs a unit (heads or neurons), None for blocks.
+        branches: branch of each unit of heads or neurons, of which every subnetwork needs one; None for blocks.
 
     Raises:
-        ValueError: a subnetwork without a unit, or without one of a branch.
+        ValueError: a subnetwork would have no unit, or none of a branch.
     """
     holders = assign(
         costs, num_holders, k, seed=block.seed, branches=branches, balance_elements=block.regime == "backward"
@@ -103,16 +103,16 @@ def _check_reach(holders: Sequence[tuple[int, ...]], k: int, what: str, remedy: 
     if len({subnetwork for one in {*holders} for subnetwork in one}) < k:
         words, least = in_words([*map(len, holders)]), -(-k // max(1, len(holders)))
         raise ValueError(
-            f"{what}: {len(holders)} units with {words} cannot give each of {k} subnetworks one; "
-            f"use {least} or more holders, {remedy}"
+            f"{what}: {len(holders)} units with {words} cannot give each of {k} subnetworks one; use {least} or more "
+            f"holders, {remedy}"
         )
 
 
 def read_plan(block: SubnetworkConfig, data_parallel_size: int) -> Plan:
-    """The plan that `assignment` names, for this number of ranks.
+    """Read the plan in `assignment`, for this number of ranks.
 
     Raises:
-        ValueError: it cannot be read, contradicts the block, or its subnetworks do not divide the ranks.
+        ValueError: it cannot be read, contradicts the block, or its k does not divide the number of ranks.
     """
     assert block.plan_path is not None
     plan = Plan.load(block.plan_path)
@@ -136,7 +136,7 @@ def read_plan(block: SubnetworkConfig, data_parallel_size: int) -> Plan:
 
 
 def num_subnetworks(block: SubnetworkConfig, data_parallel_size: int) -> int:
-    """k: what the block says; by default one per rank, fewer where a unit would have more than eight holders.
+    """k of the block; by default one per rank, or fewer if units would have more than eight holders.
 
     Raises:
         ValueError: k does not divide the number of ranks.
@@ -158,11 +158,11 @@ def _check_divides(k: int, num_ranks: int, where: str) -> None:
 def _given(block: SubnetworkConfig) -> tuple[Given, str]:
     if block.holders is not None:
         return block.holders, f"{KEY}.holders"
-    return block.coverage, f"{KEY}.coverage"  # type: ignore[return-value]  # one of both, or a plan that is read
+    return block.coverage, f"{KEY}.coverage"  # type: ignore[return-value]  # one of them is set, unless a plan is read
 
 
 def _subnetwork_of_rank(k: int, data_parallel_size: int) -> tuple[int, ...]:
-    """Replicas are neighbors: launchers number ranks node by node, so a subnetwork's are packed into few nodes."""
+    """Subnetwork of each rank. Replicas are neighbors: launchers number ranks by node, so they share nodes."""
     return tuple(rank * k // data_parallel_size for rank in range(data_parallel_size))
 
 

@@ -1,7 +1,7 @@
-"""Tensor parallelism as coordinates: which part of each dense tensor a rank of the group stores.
+"""Tensor parallelism as coordinates: the part of each dense tensor that a rank stores.
 
-Plans name the dense model's coordinates (plan.json); masking and the exchange work on the tensors that a rank has, so
-they take the local plan. A unit has equal pieces in every shard, so all ranks of the group have the same local plan.
+Plans use coordinates of the dense model (plan.json). Masking and buckets use the tensors of a rank, and therefore the
+local plan. A unit has equal pieces in every shard, so all ranks of a group have the same local plan.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from sdp_deepspeed.units import Piece, Unit
 
 @dataclass(frozen=True)
 class Division:
-    """A tensor of the dense model that a tensor-parallel group divides; its shards lie side by side along one dim.
+    """Division of a dense tensor among a tensor-parallel group: its shards are concatenated along one dim.
 
     Args:
-        shape: dense. If nobody says along which dim it is divided, its number of elements.
-        dim: stored dimension that is divided.
-        lengths: number of indices along `dim` of each rank of the group.
-        is_known: whether shape and dim are known; without, the tensor can be held or lacked as a whole only.
+        shape: dense shape; the number of elements if the dim is unknown.
+        dim: the divided (stored) dimension.
+        lengths: number of indices along `dim` on each rank.
+        is_known: whether shape and dim are known; otherwise the tensor can only be held or lacked as a whole.
     """
 
     shape: tuple[int, ...]
@@ -38,18 +38,18 @@ class Division:
         return len(set(self.lengths)) == 1
 
     def num_elements(self, index: int) -> int:
-        """Of the shard of the group's rank `index`."""
+        """Number of elements of a rank's shard."""
         return prod(self.shape) // self.shape[self.dim] * self.lengths[index]
 
 
 @dataclass(frozen=True)
 class Shards:
-    """What one rank of a tensor-parallel group stores.
+    """The shards of one rank of a tensor-parallel group.
 
     Args:
         index: of the rank in the group.
-        size: number of ranks in the group.
-        divisions: of the divided parameters, by dense name; every other tensor is replicated.
+        size: of the group.
+        divisions: of divided parameters, by dense name; other tensors are replicated.
     """
 
     index: int
@@ -57,11 +57,11 @@ class Shards:
     divisions: Mapping[str, Division]
 
     def division_of(self, piece: Piece) -> Division | None:
-        """Of the piece's tensor, None if that is replicated."""
+        """Division of the piece's tensor; None if it is replicated."""
         return self.divisions.get(piece.parameter) if piece.kind == "parameter" else None
 
     def dense_unit(self, unit: Unit) -> Unit:
-        """A unit in dense coordinates from the same in those of a shard: each of its slices once in every shard."""
+        """Convert a unit from coordinates of a shard to dense ones: each of its slices occurs in every shard."""
         return Unit(unit.name, tuple(dense for piece in unit.pieces for dense in self._dense_pieces(piece)))
 
     def _dense_pieces(self, piece: Piece) -> Iterator[Piece]:
@@ -76,10 +76,10 @@ class Shards:
                 yield replace(piece, start=piece.start + index * width)
 
     def local_plan(self, plan: Plan) -> Plan:
-        """A plan in dense coordinates as the same plan in those of this rank's tensors.
+        """Convert a plan from dense coordinates to those of this rank's tensors.
 
         Raises:
-            ValueError: a unit whose pieces are not equal in all shards.
+            ValueError: the pieces of a unit differ between shards.
         """
         return replace(plan, units=tuple(map(self._local_unit, plan.units))) if self.divisions else plan
 
@@ -97,12 +97,12 @@ class Shards:
         return Unit(unit.name, tuple(pieces))
 
     def local_piece(self, whole: Piece) -> Piece:
-        """The piece of a whole tensor as that of what this rank has of it."""
+        """Convert a piece that is a whole tensor to this rank's coordinates."""
         division = self.division_of(whole)
         return whole if division is None else replace(whole, length=division.num_elements(self.index))
 
     def _equal_slices(self, unit: Unit, pieces: list[Piece]) -> list[Piece]:
-        """What a unit takes of each shard of one tensor, which must be the same."""
+        """The slices of a unit in each shard of a tensor, which must be equal."""
         division = self.divisions[pieces[0].parameter]
         width = self._width(division, pieces[0])
         found: list[list[tuple[int, int]]] = [[] for _ in range(self.size)]
@@ -115,22 +115,21 @@ class Shards:
             words = listed((", ".join(f"[{a}, {a + n})" for a, n in own) or "nothing" for own in found), separator="; ")
             raise ValueError(
                 f"plan: unit {unit.name!r} takes different pieces of {pieces[0].parameter!r} in the {self.size} "
-                f"tensor-parallel shards of {width} each: {words}. Under tensor parallelism it must take the same of "
-                f"each; use a plan that was made with {self.size} tensor-parallel ranks, or block units"
+                f"tensor-parallel shards: {words}; use a plan made with {self.size} tensor-parallel ranks, or blocks"
             )
         return [replace(pieces[0], start=start, length=length) for start, length in found[0]]
 
     def _width(self, division: Division, piece: Piece) -> int:
-        """Indices of one shard, of a tensor that is cut along the dim along which it is divided."""
+        """Number of indices of a shard, of a tensor that is cut along its divided dim."""
         if not division.is_even or not division.is_known or piece.dim != division.dim:
             raise ValueError(
                 f"{piece.parameter!r} is divided along dim {division.dim} into {division.lengths}, so units cannot "
-                f"take equal pieces of its shards along dim {piece.dim}"
+                f"have equal pieces of its shards along dim {piece.dim}"
             )
         return division.lengths[0]
 
     def local_branch(self, branch: LocatedBranch) -> LocatedBranch:
-        """A branch of the dense model as what this rank has of it.
+        """Convert a branch of the dense model to this rank's part.
 
         Raises:
             ValueError: the group's size does not divide its neurons or heads.
@@ -141,8 +140,7 @@ class Shards:
             cells = "key/value heads" if branch.description.inner and branch.description.inner.heads else "neurons"
             raise ValueError(
                 f"tensor_parallel.autotp_size: got {self.size}, which does not divide the {branch.num_cells} {cells} "
-                f"of {branch.name!r}{f' ({uneven[0]})' if uneven else ''}; use a size that divides them, because a "
-                "unit has equal pieces in every shard"
+                f"of {branch.name!r}{f' ({uneven[0]})' if uneven else ''}; use a size that divides them"
             )
         local = replace(branch, pieces=tuple(map(self.local_piece, branch.pieces)))
         if branch.uncuttable_reason or not divided:

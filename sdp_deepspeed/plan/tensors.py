@@ -1,4 +1,4 @@
-"""The dense model's tensors as a plan sees them, and the pieces that each is made of."""
+"""The dense model's tensors, and the pieces of each in a plan."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ NOT_OPTIMIZED = -1
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What the layout must know of one dense tensor.
+    """Facts of a dense tensor.
 
     Args:
         name: dense name.
         shape: dense shape.
         dtype: of the weights (torch.dtype).
-        group: index of the optimizer param group, NOT_OPTIMIZED for a tensor that no optimizer has.
+        group: param group index; NOT_OPTIMIZED for a tensor in no optimizer.
         kind: "parameter" or "buffer".
-        trainable: whether it required gradients before units were dropped.
-        is_whole: whether one rank steps all of it, since its optimizer does not step each element by itself.
+        trainable: whether it required gradients before masking.
+        is_whole: whether one rank steps all of it, since its optimizer is not elementwise.
     """
 
     name: str
@@ -43,8 +43,7 @@ class TensorInfo:
 def pieces_by_tensor(
     tensors: Sequence[TensorInfo], plan: Plan
 ) -> dict[tuple[str, str], list[tuple[Piece, tuple[int, ...]]]]:
-    """Per (kind, name) the pieces that make up the dense tensor, with the ranks that hold each; what is in no
-    unit is shared by all."""
+    """Pieces of each dense tensor with the ranks that hold them, by (kind, name); all ranks hold what is in no unit."""
     everyone = tuple(range(len(plan.subnetwork_of_rank)))
     claimed: dict[tuple[str, str], list[tuple[Piece, tuple[int, ...]]]] = {}
     for index, unit in enumerate(plan.units):
@@ -66,7 +65,7 @@ def _with_shared_rest(
     dim = claimed[0][0].dim
     if dim is None:
         return claimed
-    if all(holders == everyone for _, holders in claimed):  # as good as shared: nobody stores it cut
+    if all(holders == everyone for _, holders in claimed):  # shared in effect, so it is not cut
         return [(Piece(info.name, None, 0, math.prod(info.shape), kind), everyone)]
     result: list[tuple[Piece, tuple[int, ...]]] = []
     position = 0
@@ -81,7 +80,7 @@ def _with_shared_rest(
 
 
 def dense_tensors(model: nn.Module) -> list[TensorInfo]:
-    """Shapes, dtypes and trainability of a whole model's parameters, in model order."""
+    """Facts of a whole model's parameters, in model order."""
     return [
         TensorInfo(name, tuple(parameter.shape), parameter.dtype, trainable=parameter.requires_grad)
         for name, parameter in model.named_parameters()
@@ -89,5 +88,5 @@ def dense_tensors(model: nn.Module) -> list[TensorInfo]:
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by dense name, each once."""
+    """Parameters and buffers by dense name, without duplicates."""
     return dict(model.named_parameters()) | dict(model.named_buffers())

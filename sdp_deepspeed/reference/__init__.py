@@ -1,1 +1,1 @@
-"""The method executed literally, and its theory: the oracle."""
+"""Reference implementation of the method, for tests, and its theory."""

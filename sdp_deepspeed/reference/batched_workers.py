@@ -1,6 +1,6 @@
-"""The method executed on all virtual workers at once: one pass over the rows of all of them, for studies on one device.
+"""All virtual workers at once, in one pass over the rows of all of them, for studies on one device.
 
-It has the numbers of `Reference`, which runs one worker after the other, and costs what the method computes.
+Equal to `Reference`, which runs one worker after the other, but only as expensive as the method itself.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from sdp_deepspeed.reference.virtual_workers import Reference, divisors
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What depends on the plan and on whose rows there are.
+    """State that depends on the plan and the rows.
 
     Args:
-        rank_of_row: of each row of all micro-batches.
+        rank_of_row: rank of each row of all micro-batches.
         divisors: number of holding ranks of each element.
     """
 
@@ -35,13 +35,13 @@ class _Prepared:
 class BatchedReference(Reference):
     """`Reference` in one forward and one backward pass.
 
-    `loss_of` returns a loss for each row of a batch; that of a micro-batch is their mean. A micro-batch is a tensor
-    with rows in dim 0, or a mapping to such tensors; all of a step are joined. Random numbers, such as of dropout, are
-    drawn for all rows together. Gradients add up in the weights' dtype.
+    `loss_of` returns a loss for each row of a batch; the loss of a micro-batch is their mean. A micro-batch is a tensor
+    with rows in dim 0, or a mapping to such tensors; all micro-batches of a step are concatenated. Random numbers, for
+    example of dropout, are drawn for all rows together. Gradients are accumulated in the weights' dtype.
 
     Raises (by `step`):
-        ValueError: a model whose rows depend on one another (batch norm, experts), or with layers that are cut and not
-            linear; `Reference` takes those.
+        ValueError: the rows of the model depend on each other (batch norm, experts), or cut layers are not linear; use
+            `Reference` for these.
     """
 
     _prepared: _Prepared | None = field(default=None, init=False, repr=False)
@@ -61,7 +61,7 @@ class BatchedReference(Reference):
         return [[next(rest) for _ in own] for own in batches], self._average(prepared.divisors)
 
     def _average(self, counts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The sum of all rows' gradients, divided by the number of holding ranks."""
+        """Sum of all rows' gradients, divided by the number of holding ranks."""
         return {
             name: torch.zeros_like(parameter, dtype=torch.float32)
             if parameter.grad is None
@@ -70,7 +70,7 @@ class BatchedReference(Reference):
         }
 
     def _prepare(self, rank_of_row: tuple[int, ...]) -> _Prepared:
-        """Anew where the plan or the number of rows has changed."""
+        """Recompute the state if the plan or the number of rows has changed."""
         kept = self._prepared
         if kept is None or kept.plan is not self.plan or kept.rank_of_row != rank_of_row:
             device = next(self.model.parameters()).device
@@ -86,7 +86,7 @@ def _num_rows(batch: Any) -> int:
 
 
 def _joined(batches: Sequence[Any]) -> Any:
-    """All rows of batches that are alike."""
+    """Concatenate the rows of batches of the same structure."""
     if isinstance(batches[0], torch.Tensor):
         return torch.cat(list(batches))
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}

@@ -1,5 +1,5 @@
-"""FLOPs of a worker's forward and backward pass: those of the dense model, as torch's `FlopCounterMode` counts them,
-without what the plan says that the worker lacks."""
+"""FLOPs of a worker's forward and backward pass: those of the dense model, counted by torch's `FlopCounterMode`,
+without those of lacking units."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from sdp_deepspeed.reference.virtual_workers import held_mask
 
 @dataclass(frozen=True)
 class DenseFlops:
-    """
+    """FLOPs of the dense model.
+
     Args:
-        total: of the forward and the backward pass of the whole model.
-        own: of its forward pass, by dense name what each module spends itself, not in a child.
+        total: of a forward and backward pass.
+        own: of the forward pass by dense name of the module, without its children.
     """
 
     total: int
@@ -28,10 +29,10 @@ class DenseFlops:
 
 
 def dense_flops(model: nn.Module, loss: Callable[[], torch.Tensor]) -> DenseFlops:
-    """Of one forward and backward pass of the dense model, without activation checkpointing.
+    """Count FLOPs of a forward and backward pass of the dense model, without activation checkpointing.
 
     Args:
-        loss: runs the forward pass of `model`.
+        loss: runs the forward pass of `model` and returns the loss.
     """
     with FlopCounterMode(display=False) as forward:
         value = loss()
@@ -40,7 +41,7 @@ def dense_flops(model: nn.Module, loss: Callable[[], torch.Tensor]) -> DenseFlop
     counts = {path: sum(by_operator.values()) for path, by_operator in forward.get_flop_counts().items()}
     root = type(model).__name__
     own = {name: counts.get(f"{root}.{name}" if name else root, 0) for name, _ in model.named_modules()}
-    for name in reversed(own):  # children after their parents, of which a list of modules is none
+    for name in reversed(own):  # children before parents; a ModuleList does not count
         parent = name.rpartition(".")[0]
         while parent and f"{root}.{parent}" not in counts:
             parent = parent.rpartition(".")[0]
@@ -50,10 +51,10 @@ def dense_flops(model: nn.Module, loss: Callable[[], torch.Tensor]) -> DenseFlop
 
 
 def worker_flops(model: nn.Module, plan: Plan, subnetwork: int, dense: DenseFlops) -> int:
-    """Of a worker's forward and backward pass.
+    """FLOPs of a worker's forward and backward pass.
 
-    What is lacking is left out of the forward pass, of the gradient of its inputs and of that of its weights (or other
-    operand), each as many FLOPs (forward regime); or only of the last, where it has weights (backward regime).
+    Forward regime: lacking units save the forward pass, the gradient of inputs and that of weights (or the other
+    operand), each with the same FLOPs. Backward regime: they save only the gradient of weights.
     """
     held = held_mask(model, plan, subnetwork)
     total = dense.total
@@ -62,15 +63,15 @@ def worker_flops(model: nn.Module, plan: Plan, subnetwork: int, dense: DenseFlop
             continue
         lacking = dense.own[name] * _share_lacking(module, name, held)
         assert lacking.denominator == 1, f"{name}: {lacking} of {dense.own[name]} FLOPs"
-        has_weights = next(module.children(), None) is None  # else it multiplies activations, such as those of heads
+        has_weights = next(module.children(), None) is None  # otherwise it multiplies activations
         total -= int(lacking) * (3 if plan.regime == "forward" else int(has_weights))
     return total
 
 
 def _share_lacking(module: nn.Module, name: str, held: Mapping[str, torch.Tensor]) -> Fraction:
-    """Of the matrices in the module and below that the worker has not as a whole."""
+    """Lacking share of the matrices in a module and its submodules."""
     prefix = f"{name}." if name else ""
     names = [prefix + own for own, parameter in module.named_parameters() if parameter.dim() > 1]
-    masks = [held[own] for own in names if own in held]  # a tied one is known by its first name
+    masks = [held[own] for own in names if own in held]  # tied ones have their first name
     cut = [mask for mask in masks if not mask.all()]
     return 1 - Fraction(int(sum(mask.sum() for mask in cut)), sum(mask.numel() for mask in cut)) if cut else Fraction(0)

@@ -1,4 +1,4 @@
-"""What each virtual worker holds, when all of them run in one pass: some rows of a batch for each."""
+"""Masks for running all virtual workers in one pass, each with some rows of a batch."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from sdp_deepspeed.units import Piece
 
 @dataclass(frozen=True)
 class HeldRows:
-    """
+    """The changes to a model that make each row run as its worker does.
+
     Args:
-        sites: where some of the workers lack something.
+        sites: places where some workers lack something.
     """
 
     sites: Sequence[Site]
 
     @classmethod
     def of(cls, model: nn.Module, plan: Plan, subnetwork_of_row: torch.Tensor) -> HeldRows:
-        """
+        """Find the sites of a model.
+
         Args:
             model: dense.
-            subnetwork_of_row: of each row of the batches that will come, [rows].
+            subnetwork_of_row: subnetwork of each row, [rows].
 
         Raises:
-            ValueError: a model whose rows depend on one another, or a branch that only runs as a whole.
+            ValueError: rows of the model depend on each other, or a branch cannot run for some rows.
         """
         _refuse_mixed_rows(model)
         if plan.is_whole:
@@ -45,7 +47,7 @@ class HeldRows:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model runs each row as its worker does."""
+        """Context in which the model runs each row as its worker does."""
         with ExitStack() as stack:
             for site in self.sites:
                 site.install(stack)
@@ -54,10 +56,10 @@ class HeldRows:
 
 @contextmanager
 def scaled_branches(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """The dense model as `dense_branch_scale: "coverage"` has it, until the end of the block.
+    """Context in which branches of the dense model are scaled as with `dense_branch_scale: "coverage"`.
 
     Raises:
-        ValueError: a branch whose output projection is not described.
+        ValueError: a branch without described output projection.
     """
     scales = [
         (model.get_parameter(piece.parameter), piece, plan.coverage_of(index))
@@ -85,11 +87,11 @@ def _refuse_mixed_rows(model: nn.Module) -> None:
 def _refuse_own_forwards(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if "forward" in module.__dict__:
-            raise ValueError(f"{name}: it has a forward beside that of {type(module).__name__}; use Reference")
+            raise ValueError(f"{name}: its forward is not that of {type(module).__name__}; use Reference")
 
 
 def _units_of(plan: Plan, branch: LocatedBranch) -> Iterator[tuple[int, list[Piece]]]:
-    """Units with the parameters that they have of a branch."""
+    """Yield units with their parameters of a branch."""
     names = {piece.parameter for piece in branch.pieces if piece.kind == "parameter"}
     for index, unit in enumerate(plan.units):
         pieces = [piece for piece in unit.pieces if piece.parameter in names]
@@ -98,10 +100,10 @@ def _units_of(plan: Plan, branch: LocatedBranch) -> Iterator[tuple[int, list[Pie
 
 
 def _outputs(model: nn.Module, branch: LocatedBranch) -> set[str]:
-    """Weights and biases of a branch's output projections."""
+    """Names of weights and biases of a branch's output projections."""
     cuts = [cut for cut in branch.description.inner.cuts if cut.is_output] if branch.description.inner else []
     if not cuts:
-        raise ValueError(f"{branch.name}: its description names no output projection that could be scaled")
+        raise ValueError(f"{branch.name}: its description names no output projection to scale")
     known = dict(model.get_submodule(branch.root).named_parameters())
     return {f"{branch.root}.{name}" for cut in cuts for name in cut.names(known)}
 
@@ -111,9 +113,11 @@ def _sites(model: nn.Module, plan: Plan, branch: LocatedBranch, subnetwork_of_ro
     if not units:
         return
     if branch.description.experts or branch.description.handed_on:
-        raise ValueError(f"{branch.name}: it computes more than its output, or rows share it; use Reference")
+        raise ValueError(f"{branch.name}: it has further outputs, or its rows depend on each other; use Reference")
     if branch.parameters and plan.regime == "backward":
-        raise ValueError(f"{branch.parameters[0]} is of no module, so rows share its gradient; use Reference")
+        raise ValueError(
+            f"{branch.parameters[0]} is a parameter of the layer, whose gradient cannot be split by rows; use Reference"
+        )
     if any(piece.dim is not None for _, pieces in units for piece in pieces):
         yield from _cut_sites(model, plan, branch, units, subnetwork_of_row)
         return
@@ -140,18 +144,18 @@ def _cut_sites(
         path, _, leaf = tensor.parameter.rpartition(".")
         module = model.get_submodule(path)
         if leaf not in ("weight", "bias"):
-            raise ValueError(f"{tensor.parameter} is of no linear layer, which is not cut by rows; use Reference")
+            raise ValueError(f"{tensor.parameter} is not of a linear layer, so it cannot be cut by rows; use Reference")
         if leaf != "weight" or (plan.regime == "forward" and not tensor.cut.is_output):
             continue
         if not _is_linear(module):
-            raise ValueError(f"{path} is a {type(module).__name__}, which is not cut by rows; use Reference")
+            raise ValueError(f"{path} is a {type(module).__name__}, which cannot be cut by rows; use Reference")
         dtype = module.get_parameter("weight").dtype
         held = subnetwork_of_row.new_ones(plan.num_subnetworks, tensor.size, dtype=dtype)
         for index, pieces in units:
             for piece in (piece for piece in pieces if piece.parameter == tensor.parameter):
                 lacking = [worker for worker in range(plan.num_subnetworks) if not plan.holds(index, worker)]
                 held[lacking, piece.start : piece.start + piece.length] = 0
-        of_rows = held[subnetwork_of_row].unsqueeze(1)  # the same at each position
+        of_rows = held[subnetwork_of_row].unsqueeze(1)  # broadcast over positions
         if plan.regime == "forward":
             yield MaskedInput(module, of_rows)
         else:

@@ -1,8 +1,8 @@
-"""Modules that run otherwise for some rows of a batch.
+"""Modules that run differently for some rows of a batch.
 
-A branch's modules run on the rows of the workers that hold it (forward x block), or on all rows, of which some know no
-gradient of the weights (backward x block). Of a branch that is cut by neurons or heads, the input of its output
-projection is multiplied by zeros (forward) or what the gradients of its weights are made of is (backward).
+Forward x block: the modules of a branch run on the rows of the workers that hold it. Backward x block: they run on all
+rows, but only the rows of holders contribute to gradients of the weights. Neurons or heads: the input of the output
+projection (forward), or the factors of weight gradients (backward), are multiplied by a 0/1 mask.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from torch.func import functional_call
 
 
 class Site(Protocol):
-    """A place of the model that runs otherwise for some rows."""
+    """A place of the model that runs differently for some rows."""
 
     def install(self, stack: ExitStack) -> None:
-        """Until the stack is left."""
+        """Install it until the stack is closed."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """
+    """Rows by whether their worker holds a branch.
+
     Args:
-        held, lacking: indices of rows whose worker has the branch, and of all others.
+        held, lacking: indices of the rows.
     """
 
     held: torch.Tensor
@@ -39,11 +40,11 @@ class Rows:
         return len(self.held) + len(self.lacking)
 
     def of(self, value: Any, rows: torch.Tensor) -> Any:
-        """Some rows of whatever has all of them: a tensor, or a row of such; other things as they are."""
+        """Select rows of tensors, or of tuples of tensors; other values are unchanged."""
         return _mapped(value, lambda tensor: tensor[rows] if tensor.dim() > 1 and len(tensor) == self.count else tensor)
 
     def scattered(self, value: Any) -> Any:
-        """With zeros in the rows that are lacking."""
+        """Scatter held rows, with zeros in the lacking rows."""
 
         def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.new_zeros(self.count, *tensor.shape[1:]).index_copy(0, self.held, tensor)
@@ -51,7 +52,7 @@ class Rows:
         return _mapped(value, of_tensor)
 
     def merged(self, held: Any, lacking: Any) -> Any:
-        """All rows, of what came of the held and the lacking ones."""
+        """Merge the results of held and lacking rows."""
         if isinstance(held, torch.Tensor):
             order = torch.cat([self.held, self.lacking]).argsort()
             return torch.cat([held, lacking])[order]
@@ -72,10 +73,10 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class SkippedRows:
-    """A branch that runs for the rows that hold it, and adds nothing to the others.
+    """A branch that runs on the held rows, and adds zeros to the others.
 
     Args:
-        modules: of the branch, in the order in which they run; all but the first get what the one before it returned.
+        modules: of the branch, in forward order; each gets the output of the previous one.
     """
 
     modules: tuple[nn.Module, ...]
@@ -95,7 +96,7 @@ class SkippedRows:
 
 @dataclass(frozen=True)
 class _Replaced:
-    """A module with another forward for a while."""
+    """A module with a temporarily replaced forward."""
 
     module: nn.Module
 
@@ -109,10 +110,10 @@ class _Replaced:
 
 @dataclass(frozen=True)
 class FrozenRows(_Replaced):
-    """A module whose weights get gradients of the rows that hold it only.
+    """A module whose weights get gradients from the held rows only.
 
     Args:
-        caches: keyword arguments with a key/value cache, which would take each position twice.
+        caches: keyword arguments with a key/value cache, which would store each position twice.
     """
 
     rows: Rows
@@ -121,7 +122,7 @@ class FrozenRows(_Replaced):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         frozen = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
         kwargs = {name: None if name in self.caches else value for name, value in kwargs.items()}
-        del self.module.forward  # until both halves ran
+        del self.module.forward  # until both parts have run
         try:
             outputs = [
                 functional_call(self.module, weights, self.rows.of(args, rows), self.rows.of(kwargs, rows))
@@ -134,7 +135,7 @@ class FrozenRows(_Replaced):
 
 @dataclass(frozen=True)
 class MaskedInput:
-    """An output projection that reads nothing of neurons that a row's worker lacks."""
+    """An output projection with zeros as inputs from lacking neurons."""
 
     module: nn.Module
     held: torch.Tensor
@@ -148,11 +149,11 @@ class MaskedInput:
 
 @dataclass(frozen=True)
 class MaskedGradient(_Replaced):
-    """A linear layer whose weights get the gradients that each row's worker computes.
+    """A linear layer whose weights get gradients of held neurons only, for each row.
 
     Args:
-        held: ones and zeros, [rows, 1, neurons].
-        of_inputs: whether the neurons are the layer's inputs; else they are its outputs, its bias included.
+        held: 0/1 mask, [rows, 1, neurons].
+        of_inputs: whether the neurons are the layer's inputs, not its outputs.
     """
 
     held: torch.Tensor
@@ -167,7 +168,7 @@ class MaskedGradient(_Replaced):
 
 
 class _Linear(torch.autograd.Function):
-    """`x W^T + b` with a mask on what the gradients of W and b are made of: the inputs, or the output's gradient."""
+    """`x W^T + b` with a mask on the factors of the gradients of W and b: the inputs, or the output's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, inputs: Any, outputs: Any) -> Any:
@@ -177,7 +178,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,), (x, weight, inputs, outputs) = gradients, ctx.saved_tensors
-        dtype = gradient.dtype  # under autocast not that of what was saved
+        dtype = gradient.dtype  # differs from the saved dtype under autocast
         kept = gradient if outputs is None else gradient * outputs.to(dtype)
         x = (x if inputs is None else x * inputs).to(dtype)
         of_weight = kept.flatten(0, -2).t() @ x.flatten(0, -2)

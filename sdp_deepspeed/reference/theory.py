@@ -1,6 +1,6 @@
-"""What the masked average is worth, measured: unbiased, how far from the full average, how similar layer by layer.
+"""Error of the masked average, measured: bias, distance from the full average, similarity layer by layer.
 
-The proposition that `permitted` computes the bounds of, its notation and its proof are in theory.md.
+`permitted` computes the bounds of the proposition in docs/theory.md, which has its notation and proof.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Gradients = Mapping[str, torch.Tensor]
 def dense_gradients(
     model: nn.Module, plan: Plan, batches: Sequence[Sequence[Any]], loss_of: LossFunction
 ) -> list[dict[str, torch.Tensor]]:
-    """For each rank the dense model's gradient on that rank's batches, by dense parameter name.
+    """The dense model's gradient on each rank's batches, by dense parameter name.
 
     Args:
-        plan: only its ranks and units count.
-        batches: per rank its micro-batches.
+        plan: only its ranks and units are used.
+        batches: micro-batches of each rank.
 
     Raises:
-        ValueError: not one entry of `batches` for each rank of `plan`.
+        ValueError: the number of entries of `batches` is not the number of ranks.
     """
     k = plan.num_subnetworks
-    whole = dataclasses.replace(  # data parallelism: everybody holds everything
+    whole = dataclasses.replace(  # data parallelism: every rank holds everything
         plan, regime="backward", num_holders=k, holders=(tuple(range(k)),) * len(plan.units)
     )
     return worker_gradients(model, whole, batches, loss_of)
@@ -42,28 +42,28 @@ def dense_gradients(
 def worker_gradients(
     model: nn.Module, plan: Plan, batches: Sequence[Sequence[Any]], loss_of: LossFunction
 ) -> list[dict[str, torch.Tensor]]:
-    """For each rank the gradient that `plan` lets it compute on its own batches; zeros for what it lacks.
+    """The gradient that each rank computes under `plan` on its own batches; zeros for lacking pieces.
 
-    Args, raises: as `dense_gradients`.
+    Arguments and errors are those of `dense_gradients`.
     """
     _check_ranks(plan, batches, "batches")
     return [local_gradients(model, plan, rank, own, loss_of)[1] for rank, own in enumerate(batches)]
 
 
 def similarity(average: Gradients, full: Gradients, layers: Iterable[str]) -> dict[str, float]:
-    """Cosine of two gradients for each layer, over all of the layer's parameters, those in no unit included.
+    """Cosine similarity of two gradients for each layer, over all of its parameters, also shared ones.
 
-    Of the masked average and the dense gradient over the same batches, it is the figure by which arXiv 2507.09029
-    (Figure 2) compares regimes and strategies.
+    arXiv 2507.09029 (Figure 2) compares regimes and strategies by this similarity of the masked average and the dense
+    gradient over the same batches.
 
     Args:
-        average, full: by dense parameter name, the same names in both.
-        layers: dense names of modules; a parameter in none of them counts for its own module (embeddings, head).
+        average, full: by dense parameter name, with the same names.
+        layers: dense names of modules; parameters outside count for their own module (embeddings, head).
 
     Returns:
-        In the order of the parameters; 0.0 where one of the two is zero.
+        Similarities in the order of the parameters; 0.0 if one gradient is zero.
     """
-    prefixes = sorted(layers, key=len, reverse=True)  # the innermost first
+    prefixes = sorted(layers, key=len, reverse=True)  # innermost first
     groups: dict[str, list[str]] = {}
     for name in full:
         layer = next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), None)
@@ -87,10 +87,10 @@ def deviation(plan: Plan, gradients: Sequence[Gradients]) -> float:
     """V: mean over subnetworks of the squared distance of their gradients from the full average, for units.
 
     Args:
-        gradients: per rank the dense gradient of its batches (`dense_gradients`), also of what it does not hold.
+        gradients: dense gradient of each rank's batches (`dense_gradients`), including lacking units.
 
     Raises:
-        ValueError: not one gradient for each rank.
+        ValueError: the number of gradients is not the number of ranks.
     """
     _check_ranks(plan, gradients, "gradients")
     full = mean(gradients)
@@ -105,8 +105,8 @@ def distance(plan: Plan, average: Gradients, gradients: Sequence[Gradients]) -> 
     """T: mean over subnetworks of the squared distance of `average` from the full average, on the units they hold.
 
     Args:
-        average: what the workers apply (`virtual_workers.masked_average`).
-        gradients: as in `deviation`.
+        average: the masked average (`virtual_workers.masked_average`).
+        gradients: see `deviation`.
     """
     _check_ranks(plan, gradients, "gradients")
     full = mean(gradients)
@@ -122,13 +122,13 @@ def _squared_distance(unit: Unit, a: Gradients, b: Gradients) -> float:
 
 @dataclass(frozen=True)
 class Permitted:
-    """Largest T / V that the proposition permits.
+    """Bounds of T / V in the proposition.
 
     Args:
-        expected: (c), the mean over placements of the batches itself; it does not depend on the assignment.
-        always: (b), whatever the gradients and their placement.
-        on_average: (c), bound on that mean.
-        drift: (d), whatever the placement, when workers deviate alike in all units.
+        expected: (c), the exact mean over placements of batches, independent of the assignment.
+        always: (b), for any gradients and placement.
+        on_average: (c), the bound on that mean.
+        drift: (d), for any placement, if workers deviate alike in all units.
     """
 
     expected: float
@@ -141,16 +141,14 @@ def permitted(plan: Plan, weights: Sequence[int] | None = None) -> Permitted:
     """The bounds of the proposition for the backward regime.
 
     Args:
-        weights: trainable elements of each unit, None for equal units; as in `Plan.spectral_gap`.
+        weights: trainable elements of each unit; None for equal units. See `Plan.spectral_gap`.
 
     Raises:
-        ValueError: the plan is of the forward regime, or its units have different numbers of holders, for which nothing
-            is known.
+        ValueError: the plan is of the forward regime, or its units have different numbers of holders.
     """
     if plan.regime != "backward":
         raise ValueError(
-            f"regime is {plan.regime!r}: the bound needs the dense model's forward pass; expected a plan "
-            'with regime "backward"'
+            f'regime: got {plan.regime!r}, expected "backward": the bound assumes the forward pass of the dense model'
         )
     rho, k, p = plan.spectral_gap(weights), plan.num_subnetworks, plan.num_holders
     if p is None:

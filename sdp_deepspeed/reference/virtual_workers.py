@@ -1,6 +1,6 @@
-"""The method's definition executed literally: virtual workers one after the other, on a dense model in one process.
+"""Reference implementation: virtual workers run one after the other, on a dense model in one process.
 
-The oracle that judges the engine. It is slow and holds everything; nothing but tests and checks uses it.
+It follows the definition of the method literally, and tests compare both hosts with it. Slow; holds the whole model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def pieces_with_holders(plan: Plan, kind: str) -> Iterator[tuple[Piece, tuple[int, ...]]]:
-    """All that the oracle reads of a plan's table: each piece of each unit with the subnetworks that hold it.
+    """Yield each piece of each unit with the subnetworks that hold it.
 
     Args:
         kind: "parameter" or "buffer".
@@ -34,7 +34,7 @@ def pieces_with_holders(plan: Plan, kind: str) -> Iterator[tuple[Piece, tuple[in
 
 @torch.no_grad()
 def zero_lacking(model: nn.Module, plan: Plan, subnetwork: int) -> None:
-    """Set all pieces of the units that `subnetwork` lacks to zero, in place."""
+    """Zero all pieces of units that `subnetwork` lacks, in place."""
     for kind, tensors in (("parameter", dict(model.named_parameters())), ("buffer", dict(model.named_buffers()))):
         for piece, holders in pieces_with_holders(plan, kind):
             if subnetwork not in holders:
@@ -42,7 +42,7 @@ def zero_lacking(model: nn.Module, plan: Plan, subnetwork: int) -> None:
 
 
 def divisors(model: nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
-    """Number of holding ranks of each element, shaped like each parameter."""
+    """Number of holding ranks of each element, in the shape of each parameter."""
     num_ranks = len(plan.subnetwork_of_rank)
     counts = {name: torch.full_like(p, float(num_ranks), dtype=torch.float32) for name, p in model.named_parameters()}
     for piece, holders in pieces_with_holders(plan, "parameter"):
@@ -52,7 +52,7 @@ def divisors(model: nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
 
 
 def held_mask(model: nn.Module, plan: Plan, subnetwork: int) -> dict[str, torch.Tensor]:
-    """Ones where `subnetwork` holds the element or it is shared, zeros elsewhere, shaped like each parameter."""
+    """0/1 mask of elements that `subnetwork` holds, in the shape of each parameter."""
     masks = {name: torch.ones_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
     for piece, holders in pieces_with_holders(plan, "parameter"):
         if subnetwork not in holders:
@@ -62,7 +62,7 @@ def held_mask(model: nn.Module, plan: Plan, subnetwork: int) -> dict[str, torch.
 
 @torch.no_grad()
 def idle_buffers(model: nn.Module, plan: Plan, subnetwork: int) -> dict[str, torch.Tensor]:
-    """True where a worker of `subnetwork` does not run the element, shaped like each buffer."""
+    """Mask of elements that workers of `subnetwork` do not run, in the shape of each buffer."""
     idle = {name: torch.zeros_like(buffer, dtype=torch.bool) for name, buffer in model.named_buffers()}
     for piece, holders in pieces_with_holders(plan, "buffer"):
         if plan.regime == "forward" and subnetwork not in holders:
@@ -72,7 +72,7 @@ def idle_buffers(model: nn.Module, plan: Plan, subnetwork: int) -> dict[str, tor
 
 @torch.no_grad()
 def average_statistics(model: nn.Module, plan: Plan, buffers: Sequence[dict[str, torch.Tensor]]) -> None:
-    """Each element of a batch norm's running statistics becomes the mean over the ranks that run it, in place."""
+    """Average running statistics of batch norms over the ranks that run them, in place."""
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     idle = [idle_buffers(model, plan, subnetwork) for subnetwork in plan.subnetwork_of_rank]
     for name in (f"{norm}.{statistic}" for norm in norms for statistic in ("running_mean", "running_var")):
@@ -95,13 +95,13 @@ def local_gradients(
     sum_in_fp32: bool = False,
     loss_scale: float = 1.0,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and mean fp32 gradients of one virtual worker over its micro-batches; zeros for what it lacks.
+    """Losses and mean fp32 gradients of one virtual worker over its micro-batches; zeros for lacking pieces.
 
     Args:
-        buffers: the worker's own, such as running statistics, which go on here; what it lacks stays as it is. None for
-            those of `model`, which stay as they are.
-        sum_in_fp32: gradients of micro-batches are added in fp32, else in the weights' dtype.
-        loss_scale: what each loss is multiplied by before its backward pass; gradients are divided by it again.
+        buffers: the worker's buffers, such as running statistics, which are updated. None: those of `model`, which are
+            not changed.
+        sum_in_fp32: whether to accumulate gradients in fp32, not in the weights' dtype.
+        loss_scale: factor of each loss in backward; gradients are divided by it.
     """
     subnetwork = plan.subnetwork_of_rank[rank]
     worker = deepcopy(model)
@@ -137,24 +137,24 @@ def local_gradients(
 def masked_average(
     model: nn.Module, plan: Plan, gradients: Sequence[Mapping[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """g_u = sum over holders of their g_u / |holders(u)|, shared parameters over all ranks."""
+    """Average over the holders of each element; over all ranks for shared parameters."""
     counts = divisors(model, plan)
     return {name: sum(g[name] for g in gradients) / count for name, count in counts.items()}
 
 
 def norm(average: Mapping[str, torch.Tensor]) -> float:
-    """Of the averaged dense gradient: every element once."""
+    """Norm of the averaged dense gradient, with every element counted once."""
     return float(torch.stack([value.double().square().sum() for value in average.values()]).sum().sqrt())
 
 
 @dataclass
 class LossScale:
-    """The dynamic loss scale of fp16, as DeepSpeed's ZeRO optimizers have it without `consecutive_hysteresis`.
+    """Dynamic loss scale of fp16, as in DeepSpeed's ZeRO optimizers without `consecutive_hysteresis`.
 
     Args:
         value: 2 ** `initial_scale_power`.
-        window: steps without overflow after which it doubles; the first after an overflow does not count.
-        hysteresis: overflows in a row of good steps that it takes until it is halved.
+        window: number of steps without overflow after which it doubles; the first after an overflow does not count.
+        hysteresis: number of overflows before it is halved.
         smallest: `min_loss_scale`.
     """
 
@@ -169,7 +169,7 @@ class LossScale:
         self.left = self.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """After each step, also one that was left out."""
+        """Update after each step, also a skipped one."""
         if overflow:
             self.last_overflow = self.num_steps
             if self.left == 1:
@@ -184,21 +184,21 @@ class LossScale:
 
 @dataclass
 class Reference:
-    """Training of `k` virtual workers in one process.
+    """Trains virtual workers in one process.
 
     Args:
-        model: dense, in the weights' dtype; it is trained in place.
-        plan: who holds what.
-        make_optimizer: from named fp32 parameters to an optimizer, with any param groups.
-        loss_of: loss of a model on one micro-batch.
-        clip: as `gradient_clipping` in a DeepSpeed config.
-        later: plans by the number of steps after which they hold.
-        sum_in_fp32: as `data_types.grad_accum_dtype: "fp32"`.
-        loss_scale: of fp16; a step whose gradients are not finite is left out.
-        make_scheduler: from the optimizer to a scheduler, which every step that is taken moves on.
+        model: dense, in the weights' dtype; trained in place.
+        plan: which subnetwork holds which unit.
+        make_optimizer: creates an optimizer, with any param groups, from named fp32 parameters.
+        loss_of: loss of a model on a micro-batch.
+        clip: `gradient_clipping` of a DeepSpeed config.
+        later: later plans, by the number of steps after which they apply.
+        sum_in_fp32: whether `data_types.grad_accum_dtype` is "fp32".
+        loss_scale: of fp16; steps with non-finite gradients are skipped.
+        make_scheduler: creates an LR scheduler from the optimizer; it is stepped after each step that is not skipped.
 
     Attributes:
-        buffers: each rank's own, by dense name, once there was a step; running statistics are averaged in each.
+        buffers: of each rank by dense name, after the first step, with averaged running statistics.
     """
 
     model: nn.Module
@@ -220,14 +220,14 @@ class Reference:
         self.scheduler = self.make_scheduler(self.optimizer) if self.make_scheduler else None
 
     def step(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[float]], float]:
-        """One step.
+        """Run one step.
 
         Args:
-            batches: per rank its micro-batches.
+            batches: micro-batches of each rank.
 
         Returns:
-            Per rank its losses, and the norm of the averaged dense gradient before clipping; infinity where it is not
-            finite, and then the step was left out.
+            Losses of each rank, and the norm of the averaged dense gradient before clipping; infinity if it is not
+            finite and the step was skipped.
         """
         self.plan = self.later.get(self.num_steps, self.plan)
         self.num_steps += 1
@@ -249,7 +249,7 @@ class Reference:
         return losses, total
 
     def averaged_gradients(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-        """Per rank its losses, and the average of each element over its holders, as the current plan has them."""
+        """Losses of each rank, and the gradient averaged over holders, under the current plan."""
         if not self.buffers:
             self.buffers = [{name: b.clone() for name, b in self.model.named_buffers()} for _ in batches]
         results = [
@@ -270,7 +270,7 @@ class Reference:
         return [losses for losses, _ in results], average
 
     def dense_buffers(self) -> dict[str, torch.Tensor]:
-        """The dense model's: each element as a rank that runs it has it."""
+        """Buffers of the dense model: each element from a rank that runs it."""
         found = dict(self.buffers[0])
         for rank, subnetwork in enumerate(self.plan.subnetwork_of_rank):
             for name, idle in idle_buffers(self.model, self.plan, subnetwork).items():

@@ -72,7 +72,7 @@ def test_every_key_is_read() -> None:
         "assignment": "auto",
         "shared": [r"layers\.0\."],
         "neuron_groups": 3,
-        "dense_branch_scale": "coverage",
+        "dense_branch_scale": "none",
         "seed": 0,
         "allow_optimizer": True,
         "check_agreement": True,
@@ -191,7 +191,7 @@ def test_all_problems_in_one_message() -> None:
 
 def test_one_of_coverage_and_holders() -> None:
     assert "neither coverage nor holders" in message({KEY: {}})
-    assert "expected one of both" in message({KEY: {"coverage": 0.5, "holders": 2}})
+    assert "cannot be combined with holders" in message({KEY: {"coverage": 0.5, "holders": 2}})
 
 
 def test_settings_without_effect_are_errors() -> None:
@@ -199,6 +199,22 @@ def test_settings_without_effect_are_errors() -> None:
         text = message({KEY: {"assignment": "plan.json", name: value}})
         assert text.startswith(f"{KEY}.{name}: ")
         assert "remove it" in text
+
+
+def test_keys_that_the_rest_of_the_block_makes_pointless_are_errors() -> None:
+    """Each row of the table that docs/config.md shows, once."""
+    plan = {"assignment": "plan.json"}
+    rules = [{"coverage": 0.5, "whole_ends": 1}]
+    for settings, name in [
+        ({"coverage": 0.5, "holders": 2}, "coverage"),
+        ({"coverage": 0.5, "regime": "backward", "dense_branch_scale": "coverage"}, "dense_branch_scale"),
+        ({**plan, "redraw_interval": 5}, "redraw_interval"),
+        ({"coverage": 0.5, "strategy": "neuron", "granularity": "layer"}, "granularity"),
+        ({"coverage": 0.5, "neuron_groups": 2}, "neuron_groups"),
+        ({**plan, "coverage": rules}, "coverage"),
+    ]:
+        assert message({KEY: settings}).startswith(f"{KEY}.{name}: got ")
+    read(strategy={"attention": "block", "mlp": "neuron"}, granularity="layer", neuron_groups=2)
 
 
 def test_config_is_frozen() -> None:

@@ -279,7 +279,7 @@ def _nested() -> nn.Module:
     [
         (_by_value, "meta tensor"),
         (_nested, "inside another one"),
-        (lambda: LlamaForCausalLM.from_pretrained("nowhere"), "load the weights by engine.load_pretrained"),
+        (lambda: LlamaForCausalLM.from_pretrained("nowhere"), "call engine.load_pretrained"),
     ],
 )
 def test_refused_inside(build: Callable[[], nn.Module], words: str) -> None:

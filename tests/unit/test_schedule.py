@@ -81,8 +81,8 @@ def test_a_small_share_is_a_step() -> None:
 
 def test_a_number_of_steps_that_nothing_is_a_share_of() -> None:
     text = message([{"until_step": 3, "coverage": 0.5}, {"coverage": 1.0}], total_steps=10)
-    assert "total_steps: got 10, but no phase has until" in text
-    assert "total_steps: got 10, but no phase has until" in message(None, total_steps=10, coverage=0.5)
+    assert "total_steps: got 10, but no phase uses until" in text
+    assert "total_steps: got 10, but no phase uses until" in message(None, total_steps=10, coverage=0.5)
 
 
 def test_a_phase_after_the_last_step() -> None:
@@ -117,7 +117,7 @@ def test_what_is_tried_out_at_start() -> None:
 def test_the_first_phase_begins_with_what_the_config_has() -> None:
     found = schedule([{"until_step": 1, "stage": 1}, {}], coverage=0.5)
     found.check_first(1)
-    with pytest.raises(ValueError, match=r"schedule\[0\]\.stage: got 1, but the config itself has 2"):
+    with pytest.raises(ValueError, match=r"schedule\[0\]\.stage: got 1, but zero_optimization.stage is 2"):
         found.check_first(2)
 
 
@@ -129,9 +129,9 @@ LAST: dict[str, Any] = {"coverage": 1.0}
     [
         ([], ".schedule: got [], expected a list of phases"),
         ("growing", ".schedule: got 'growing', expected a list of phases"),
-        ([{"coverage": 0.5}, LAST], ".schedule[0]: expected one of until_step"),
-        ([{"until_step": 3, "until": 0.5, "coverage": 0.5}, LAST], ".schedule[0]: expected one of until_step"),
-        ([{"until_step": 3, "coverage": 0.5}], ".schedule[0].until_step: the last phase goes on to the end"),
+        ([{"coverage": 0.5}, LAST], ".schedule[0]: expected either until_step"),
+        ([{"until_step": 3, "until": 0.5, "coverage": 0.5}, LAST], ".schedule[0]: expected either until_step"),
+        ([{"until_step": 3, "coverage": 0.5}], ".schedule[0].until_step: the last phase lasts until the end"),
         ([{"until_step": 3.5, "coverage": 0.5}, LAST], ".schedule[0].until_step: got 3.5, expected the number of"),
         ([{"until": 1.5, "coverage": 0.5}, LAST], ".schedule[0].until: got 1.5, expected a share of all steps"),
         ([{"until_step": 3, "coverage": 0.5, "stage": 3}, LAST], ".schedule[0].stage: got 3, expected one of ZeRO's"),
@@ -141,7 +141,7 @@ LAST: dict[str, Any] = {"coverage": 1.0}
         ([{"until_step": 3}, LAST], "schedule[0]: neither coverage nor holders is given"),
         ([{"until_step": 3, "coverage": 0.5, "enabled": False}, LAST], "'enabled' cannot change in a run"),
         ([{"until_step": 3, "coverage": 0.5, "schedule": []}, LAST], "'schedule' cannot change in a run"),
-        ([{"until_step": 3, **LAST}, {"until_step": 3, **LAST}, LAST], ".schedule[1]: it ends with step 3"),
+        ([{"until_step": 3, **LAST}, {"until_step": 3, **LAST}, LAST], ".schedule[1]: ends with step 3"),
     ],
 )
 def test_wrong_schedules(phases: Any, expected: str) -> None:
@@ -155,7 +155,7 @@ def test_all_problems_of_phases_are_told_at_once() -> None:
 
 def test_nothing_to_draw() -> None:
     text = message(redraw_interval=5, assignment="plan.json")
-    assert f"{KEY}.redraw_interval: got 5, but the plan 'plan.json' never changes" in text
+    assert f"{KEY}.redraw_interval: got 5, which has no effect with a plan file" in text
 
 
 def test_a_switched_off_block_has_no_schedule() -> None:

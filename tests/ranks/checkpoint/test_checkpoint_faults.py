@@ -159,12 +159,14 @@ def calls_that_differ(rank: Rank) -> None:
         def load(tag: str | None) -> Any:
             return manager.load(rank.folder, tag, run.state)
 
-        refusal(ValueError, lambda: save(f"of_{rank.rank}", {}), "rank 0 was to save 'of_0'", "rank 1 to save 'of_1'")
+        refusal(
+            ValueError, lambda: save(f"of_{rank.rank}", {}), "rank 0 called save 'of_0'", "rank 1 called save 'of_1'"
+        )
         refusal(
             ValueError,
             lambda: load("a") if rank.rank else save("a", {}),
-            "rank 0 was to save 'a'",
-            "rank 1 to load 'a'",
+            "rank 0 called save 'a'",
+            "rank 1 called load 'a'",
         )
         refusal(ValueError, lambda: save("a/b", {}), "expected the name of a folder")
         assert load(None) is None

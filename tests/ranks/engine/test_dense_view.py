@@ -232,13 +232,13 @@ def replaced_parameters_are_noticed(rank: Rank) -> None:
         engine = engine_of(config(holders=holders, regime=regime, strategy=strategy), llama())
         head = engine.module.lm_head
         first, head.weight = head.weight, nn.Parameter(head.weight.detach().clone())
-        words = ("'lm_head.weight'", "nobody would train")
+        words = ("'lm_head.weight'", "Parameters were replaced")
         refusal(RuntimeError, partial(train, engine, num_steps=1), *words)
         refusal(RuntimeError, partial(engine.save_checkpoint, str(rank.folder)), *words)
         head.weight = first
         engine.optimizer.zero_grad()
         train(engine, num_steps=1)
-        refusal(RuntimeError, partial(assign, engine), "does not have the Parameters")
+        refusal(RuntimeError, partial(assign, engine), "Parameters were replaced")
 
 
 def assign(engine: Any) -> None:

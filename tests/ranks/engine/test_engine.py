@@ -257,7 +257,7 @@ def unfrozen_in_mid_run(rank: Rank) -> None:
         train(engine, num_steps=1)
         engine.module.get_parameter(name).requires_grad_(True)
         if given:
-            refusal(RuntimeError, partial(train, engine, num_steps=1), f"'{name}'", "nobody would train", "freeze them")
+            refusal(RuntimeError, partial(train, engine, num_steps=1), f"'{name}'", "would not be trained", "freeze it")
         else:
             train(engine, num_steps=1)
 

@@ -86,7 +86,7 @@ def what_cannot_be_is_told_at_start(rank: Rank) -> None:
         ([phase, {"holders": 3}], "schedule[1]"),
         ([phase, {"holders": 1, "subnetworks": 7}], "schedule[1]"),
         ([phase, {"holders": 2, "train_micro_batch_size_per_gpu": 1}], "train_micro_batch_size_per_gpu: unknown key"),
-        ([phase | {"stage": 2}, {"holders": 2}], "schedule[0].stage: got 2, but the config itself has 1"),
+        ([phase | {"stage": 2}, {"holders": 2}], "schedule[0].stage: got 2, but zero_optimization.stage is 1"),
         ([{"until": 0.5, "holders": 1}, {"holders": 2}], "schedule[0].until: got 0.5"),
         ([phase, {"holders": 1 + rank.rank}], "rank 1"),
     ]

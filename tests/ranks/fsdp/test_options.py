@@ -255,7 +255,7 @@ def is_refused(rank: Rank) -> None:
     refusal(RuntimeError, lambda: sharded(llama(), ONE, reshard_after_forward=bool(rank.rank)), "settings", "options")
     refusal(RuntimeError, lambda: sharded(llama(1 + rank.rank), ONE), "rank 1 made another plan than rank 0")
     model = sharded(model, ONE)
-    refusal(ValueError, lambda: sharded(model, ONE), "cut down")
+    refusal(ValueError, lambda: sharded(model, ONE), "masked already")
     t5 = sharded(ALL_SPECIMENS["t5"].build(), {"strategy": "neuron", "holders": 1})
     t5.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     refusal(RuntimeError, lambda: loss_of(t5.train(), TOKENS), "cannot checkpoint activations")

@@ -41,7 +41,7 @@ def as_without(rank: Rank) -> None:
         refusal(ValueError, lambda wrapper=wrapper: sharded(wrapper(llama()), ONE), "the model itself is wrapped")
     reentrant: Any = llama()
     reentrant.model.layers[0] = checkpoint_wrapper(reentrant.model.layers[0], checkpoint_impl=CheckpointImpl.REENTRANT)
-    refusal(ValueError, lambda: sharded(reentrant, ONE), "'model.layers.0': reentrant")
+    refusal(ValueError, lambda: sharded(reentrant, ONE), "'model.layers.0' uses reentrant")
     inside: Any = llama()
     inside.model.layers[1].mlp.up_proj = checkpoint_wrapper(inside.model.layers[1].mlp.up_proj)
     refusal(

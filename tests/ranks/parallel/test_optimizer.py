@@ -329,7 +329,7 @@ def clients_optimizer(rank: Rank) -> None:
         assert_equal_weights(mask, reference, Case(), regime)
         engine.close()
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(RuntimeError, match="4 param groups, 3 when"):
+    with pytest.raises(RuntimeError, match="4 param groups, but had 3"):
         engine.step()
     groups.close()
 
@@ -402,7 +402,7 @@ def whole_tensors_that_no_rank_has(rank: Rank) -> None:
     """Errors on all ranks, by name."""
     for strategy, last, words in (
         ("neuron", "layer0.up", "'layer0.up' is cut into neurons"),
-        ("block", "layer0.norm", "'layer0.norm' is no matrix"),
+        ("block", "layer0.norm", "'layer0.norm' is not a matrix"),
     ):
         model = sliced_model(rank.size, strategy)  # type: ignore[arg-type]
         groups = Groups(model.holder_sets)

@@ -120,7 +120,7 @@ def test_newest_and_kept(tmp_path: Path) -> None:
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
-    with pytest.raises(ValueError, match="is no checkpoint and would be replaced"):
+    with pytest.raises(ValueError, match="is not a checkpoint, and would be replaced"):
         files.open_new(tmp_path, "hf")
     for tag in ("a/b", ".hidden", "latest", "", "a.tmp"):
         with pytest.raises(ValueError, match="expected the name of a folder"):

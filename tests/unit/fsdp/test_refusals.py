@@ -20,7 +20,7 @@ HALF = {"coverage": 0.5}
     ("block", "words"),
     [
         (None, ("block", "None")),
-        ({"subnetwork_data_parallel": HALF}, ("not the config around it",)),
+        ({"subnetwork_data_parallel": HALF}, ("not the enclosing config",)),
         ({"coverage": 2}, ("subnetwork_data_parallel.coverage",)),
         (HALF | {"enabled": False}, ("enabled",)),
         ({"schedule": [HALF]}, ("schedule", "FSDP2")),

@@ -226,7 +226,7 @@ def test_the_dense_model_scaled_by_coverage(name: str) -> None:
     for strategy in ("block", "neuron"):
         if name in ("resnet", "gemma2"):  # a norm comes after the last convolution, or after the branch
             plan = plan_of(dense, "forward", strategy)
-            with pytest.raises(ValueError, match="normalizes what"), scaled(Mask(deepcopy(dense), plan, 0)):
+            with pytest.raises(ValueError, match="normalizes the output"), scaled(Mask(deepcopy(dense), plan, 0)):
                 pass
             everyone = replace(plan, holders=((0, 1),) * len(plan.units), num_holders=2)
             with scaled(Mask(deepcopy(dense), everyone, 0)):

@@ -37,5 +37,5 @@ def test_unknown_ones_need_it(kind: Any) -> None:
 )
 def test_what_cannot_be_sharded_is_refused_by_name(kind: Any) -> None:
     for allow in (False, True):
-        with pytest.raises(ValueError, match="does not update each element by itself"):
+        with pytest.raises(ValueError, match="is not elementwise"):
             check_optimizer(kind, allow=allow)

@@ -1,4 +1,4 @@
-"""The proposition of reference/theory.md on made-up gradients: it holds for any, and some reach its bounds."""
+"""The proposition of docs/theory.md on made-up gradients: it holds for any, and some reach its bounds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def drift(model: nn.Module, coefficients: Sequence[float]) -> list[dict[str, tor
 
 
 def gossip(plan: Plan, weights: Sequence[int]) -> np.ndarray:
-    """W, row by row as plan/README.md writes it."""
+    """W, row by row as docs/design.md writes it."""
     table = incidence(plan.holders, plan.num_subnetworks)
     overlaps = table.T @ np.diag(weights) @ table / len(plan.holders[0])
     return overlaps / overlaps.sum(axis=1, keepdims=True)
