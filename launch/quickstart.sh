@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # Trains a small Llama with subnetwork data parallelism on four ranks, then with plain ZeRO-1 at equal FLOPs, and prints
 # a comparison. Output is in runs/quickstart*. Run it again to resume, or to show the result again.
-# QUICKSTART_STEPS and QUICKSTART_WORKERS make it smaller (launch/test.sh does).
+# QUICKSTART_STEPS and QUICKSTART_WORKERS make it smaller; key=value arguments override the recipe (launch/test.sh uses both).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-if [ $# -gt 0 ]; then
-  echo "error: quickstart.sh takes no arguments, got: $*; for your own runs see launch/pretrain.py --help" >&2
-  exit 2
-fi
+for argument in "$@"; do
+  if [[ $argument != *=* ]]; then
+    echo "error: quickstart.sh takes key=value overrides of the recipe, got: $argument; for your own runs see launch/pretrain.py --help" >&2
+    exit 2
+  fi
+done
+overrides=("$@")
 # shellcheck source=launch/_environment.sh
 source launch/_environment.sh deepspeed
 
@@ -26,7 +29,8 @@ fi
 
 pretrain() {
   deepspeed --num_gpus "$workers" --master_port "$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')" \
-    --log_level warning benchmarks/quickstart.py "$recipe" "training.save_steps=$((steps / 2))" "training.eval_steps=$((steps / 2))" "$@"
+    --log_level warning benchmarks/quickstart.py "$recipe" "training.save_steps=$((steps / 2))" "training.eval_steps=$((steps / 2))" \
+    "${overrides[@]}" "$@"
 }
 
 say "1/4 subnetwork data parallelism: half of the blocks on each of $workers workers (all at both ends), then all -> $folder"

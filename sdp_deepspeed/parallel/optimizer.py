@@ -480,6 +480,8 @@ class ShardedOptimizer:
 
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""
+        if self._stream is not None:  # whose reductions may still write to their memory
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
         for parameter in self._parameters.values():
             parameter.grad = None
         for bucket in self.held:

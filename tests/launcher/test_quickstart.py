@@ -24,9 +24,11 @@ def test_the_quickstart_trains_compares_and_samples(tmp_path: Path) -> None:
             if path.name not in ("launch", "runs", "_environment.sh"):
                 (checkout / path.relative_to(ROOT)).symlink_to(path)
     (checkout / "launch/_environment.sh").write_text(INSTALLED)
+    (tmp_path / "text.txt").write_text("\n".join(f"def square_{n}(x): return {n} * x * x" for n in range(4000)))
+    text = f"data.sources=[{{path: text, data_files: {tmp_path / 'text.txt'}}}]"
     commands = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        ["bash", str(checkout / "launch/quickstart.sh")],
+        ["bash", str(checkout / "launch/quickstart.sh"), text, "data.vocab_size=512", "data.validation_blocks=8"],
         env=os.environ | {"PATH": commands, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)} | SMALL,
         capture_output=True,
         text=True,

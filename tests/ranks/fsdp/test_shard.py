@@ -30,7 +30,7 @@ HALF = {"coverage": 0.5}
 def agrees_with_the_reference(
     rank: Rank, *, name: str = "llama", block: dict[str, Any] | None = None, **options: Any
 ) -> None:
-    whole = ALL_SPECIMENS[name].build()
+    whole: Any = ALL_SPECIMENS[name].build()
     parameters = list(whole.parameters())
     model = check_against_reference(rank, whole, block or {"holders": max(1, rank.size - 1)}, **options)
     sizes = {parameter.untyped_storage().nbytes() for parameter in parameters}
