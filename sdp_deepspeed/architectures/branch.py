@@ -116,6 +116,8 @@ class Branch:
         num_outputs: 1 if the (first) body returns a tensor, n if it returns a tuple of n, of which the first is the
             branch's output.
         inner: neurons or heads; None if only the block strategy without `dense_branch_scale` is possible.
+        added_to: position of the (first) body's argument to which the body itself adds its output (BLOOM). None if the
+            layer adds it.
         handed_on: keyword arguments that a lacking body returns as its further outputs (T5's position bias); other
             outputs are None.
         uncut_reason: why there is no `inner`, for error messages.
@@ -134,6 +136,7 @@ class Branch:
     after: tuple[str, ...] = ()
     num_outputs: int = 1
     inner: InnerLayers | None = None
+    added_to: int | None = None
     handed_on: tuple[str, ...] = ()
     uncut_reason: str = ""
     experts: Experts | None = None

@@ -168,9 +168,53 @@ _GPT_NEOX = (
         inner=InnerLayers((Cut("dense_h_to_4h", 0), Cut("dense_4h_to_h", 1, is_output=True))),
     ),
 )
+# Both branches read one norm.
+_GPTJ = (
+    Branch(
+        "attention",
+        body="attn",
+        num_outputs=2,
+        inner=InnerLayers(
+            (*QKVO.cuts[:3], Cut("out_proj", 1, is_output=True)),
+            heads="num_attention_heads",
+            scaled=("num_attention_heads",),
+            caches=("layer_past",),
+            tail=("resid_dropout",),
+        ),
+    ),
+    Branch(
+        "mlp", body="mlp", inner=InnerLayers((Cut("fc_in", 0), Cut("fc_out", 1, is_output=True)), tail=("dropout",))
+    ),
+)
+# Bodies add the residual stream themselves. It is the output of the norm, if the config says so.
+_BLOOM_ATTENTION = Branch(
+    "attention",
+    norm="input_layernorm",
+    body="self_attention",
+    num_outputs=2,
+    added_to=1,
+    uncut_reason="slopes of alibi are passed for all heads (BLOOM)",
+    when=(("apply_residual_connection_post_layernorm", False),),
+)
+_BLOOM_MLP = Branch(
+    "mlp",
+    norm="post_attention_layernorm",
+    body="mlp",
+    added_to=1,
+    inner=InnerLayers((Cut("dense_h_to_4h", 0), Cut("dense_4h_to_h", 1, is_output=True))),
+    when=(("apply_residual_connection_post_layernorm", False),),
+)
+_NORM_ON_STREAM = (("apply_residual_connection_post_layernorm", True),)
+_BLOOM = (
+    _BLOOM_ATTENTION,
+    _BLOOM_MLP,
+    replace(_BLOOM_ATTENTION, norm=None, when=_NORM_ON_STREAM),
+    replace(_BLOOM_MLP, norm=None, when=_NORM_ON_STREAM),
+)
 
 
 DECODERS: dict[str, tuple[Branch, ...]] = {
+    "transformers.models.bloom.modeling_bloom.BloomBlock": _BLOOM,
     "transformers.models.cohere.modeling_cohere.CohereDecoderLayer": _COHERE,
     "transformers.models.cohere2.modeling_cohere2.Cohere2DecoderLayer": _COHERE,
     "transformers.models.gemma.modeling_gemma.GemmaDecoderLayer": _LLAMA,
@@ -180,6 +224,7 @@ DECODERS: dict[str, tuple[Branch, ...]] = {
     "transformers.models.glm4.modeling_glm4.Glm4DecoderLayer": _GLM4,
     "transformers.models.gpt2.modeling_gpt2.GPT2Block": _GPT2,
     "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXLayer": _GPT_NEOX,
+    "transformers.models.gptj.modeling_gptj.GPTJBlock": _GPTJ,
     "transformers.models.granite.modeling_granite.GraniteDecoderLayer": _LLAMA,
     "transformers.models.llama.modeling_llama.LlamaDecoderLayer": _LLAMA,
     "transformers.models.mistral.modeling_mistral.MistralDecoderLayer": _LLAMA,
@@ -190,7 +235,9 @@ DECODERS: dict[str, tuple[Branch, ...]] = {
     "transformers.models.phi.modeling_phi.PhiDecoderLayer": _PHI,
     "transformers.models.phi3.modeling_phi3.Phi3DecoderLayer": _PHI3,
     "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer": _LLAMA,
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLDecoderLayer": _LLAMA,
     "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer": _LLAMA,
+    "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLTextDecoderLayer": _LLAMA,
     "transformers.models.smollm3.modeling_smollm3.SmolLM3DecoderLayer": _LLAMA,
     "transformers.models.stablelm.modeling_stablelm.StableLmDecoderLayer": _STABLELM,
     "transformers.models.starcoder2.modeling_starcoder2.Starcoder2DecoderLayer": _STARCODER2,

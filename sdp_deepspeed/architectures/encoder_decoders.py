@@ -6,6 +6,8 @@ the bias that they receive, and use the part for their heads.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
 
 
@@ -52,7 +54,45 @@ _T5 = (
     _mlp("layer.2", when=("is_decoder", True)),
 )
 
+_HEADS = InnerLayers(
+    (Cut("q_proj", 0), Cut("k_proj", 0), Cut("v_proj", 0), Cut("out_proj", 1, is_output=True)),
+    heads="num_heads",
+    scaled=("num_heads",),
+)
+# Whisper's norms are before each branch. BART's are on the residual stream, and shared.
+_WHISPER = (
+    Branch(
+        "attention",
+        norm="self_attn_layer_norm",
+        body="self_attn",
+        num_outputs=2,
+        inner=replace(_HEADS, caches=("past_key_values.self_attention_cache",)),
+    ),
+    Branch(
+        "mlp",
+        norm="final_layer_norm",
+        body=("fc1", "activation_fn", "fc2"),
+        inner=InnerLayers((Cut("fc1", 0), Cut("fc2", 1, is_output=True))),
+    ),
+)
+_CROSS_ATTENTION = Branch(
+    "cross_attention",
+    norm="encoder_attn_layer_norm",
+    body="encoder_attn",
+    num_outputs=2,
+    inner=replace(_HEADS, caches=("past_key_values.cross_attention_cache",)),
+)
+_BART = tuple(replace(branch, norm=None) for branch in _WHISPER)
+
 ENCODER_DECODERS: dict[str, tuple[Branch, ...]] = {
+    "transformers.models.bart.modeling_bart.BartEncoderLayer": _BART,
+    "transformers.models.bart.modeling_bart.BartDecoderLayer": (
+        _BART[0],
+        replace(_CROSS_ATTENTION, norm=None),
+        _BART[1],
+    ),
     "transformers.models.mt5.modeling_mt5.MT5Block": _T5,
     "transformers.models.t5.modeling_t5.T5Block": _T5,
+    "transformers.models.whisper.modeling_whisper.WhisperEncoderLayer": _WHISPER,
+    "transformers.models.whisper.modeling_whisper.WhisperDecoderLayer": (_WHISPER[0], _CROSS_ATTENTION, _WHISPER[1]),
 }

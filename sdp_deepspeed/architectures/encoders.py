@@ -6,6 +6,8 @@ before it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
 
 # Layers with cross-attention have another branch.
@@ -35,6 +37,22 @@ _BERT = (
         when=_ENCODER,
     ),
 )
+_DEBERTA_V2 = (
+    replace(
+        _BERT[0],
+        inner=InnerLayers(
+            (
+                *(Cut(f"attention.self.{name}_proj", 0) for name in ("query", "key", "value")),
+                *(Cut(f"attention.self.{name}_proj", 0, optional=True) for name in ("pos_key", "pos_query")),
+                Cut("attention.output.dense", 1, is_output=True),
+            ),
+            heads="attention.self.num_attention_heads",
+            scaled=("attention.self.num_attention_heads", "attention.self.all_head_size"),
+        ),
+        when=(),
+    ),
+    replace(_BERT[1], when=()),
+)
 # The first layer has no norm before attention.
 _MODERNBERT = (
     Branch(
@@ -59,6 +77,7 @@ _MODERNBERT = (
 ENCODERS: dict[str, tuple[Branch, ...]] = {
     "transformers.models.bert.modeling_bert.BertLayer": _BERT,
     "transformers.models.camembert.modeling_camembert.CamembertLayer": _BERT,
+    "transformers.models.deberta_v2.modeling_deberta_v2.DebertaV2Layer": _DEBERTA_V2,
     "transformers.models.electra.modeling_electra.ElectraLayer": _BERT,
     "transformers.models.modernbert.modeling_modernbert.ModernBertEncoderLayer": _MODERNBERT,
     "transformers.models.roberta.modeling_roberta.RobertaLayer": _BERT,

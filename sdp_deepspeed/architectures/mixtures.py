@@ -60,12 +60,45 @@ _OLMOE = (
     _mixture(),
 )
 
+# Each expert runs on every token, with an input of zeros if it is not chosen.
+_LLAMA4_MLP = Branch("mlp", norm="post_attention_layernorm", body="feed_forward")
+_LLAMA4 = (
+    ATTENTION,
+    replace(
+        _LLAMA4_MLP,
+        num_outputs=2,
+        inner=InnerLayers(
+            (
+                Cut("experts.gate_up_proj", 2, blocks=2),
+                Cut("experts.down_proj", 1, is_output=True),
+                *(replace(cut, module=f"shared_expert.{cut.module}") for cut in GATED.cuts),
+            )
+        ),
+        when=(("is_moe_layer", True),),
+    ),
+    replace(_LLAMA4_MLP, inner=GATED, when=(("is_moe_layer", False),)),
+)
+# A head's queries and gates are side by side.
+_QWEN3_NEXT = (
+    replace(ATTENTION, when=(("block_type", "full_attention"),)),
+    Branch(
+        "linear_attention",
+        norm="input_layernorm",
+        body="linear_attn",
+        uncut_reason="heads of a gated delta net have one convolution (Qwen3-Next)",
+        when=(("block_type", "linear_attention"),),
+    ),
+    _mixture("shared_expert"),
+)
+
 MIXTURES: dict[str, tuple[Branch, ...]] = {
     "transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2DecoderLayer": _DEEPSEEK,
     "transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3DecoderLayer": _DEEPSEEK,
     "transformers.models.gpt_oss.modeling_gpt_oss.GptOssDecoderLayer": _GPT_OSS,
+    "transformers.models.llama4.modeling_llama4.Llama4TextDecoderLayer": _LLAMA4,
     "transformers.models.mixtral.modeling_mixtral.MixtralDecoderLayer": (ATTENTION, _mixture(noise="jitter_noise")),
     "transformers.models.olmoe.modeling_olmoe.OlmoeDecoderLayer": _OLMOE,
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeDecoderLayer": (ATTENTION, _mixture("shared_expert")),
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer": (ATTENTION, _mixture()),
+    "transformers.models.qwen3_next.modeling_qwen3_next.Qwen3NextDecoderLayer": _QWEN3_NEXT,
 }

@@ -77,11 +77,26 @@ _CONVNEXT = (
     ),
 )
 
+# Towers of vision-language models.
+_QWEN_ATTENTION = Branch(
+    "attention",
+    norm="norm1",
+    body="attn",
+    inner=InnerLayers(
+        (Cut("qkv", 0, blocks=3), Cut("proj", 1, is_output=True)), heads="num_heads", scaled=("num_heads",)
+    ),
+)
+_QWEN_MLP = InnerLayers((Cut("linear_fc1", 0), Cut("linear_fc2", 1, is_output=True)))
+_QWEN2_5_VL = (_QWEN_ATTENTION, Branch("mlp", norm="norm2", body="mlp", inner=_GATED_MLP))
+_QWEN3_VL = (_QWEN_ATTENTION, Branch("mlp", norm="norm2", body="mlp", inner=_QWEN_MLP))
+
 VISION: dict[str, tuple[Branch, ...]] = {
     "transformers.models.convnext.modeling_convnext.ConvNextLayer": _CONVNEXT,
     "transformers.models.deit.modeling_deit.DeiTLayer": _VIT,
     "transformers.models.dinov2.modeling_dinov2.Dinov2Layer": _DINOV2,
     "transformers.models.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersLayer": _DINOV2,
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLVisionBlock": _QWEN2_5_VL,
+    "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionBlock": _QWEN3_VL,
     "transformers.models.swin.modeling_swin.SwinLayer": _SWIN,
     "transformers.models.swinv2.modeling_swinv2.Swinv2Layer": _SWINV2,
     "transformers.models.vit.modeling_vit.ViTLayer": _VIT,

@@ -29,11 +29,13 @@ class Lacking:
         num_outputs: of the body; 0 for a module that passes its input on.
         handed_on: keyword arguments that are returned as further outputs; remaining outputs are None.
         has_storage: whether zeros need storage, because the layer writes to them.
+        added_to: position of the argument to which the body adds its output itself.
     """
 
     num_outputs: int
     handed_on: tuple[str, ...] = ()
     has_storage: bool = False
+    added_to: int | None = None
 
 
 def skip_branch(model: nn.Module, branch: LocatedBranch) -> Iterator[nn.Module]:
@@ -43,7 +45,8 @@ def skip_branch(model: nn.Module, branch: LocatedBranch) -> Iterator[nn.Module]:
     description = branch.description
     for name, num_outputs in zip(branch.modules, description.num_outputs_of_modules, strict=True):
         module = model.get_submodule(name)
-        replace_forward(module, _pass_or_zero, Lacking(num_outputs, description.handed_on, has_storage))
+        added_to = description.added_to if num_outputs else None
+        replace_forward(module, _pass_or_zero, Lacking(num_outputs, description.handed_on, has_storage, added_to))
         yield module
 
 
@@ -52,6 +55,8 @@ def _pass_or_zero(self: Any, *args: Any, **kwargs: Any) -> Any:
     x = args[0] if args else next(iter(kwargs.values()))
     if not state.num_outputs:
         return x
+    if state.added_to is not None:
+        return around(args[state.added_to], state.num_outputs, state.handed_on, kwargs)
     zeros = torch.zeros_like(x) if state.has_storage else x.new_zeros(()).expand_as(x)  # one element
     return around(zeros, state.num_outputs, state.handed_on, kwargs)
 

@@ -16,6 +16,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -24,6 +26,8 @@ from transformers import (
     Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from tests.helpers.models import VOCABULARY, Specimen, scrambled
@@ -86,9 +90,29 @@ MIXTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         GptOssConfig,
         {**_SHAPE, "intermediate_size": 12, "num_local_experts": 4, "sliding_window": 4},
     ),
+    # The first layer has an MLP.
+    "llama4": (
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        {**_SHAPE, "intermediate_size": 12, "intermediate_size_mlp": 20, "num_local_experts": 4, "moe_layers": [1, 2]},
+    ),
+    # Linear attention, then full attention; the first layer has an MLP.
+    "qwen3_next": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
+        {
+            **_SHAPE,
+            **{"intermediate_size": 20, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 18},
+            **{"num_experts": 4, "mlp_only_layers": [0], "decoder_sparse_step": 1},
+            **{"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+            **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+            **{"linear_key_head_dim": 4, "linear_value_head_dim": 4},
+        },
+    ),
     "olmoe": (OlmoeForCausalLM, OlmoeConfig, {**_SHAPE, "intermediate_size": 12, "num_experts": 4}),
 }
-CUT_EVERYWHERE = tuple(name for name in MIXTURES if name != "olmoe")  # whose norms run over all heads
+# OLMoE's norms run over all heads; a gated delta net is not cut.
+CUT_EVERYWHERE = tuple(name for name in MIXTURES if name not in ("olmoe", "qwen3_next"))
 
 
 def mixture(name: str, **options: Any) -> Any:

@@ -157,8 +157,13 @@ def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 def inputs_of(model: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of tokens [rows, LENGTH]; a vision model gets an image that stands for each row, and a class."""
+    """Of tokens [rows, LENGTH]; a vision model gets an image that stands for each row, and a class, a speech model
+    sounds."""
     inner = getattr(model, "module", model)
+    if getattr(inner, "main_input_name", "") == "input_features":
+        size, length = inner.config.num_mel_bins, 2 * inner.config.max_source_positions
+        sounds = images_of(batch, max(size, length), dtype=next(inner.parameters()).dtype)
+        return {"input_features": sounds[:, 0, :size, :length], "labels": batch}
     if getattr(inner, "main_input_name", "") != "pixel_values":
         return {"input_ids": batch, "labels": batch}
     images = images_of(batch, getattr(inner.config, "image_size", 32), dtype=next(inner.parameters()).dtype)

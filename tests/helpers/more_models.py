@@ -29,6 +29,7 @@ _WINDOW = {"sliding_window": 3, "query_pre_attn_scalar": 4}
 _BERT = _SIZES | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
 _OPT: dict[str, Any] = _SIZES | {"ffn_dim": 27, "dropout": 0.0}
 _FALCON = _SIZES | {"ffn_hidden_size": 27, "bias": True}
+_SIDE = {"layers": 2, "attention_heads": 6, "ffn_dim": 27}
 _T5: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "d_model": 24,
@@ -42,6 +43,22 @@ _T5: dict[str, Any] = {
     "decoder_start_token_id": 0,
     "initializer_factor": 0.5,
 }
+
+_BART: dict[str, Any] = {
+    **{"vocab_size": VOCABULARY, "d_model": 24, "max_position_embeddings": 48, "decoder_start_token_id": 2},
+    **{f"{side}_{what}": number for side in ("encoder", "decoder") for what, number in _SIDE.items()},
+    **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0),
+}
+_WHISPER: dict[str, Any] = _BART | {
+    **{"num_mel_bins": 6, "max_source_positions": 4, "max_target_positions": 16},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "suppress_tokens": [], "begin_suppress_tokens": []},
+}
+_BLOOM: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 24, "n_head": 6, "n_layer": 2}
+_BLOOM |= dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0)
+_GPTJ: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 24, "n_head": 6, "n_layer": 2, "n_inner": 27}
+_GPTJ |= {"rotary_dim": 2, "n_positions": 48, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)}
+# Positions of keys and queries have projections of their own.
+_RELATIVE: dict[str, Any] = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 4}
 
 
 _VIT: dict[str, Any] = {
@@ -71,16 +88,53 @@ def _grouped(model: Any, config: Any, **options: Any) -> Specimen:
     return Specimen(model, config, num_heads=3, options=_GROUPED | options)
 
 
-def _whole_heads(model: Any, config: Any, sizes: dict[str, Any], *, num_heads: int = 6, **options: Any) -> Specimen:
-    return Specimen(model, config, num_heads=num_heads, options=sizes | options)
+# Sizes of an image's grid are multiples of the patches that are merged, two by two.
+_TOWER: dict[str, Any] = {
+    "depth": 2,
+    "num_heads": 3,
+    "patch_size": 2,
+    "temporal_patch_size": 1,
+    "intermediate_size": 27,
+}
+_QWEN2_5_TOWER = _TOWER | {"hidden_size": 24, "out_hidden_size": 24, "window_size": 8, "fullatt_block_indexes": [1]}
+_QWEN3_TOWER = _TOWER | {
+    **{"hidden_size": 24, "out_hidden_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+}
+
+
+def _vision_language(model: Any, config: Any, **tower: Any) -> Specimen:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}
+    text = _GROUPED | {"rope_parameters": rope, "vocab_size": VOCABULARY + 4}
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = {name: VOCABULARY + index for index, name in enumerate(names)}  # in no batch of text
+    options = ids | {"text_config": text, "vision_config": tower, "tie_word_embeddings": False}
+    return Specimen(model, config, num_heads=3, num_blocks=8, options=options)
+
+
+def _whole_heads(
+    model: Any,
+    config: Any,
+    sizes: dict[str, Any],
+    *,
+    num_heads: int = 6,
+    num_blocks: int | None = None,
+    **options: Any,
+) -> Specimen:
+    return Specimen(model, config, num_heads=num_heads, num_blocks=num_blocks, options=sizes | options)
 
 
 SPECIMENS: dict[str, Specimen] = {
+    "bart": _whole_heads(hf.BartForConditionalGeneration, hf.BartConfig, _BART, num_blocks=10),
     "bert": _whole_heads(hf.BertForMaskedLM, hf.BertConfig, _BERT),
+    "bloom": _whole_heads(hf.BloomForCausalLM, hf.BloomConfig, _BLOOM),
+    "bloom_post_norm": _whole_heads(
+        hf.BloomForCausalLM, hf.BloomConfig, _BLOOM, apply_residual_connection_post_layernorm=True
+    ),
     "camembert": _whole_heads(hf.CamembertForMaskedLM, hf.CamembertConfig, _BERT),
     "cohere": _grouped(hf.CohereForCausalLM, hf.CohereConfig, use_qk_norm=True, logit_scale=1.0),
     "cohere2": _grouped(hf.Cohere2ForCausalLM, hf.Cohere2Config, sliding_window=3, logit_scale=1.0),
     "convnext": Specimen(hf.ConvNextForImageClassification, hf.ConvNextConfig, num_blocks=3, options=_CONVNEXT),
+    "deberta_v2": _whole_heads(hf.DebertaV2ForMaskedLM, hf.DebertaV2Config, _BERT | _RELATIVE),
     "deit": _whole_heads(hf.DeiTForImageClassification, hf.DeiTConfig, _VIT),
     "dinov2": _whole_heads(hf.Dinov2ForImageClassification, hf.Dinov2Config, _DINOV2, num_heads=3, mlp_ratio=3),
     "dinov2_swiglu": _whole_heads(
@@ -107,9 +161,11 @@ SPECIMENS: dict[str, Specimen] = {
     ),
     "glm": _grouped(hf.GlmForCausalLM, hf.GlmConfig, attention_bias=True, **_PARTIAL),
     "glm4": _grouped(hf.Glm4ForCausalLM, hf.Glm4Config, attention_bias=True, **_PARTIAL),
+    "gptj": _whole_heads(hf.GPTJForCausalLM, hf.GPTJConfig, _GPTJ),
     "granite": _grouped(
         hf.GraniteForCausalLM, hf.GraniteConfig, residual_multiplier=0.7, embedding_multiplier=2.0, logits_scaling=2.0
     ),
+    "llama4_dense": _grouped(hf.Llama4ForCausalLM, hf.Llama4TextConfig, intermediate_size_mlp=27, moe_layers=[]),
     "modernbert": _whole_heads(hf.ModernBertForMaskedLM, hf.ModernBertConfig, _SIZES, local_attention=4),
     "mt5": _whole_heads(hf.MT5ForConditionalGeneration, hf.MT5Config, _T5, num_heads=3),
     "olmo": _grouped(hf.OlmoForCausalLM, hf.OlmoConfig, clip_qkv=1.0),
@@ -119,6 +175,8 @@ SPECIMENS: dict[str, Specimen] = {
     "opt_post_norm": _whole_heads(hf.OPTForCausalLM, hf.OPTConfig, _OPT, do_layer_norm_before=False),
     "phi": _grouped(hf.PhiForCausalLM, hf.PhiConfig, qk_layernorm=True),
     "phi3": _grouped(hf.Phi3ForCausalLM, hf.Phi3Config),
+    "qwen2_5_vl": _vision_language(hf.Qwen2_5_VLForConditionalGeneration, hf.Qwen2_5_VLConfig, **_QWEN2_5_TOWER),
+    "qwen3_vl": _vision_language(hf.Qwen3VLForConditionalGeneration, hf.Qwen3VLConfig, **_QWEN3_TOWER),
     "resnet": _resnet("basic"),
     "resnet_bottleneck": _resnet("bottleneck", hidden_sizes=[12, 20], hidden_act="gelu"),
     "roberta": _whole_heads(hf.RobertaForMaskedLM, hf.RobertaConfig, _BERT),
@@ -133,6 +191,7 @@ SPECIMENS: dict[str, Specimen] = {
     "swinv2": Specimen(hf.Swinv2ForImageClassification, hf.Swinv2Config, num_heads=3, num_blocks=6, options=_SWIN),
     "t5": _whole_heads(hf.T5ForConditionalGeneration, hf.T5Config, _T5, num_heads=3),
     "vit": _whole_heads(hf.ViTForImageClassification, hf.ViTConfig, _VIT),
+    "whisper": _whole_heads(hf.WhisperForConditionalGeneration, hf.WhisperConfig, _WHISPER, num_blocks=10),
     "xlm_roberta": _whole_heads(hf.XLMRobertaForMaskedLM, hf.XLMRobertaConfig, _BERT),
 }
 # What two tensor-parallel ranks divide.
@@ -157,4 +216,4 @@ KEY_BIASES = (
     *("deit", "dinov2", "dinov2_swiglu", "swin", "vit"),
 )
 # Attention whose heads cannot be cut.
-UNCUT = ("falcon_alibi", "falcon_multi_query", "olmo2", "olmo3", "stablelm_head_norms")
+UNCUT = ("bloom", "bloom_post_norm", "falcon_alibi", "falcon_multi_query", "olmo2", "olmo3", "stablelm_head_norms")

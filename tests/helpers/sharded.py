@@ -128,7 +128,8 @@ def compare_evaluation(model: Any, dense: nn.Module, batch: torch.Tensor) -> Non
 @torch.no_grad()
 def evaluated(model: Any, batch: torch.Tensor) -> torch.Tensor:
     """Logits in evaluation mode; training mode after it."""
-    logits: torch.Tensor = model.eval()(**inputs_of(model, batch.to(model.device))).logits
+    batch = batch.to(getattr(model, "device", batch.device))
+    logits: torch.Tensor = model.eval()(**inputs_of(model, batch)).logits
     model.train()
     return logits
 
