@@ -216,7 +216,7 @@ class SubnetworkConfig(BaseModel):
 
 
 class Combination(NamedTuple):
-    """A key that is refused beside others; docs/config.md lists all of them."""
+    """A refused combination of keys; docs/config.md lists all of them."""
 
     key: str
     is_refused: Callable[[SubnetworkConfig], bool]

@@ -23,7 +23,7 @@ _ZERO = "zero_optimization"
 
 
 class PhaseEnd(BaseModel):
-    """Keys of a phase beside those of the block. A field's title is what its error message expects."""
+    """Keys of a phase, apart from those of the block. A field's title is what its error message expects."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 

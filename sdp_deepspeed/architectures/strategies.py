@@ -114,8 +114,8 @@ def _check_groups(branches: Sequence[LocatedBranch], neuron_groups: int | None) 
         blocks = {branch.description.name: "block" for branch in uncut}
         strategy = {branch.description.name: "neuron" for branch in branches} | blocks
         raise ValueError(
-            f"{KEY}.strategy: {uncut[0].name!r} cannot be cut into neurons or heads: {uncut[0].uncuttable_reason}. "
-            f'Use "strategy": {json.dumps(strategy)}'
+            f"{KEY}.strategy: {uncut[0].name!r} cannot be cut: {uncut[0].uncuttable_reason}. "
+            f'Use "block" for the part {uncut[0].description.name!r}: "strategy": {json.dumps(strategy)}'
         )
     if neuron_groups is None:
         return

@@ -50,7 +50,7 @@ class Found:
 
     Args:
         path: folder of the checkpoint.
-        facts: everything beside tensors, for the whole run.
+        facts: everything but tensors, for the whole run.
     """
 
     path: Path
@@ -285,7 +285,7 @@ def _refuse_difference(call: str, control: Any) -> None:
 
 
 def _facts(state: RankState, numbers: Sequence[Any]) -> dict[str, Any]:
-    """Everything that loading needs beside the tensors.
+    """Everything but tensors that loading needs.
 
     Args:
         numbers: `group_facts` of all ranks.

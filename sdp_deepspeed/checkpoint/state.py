@@ -161,7 +161,7 @@ class RankState:
         return offsets
 
 
-# ---- what is written ------------------------------------------------------------------------------------------------
+# ---- save -----------------------------------------------------------------------------------------------------------
 
 
 def written_state(state: RankState, *, exclude_frozen: bool = False) -> State:
@@ -238,7 +238,7 @@ def persistent_buffers(model: torch.nn.Module) -> set[str]:
     }
 
 
-# ---- the optimizer beside its tensors -------------------------------------------------------------------------------
+# ---- optimizer facts other than tensors -----------------------------------------------------------------------------
 
 
 class GroupFacts(NamedTuple):
@@ -303,7 +303,7 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
     return _ALIKE.get(name, name)
 
 
-# ---- what is read ---------------------------------------------------------------------------------------------------
+# ---- load -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -406,7 +406,7 @@ def _dtype_of_moment(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, 
 
 
 def restore_optimizer(state: RankState, targets: Targets, facts: Facts) -> None:
-    """Load moments and step counts, and options of param groups if both runs group parameters alike."""
+    """Load moments and step counts, and options of param groups if both runs have the same groups."""
     optimizer = state.optimizer.optimizer
     assert targets.moments is not None
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -436,8 +436,8 @@ def _as_kept(optimizer: torch.optim.Optimizer, numbers: Mapping[str, float]) -> 
 
 
 def _options(state: RankState, facts: Facts) -> list[dict[str, Any]]:
-    """Param groups for `load_state_dict`, with the checkpoint's options that this optimizer has, if both runs group
-    parameters alike."""
+    """Param groups for `load_state_dict`, with the checkpoint's options that this optimizer has, if both runs have the
+    same groups."""
     here, stored = state.optimizer.optimizer.param_groups, facts["options"]
     groups, first = state.optimizer.param_groups, 0
     pairs = {(groups[name], facts["groups"][name]) for name in groups.keys() & facts["groups"].keys()}

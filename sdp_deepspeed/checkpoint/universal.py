@@ -192,7 +192,7 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states")
 
 @dataclass(frozen=True)
 class Progress:
-    """Everything in a universal checkpoint beside tensors.
+    """Everything in a universal checkpoint but tensors.
 
     Args:
         counters: of the engine, by attribute name.

@@ -66,15 +66,15 @@ def _look_at(lock: Path) -> str | None:
     age = time.time() - seen.st_mtime
     if seen.st_size or _is_open_in_a_process(lock):
         return None
-    told = f"{lock} was left {age / 60:.0f} minutes ago by a build of an operator"
+    text = f"{lock} was left {age / 60:.0f} minutes ago by a build of an operator"
     if age < _MAX_BUILD_SECONDS and not (_sees_all_builds(lock) and seen.st_uid == os.getuid()):
         return (
-            f"{told} that no process here runs, and this start will wait for it without end: delete the file if no "
-            "other machine, container or user is building"
+            f"{text} that no process here runs, so this run would wait forever; delete the file if no other machine, "
+            "container or user is building"
         )
     if os.path.samestat(seen, os.stat(lock)):
         os.unlink(lock)
-    return f"{told} that was killed; the file is removed"
+    return f"{text} that was killed; the file is removed"
 
 
 def _is_open_in_a_process(lock: Path) -> bool:

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoint methods: the engine's own state, beside the tensors that `checkpoint` saves and loads."""
+"""DeepSpeed's checkpoint methods: adds the engine's state to the tensors that `checkpoint` saves and loads."""
 
 from __future__ import annotations
 

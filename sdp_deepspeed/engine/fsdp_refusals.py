@@ -1,7 +1,7 @@
-"""What is refused under the FSDP of Accelerate and of Transformers' Trainer, which trains no subnetworks yet, and why.
+"""Refuse the FSDP integrations of Accelerate and Transformers' Trainer, which do not support subnetworks.
 
-They would pass over a block in their config, and of a model of `sdp_deepspeed.fully_shard` each rank would clip by the
-norm of what it holds, step all meshes together, and save its own units.
+They would ignore a block in their config. With a model of `sdp_deepspeed.fully_shard`, each rank would clip by the norm
+of its own shards, step parameters of all meshes together, and save only its own units.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 from weakref import WeakSet
 
 _INSTEAD = (
-    "call sdp_deepspeed.fully_shard in a loop of your own (launch/examples/with_fsdp2.py), or train with DeepSpeed, "
-    "under which the Trainer and Accelerate take the block"
+    "call sdp_deepspeed.fully_shard in your own loop (launch/examples/with_fsdp2.py), or use DeepSpeed with the "
+    "Trainer or Accelerate"
 )
-_PREFIX = "fsdp_"  # of any key, if one likes
-SHARDED: WeakSet[Any] = WeakSet()  # models of `sdp_deepspeed.fully_shard`
+_PREFIX = "fsdp_"  # optional prefix of keys
+SHARDED: WeakSet[Any] = WeakSet()  # models that `sdp_deepspeed.fully_shard` returned
 
 
 def refuse_block(config: Any, where: str) -> None:
-    """ValueError if the config of somebody's FSDP has a block, or a near miss of its name.
+    """Raise ValueError if a config of FSDP has the block, or a key with a similar name.
 
     Args:
-        config: loaded; or the path of a JSON file, or None.
-        where: it stands, for the message.
+        config: loaded, or the path of a JSON file, or None.
+        where: name of the config, for messages.
     """
     if isinstance(config, str):
         import json
@@ -39,11 +39,11 @@ def refuse_block(config: Any, where: str) -> None:
     from sdp_deepspeed.config import KEY, parse
 
     if parse({str(name).removeprefix(_PREFIX): value for name, value in config.items()}) is not None:
-        raise ValueError(f"{KEY}: has no effect in {where}, whose FSDP would train the dense model: {_INSTEAD}")
+        raise ValueError(f"{KEY}: has no effect in {where}, whose FSDP trains the dense model; {_INSTEAD}")
 
 
 def patch_trainer() -> None:
-    """The Trainer refuses a block in `fsdp_config` before it makes its Accelerator."""
+    """Make the Trainer refuse a block in `fsdp_config` before it creates its Accelerator."""
     import transformers.trainer as host
 
     original = getattr(host.Trainer, "create_accelerator_and_postprocess", None)
@@ -59,7 +59,7 @@ def patch_trainer() -> None:
 
 
 def patch_accelerator() -> None:
-    """`Accelerator` refuses models of ours, and says under FSDP what it trains."""
+    """Make `Accelerator` refuse our models, and warn under FSDP that it trains the dense model."""
     from accelerate.accelerator import Accelerator
 
     prepare, prepare_model, clip = Accelerator.prepare, Accelerator.prepare_model, Accelerator.clip_grad_norm_
@@ -84,7 +84,7 @@ def patch_accelerator() -> None:
         ours = {id(parameter) for model in SHARDED for parameter in model.parameters()}
         if any(id(parameter) in ours for parameter in given):
             raise ValueError(
-                f"Accelerator.clip_grad_norm_: {_taken_over('a parameter')}; its function is "
+                "Accelerator.clip_grad_norm_: got a parameter of sdp_deepspeed.fully_shard; use "
                 "sdp_deepspeed.fsdp.clip_grad_norm_"
             )
         return clip(self, given, *args, **kwargs)
@@ -95,14 +95,10 @@ def patch_accelerator() -> None:
 
 def _refuse_sharded(method: str, given: Iterable[Any]) -> None:
     if any(model is each for model in SHARDED for each in given):
-        raise ValueError(f"Accelerator.{method}: {_taken_over('the model')}")
-
-
-def _taken_over(what: str) -> str:
-    return (
-        f"{what} is of sdp_deepspeed.fully_shard, and Accelerate would take what this rank holds for all of the model, "
-        f"in norms, optimizers and saved weights: {_INSTEAD}"
-    )
+        raise ValueError(
+            f"Accelerator.{method}: got a model of sdp_deepspeed.fully_shard, which Accelerate does not support; "
+            f"{_INSTEAD}"
+        )
 
 
 def _tell(accelerator: Any) -> None:
@@ -112,19 +108,19 @@ def _tell(accelerator: Any) -> None:
         from sdp_deepspeed.config import KEY
 
         logging.getLogger("sdp_deepspeed").warning(
-            "%s: Accelerate's FSDP trains the dense model, and does not hand a block in its config file on. To train "
-            "subnetworks %s",
+            "%s: Accelerate's FSDP trains the dense model, and ignores a block in its config file; to train "
+            "subnetworks, %s",
             KEY,
             _INSTEAD,
         )
 
 
 def _asks_for_fsdp(accelerator: Any) -> bool:
-    """On CPUs the launcher asks for it, by a variable, and gets something else."""
+    """Whether FSDP is enabled; on CPUs only the environment variable of the launcher says so."""
     launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     return launched or str(accelerator.distributed_type).endswith("FSDP")
 
 
 def _is_module(value: Any) -> bool:
-    """Imports nothing."""
+    """Whether a value is a Module, without importing torch."""
     return any(base.__name__ == "Module" for base in type(value).__mro__)

@@ -1,7 +1,7 @@
-"""Import hooks: `deepspeed.initialize` builds our engine when the config has our block, and its own otherwise.
+"""Import hooks: make `deepspeed.initialize` build our engine if the config has our block.
 
-Dispatching in `DeepSpeedEngine.__new__` reaches callers that imported `initialize` before us, and Accelerate,
-which calls it itself. Importing this module is cheap; DeepSpeed is patched when it is (or was) imported.
+Dispatching in `DeepSpeedEngine.__new__` also works for callers that imported `initialize` earlier, and for Accelerate.
+Importing this module is cheap: DeepSpeed is patched when it is imported, or at once if it was imported before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def arm() -> None:
-    """Patch each host now if it is imported, else at the moment when it will be."""
+    """Patch each host now if it is imported, else when it will be imported."""
     waiting = {}
     patches = {
         "deepspeed": _patch_deepspeed,
@@ -39,9 +39,9 @@ def arm() -> None:
 
 
 class _AfterImport:
-    """Finds the hosts as everybody does, and patches each once its import is complete.
+    """A meta path finder that patches each host once its import is complete.
 
-    Of no base class: `importlib.abc` takes longer to import than all of ours.
+    It has no base class, since importing `importlib.abc` takes longer than importing this package.
     """
 
     def __init__(self, waiting: dict[str, Callable[[], None]]) -> None:
@@ -53,12 +53,12 @@ class _AfterImport:
     ) -> ModuleSpec | None:
         if self._searching or fullname not in self._waiting:
             return None
-        self._searching = True  # the search below asks us too
+        self._searching = True  # the search below calls this finder, too
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
             self._searching = False
-        # A spec is also asked for only to see whether a host is installed, so we stay armed until it is executed.
+        # Looking up a spec does not mean that the host is imported, so patch only when it is executed.
         if spec is not None and spec.loader is not None:
             loader: Any = _PatchingLoader(spec.loader, self._waiting[fullname])
             spec.loader = loader
@@ -89,15 +89,15 @@ def _patch_deepspeed() -> None:
     from sdp_deepspeed.engine.shared_memory import patch_backend
 
     patch_backend()
-    for text in remove_abandoned_builds():  # now, because the first operator is built before any engine
+    for text in remove_abandoned_builds():  # now, since operators are built before any engine
         logger.warning(text)
     if "__new__" not in vars(DeepSpeedEngine):
         DeepSpeedEngine.__new__ = _new
 
 
 def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """`DeepSpeedEngine.__new__`: our subclass for configs with our block; an error for near-misses of its name, and for
-    models that only our engine can train."""
+    """`DeepSpeedEngine.__new__`: create our subclass for configs with our block. Raises ValueError for keys with a
+    similar name, and for masked models without the block."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     from sdp_deepspeed.config import KEY
@@ -113,8 +113,8 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     ours: type = SubnetworkEngine
     if cls is not DeepSpeedEngine and not issubclass(cls, ours):
         raise ValueError(
-            f"{KEY}: {cls.__name__} is not supported (pipeline modules and the hybrid engine build their own); give "
-            "deepspeed.initialize an ordinary module, or remove the block"
+            f"{KEY}: {cls.__name__} is not supported, such as for pipeline modules and the hybrid engine; pass an "
+            "ordinary module, or remove the block"
         )
     engine = object.__new__(ours if cls is DeepSpeedEngine else cls)
     object.__setattr__(engine, "block", block)
@@ -122,8 +122,8 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def _patch_accelerate() -> None:
-    """`Accelerator.get_state_dict`, which the Trainer saves from, gives the dense model (all ranks call it), and
-    Accelerate, which fills in "auto", leaves those of our block to us."""
+    """Make `Accelerator.get_state_dict`, which the Trainer uses to save, return the dense model (collective), and keep
+    Accelerate from filling in "auto" in our block."""
     fsdp_refusals.patch_accelerator()
     from accelerate.accelerator import Accelerator
     from accelerate.utils.dataclasses import DeepSpeedPlugin
@@ -131,7 +131,7 @@ def _patch_accelerate() -> None:
     from sdp_deepspeed.config import KEY
 
     original = Accelerator.get_state_dict
-    if hasattr(original, "__wrapped__"):  # patched before
+    if hasattr(original, "__wrapped__"):  # patched already
         return
 
     @wraps(original)
@@ -140,7 +140,7 @@ def _patch_accelerate() -> None:
             return original(self, model, *args, **kwargs)
         from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
-        with model.dense():  # where state dicts are whole, also under tensor parallelism
+        with model.dense():  # state dicts are whole, also under tensor parallelism
             return clone_tensors_for_torch_save(model.module.state_dict())
 
     fill = DeepSpeedPlugin.fill_match

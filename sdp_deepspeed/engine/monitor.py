@@ -1,4 +1,5 @@
-"""Events for DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet), beside the learning rate that DeepSpeed writes."""
+"""Events for DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet), in addition to the learning rate that DeepSpeed
+writes."""
 
 from __future__ import annotations
 

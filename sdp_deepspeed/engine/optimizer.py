@@ -1,4 +1,4 @@
-"""DeepSpeed's surface of a ZeRO optimizer over the sharded optimizer of `parallel`."""
+"""The interface of DeepSpeed's ZeRO optimizers, on top of the sharded optimizer of `parallel`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 
 
 class SubnetworkOptimizer(ZeROOptimizer):
-    """What DeepSpeed's engine and its users ask of an optimizer.
+    """The optimizer of DeepSpeed's engine.
 
     Args:
-        sharded: does the work.
-        loss_scaler: DeepSpeed's.
-        skips_overflow: whether a step whose gradient is not finite is left out.
-        reports_norm: whether the gradient norm is reported (`compute_grad_norm`).
-        process_group: the data-parallel one.
+        sharded: the implementation.
+        loss_scaler: DeepSpeed's loss scaler.
+        skips_overflow: whether to skip steps with non-finite gradients.
+        reports_norm: whether to report the gradient norm (`compute_grad_norm`).
+        process_group: the data-parallel group.
     """
 
     custom_loss_scaler = False
@@ -58,10 +58,10 @@ class SubnetworkOptimizer(ZeROOptimizer):
         return self.sharded.optimizer.state
 
     def step(self, closure: None = None) -> None:
-        """Average, clip, step, return weights; every rank calls it.
+        """Average and clip gradients, update, return weights; collective.
 
         Raises:
-            ValueError: a closure is given, which would need a forward pass of all ranks.
+            ValueError: a closure was passed.
         """
         if closure is not None:
             raise ValueError("step() takes no closure; call engine.backward(loss) before it")
@@ -72,36 +72,36 @@ class SubnetworkOptimizer(ZeROOptimizer):
         self._global_grad_norm = norm if self.reports_norm else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients since the last step; at stage 2 all ranks call it together."""
+        """Drop all gradients since the last step. At stage 2 all ranks must call it."""
         self.sharded.zero_grad()
 
     def has_gradients(self) -> bool:
-        """Whether there are gradients of a step that has begun."""
+        """Whether there are gradients of an unfinished step."""
         return self.sharded.has_gradients()
 
     # ---- loss scale ---------------------------------------------------------------------------------------------
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by before backward."""
+        """Factor of losses in backward."""
         return self.loss_scaler.loss_scale if self.external_loss_scale is None else self.external_loss_scale
 
-    cur_scale = loss_scale  # the name under which DeepSpeed's monitor asks for it
+    cur_scale = loss_scale  # name in DeepSpeed's monitor
 
     def override_loss_scale(self, loss_scale: float) -> None:
-        """As DeepSpeed's: losses are scaled by this from now on."""
+        """As in DeepSpeed: use this loss scale from now on."""
         self.custom_loss_scaler, self.external_loss_scale = True, loss_scale
 
     def needs_scaler(self) -> bool:
         return bool(self.loss_scaler.dynamic or self.loss_scale != 1.0)
 
-    # ---- what DeepSpeed's engine calls on its own ZeRO optimizers -----------------------------------------------
+    # ---- methods that DeepSpeed's engine calls on ZeRO optimizers ------------------------------------------------
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """Nothing: `step` takes whatever was accumulated (`managed_gradient_accumulation: false`)."""
+        """Does nothing: `step` uses whatever was accumulated (`managed_gradient_accumulation: false`)."""
 
     def refresh_fp32_params(self) -> None:
-        """Take fp32 masters from weights that were changed from outside."""
+        """Update fp32 masters after weights were changed from outside."""
         self.sharded.refresh_shards()
 
     update_lp_params = empty_partition_cache = finalize_gradient_accumulation_boundary
@@ -109,7 +109,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
     def offload_states(
         self, include: Container[OffloadStateTypeEnum] | None = None, *, pin_memory: bool = True, **_: Any
     ) -> None:
-        """As DeepSpeed's, of masters and moments; weights and gradients stay where they are."""
+        """As in DeepSpeed, for masters and moments; weights and gradients stay on the device."""
         self.sharded.offload_states(
             states=include is None or OffloadStateTypeEnum.optim_states in include,
             masters=include is None or OffloadStateTypeEnum.hp_params in include,
@@ -120,12 +120,12 @@ class SubnetworkOptimizer(ZeROOptimizer):
         self.sharded.reload_states()
 
     def state_dict(self) -> dict[str, Any]:
-        """To be thrown away, as hosts do that save the engine's own checkpoint (Lightning); whoever reads it gets an
-        error, since it would be this rank's share alone."""
+        """A placeholder that raises when read, since it would be this rank's share only. Some hosts (Lightning) create
+        a state dict, drop it, and save the engine's checkpoint."""
         return _NoState()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> NoReturn:
-        """RuntimeError, with the calls that do it."""
+        """Raises RuntimeError, with the methods to use."""
         _refuse_state()
 
     def destroy(self) -> None:
@@ -134,13 +134,13 @@ class SubnetworkOptimizer(ZeROOptimizer):
 
 def _refuse_state(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(
-        "SubnetworkOptimizer has no state dict of its own: a rank owns only a share of the state. Save with "
-        "engine.save_checkpoint and load with engine.load_checkpoint, on any layout"
+        "SubnetworkOptimizer has no state dict of its own, since a rank owns only a share; use engine.save_checkpoint "
+        "and engine.load_checkpoint"
     )
 
 
 class _NoState(dict[str, Any]):
-    """Raises as soon as anybody reads, copies or pickles it."""
+    """Raises when read, copied or pickled."""
 
     __getitem__ = __contains__ = __iter__ = __len__ = __reduce_ex__ = _refuse_state
     get = keys = values = items = pop = copy = _refuse_state

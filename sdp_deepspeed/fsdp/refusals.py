@@ -122,7 +122,7 @@ def check_same_settings(config: SubnetworkConfig, options: str, control: Any) ->
         RuntimeError: on all ranks, naming a setting that differs and its values.
     """
     own = config.model_dump() | {"options": options}
-    if config.plan_path is not None:  # nodes may keep it in folders of their own; the plan itself is compared later
+    if config.plan_path is not None:  # the path may differ between nodes; the plan itself is compared later
         own["assignment"] = "<a plan>"
     every = gather_objects(own, control)
     different = [name for name in own if any(other[name] != every[0][name] for other in every)]

@@ -128,7 +128,7 @@ class Permitted:
         expected: (c), the exact mean over placements of batches, independent of the assignment.
         always: (b), for any gradients and placement.
         on_average: (c), the bound on that mean.
-        drift: (d), for any placement, if workers deviate alike in all units.
+        drift: (d), for any placement, if workers deviate equally in all units.
     """
 
     expected: float

@@ -123,7 +123,7 @@ def is_no_whole_model(rank: Rank) -> None:
         refusal(RuntimeError, lambda full=full: torch.save(full, rank.folder / f"{rank.rank}"), *words)
         refusal(RuntimeError, lambda full=full: safetensors.torch.save(full), *words)
         refusal(
-            ValueError, partial(Accelerator.prepare, None, model), "Accelerator.prepare: the model is of sdp_deepspeed"
+            ValueError, partial(Accelerator.prepare, None, model), "Accelerator.prepare: got a model of sdp_deepspeed"
         )
     state = started(BLOCKS["block"]).model.state_dict()
     lacking = next(value for value in state.values() if isinstance(value, LackingTensor))

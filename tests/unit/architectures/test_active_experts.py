@@ -55,5 +55,5 @@ def test_experts_in_a_list_cost_what_a_token_uses() -> None:
 
 def test_experts_that_are_neither_a_list_nor_stacked_are_refused() -> None:
     model = model_with("experts.0")
-    with pytest.raises(ValueError, match=r"'h\.0\.mlp\.experts\.0': Experts: no parameter has an expert for each"):
+    with pytest.raises(ValueError, match=r"'h\.0\.mlp\.experts\.0': Experts: no parameter has shape"):
         unit_costs(model, units_of_branches(locate_branches(model)))

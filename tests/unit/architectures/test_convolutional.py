@@ -82,7 +82,7 @@ def test_conditions_may_be_types(own_registry: None) -> None:
     with pytest.raises(ValueError, match="known are skip = a Linear; skip = a Identity"):
         locate_branches(model)
     architectures.register(Skipping, Branch("body", body="body", bypassed=(("shortcut", nn.Identity),)))
-    with pytest.raises(ValueError, match=r"`bypassed`.*that this one lacks"):
+    with pytest.raises(ValueError, match=r"`bypassed`.*that this layer lacks"):
         locate_branches(model)
 
 
@@ -132,7 +132,7 @@ def test_convolutions_on_each_channel_by_itself_are_cut_with_them(own_registry: 
 def test_other_groups_and_uncut_batch_norms_are_refused(own_registry: None) -> None:
     describe_inverted()
     model = nn.Sequential(InvertedLayer(groups=3), InvertedLayer())
-    words = r"body\.depth is a Conv2d in 3 groups, whose channels do not all read the same"
+    words = r"body\.depth is a Conv2d with 3 groups; only depthwise"
     with pytest.raises(ValueError, match=words):
         units_of_branches(locate_branches(model), strategy="neuron")
     assert len(units_of_branches(locate_branches(model))) == 2

@@ -118,7 +118,7 @@ def test_a_method_that_one_layer_has_of_its_own_is_refused() -> None:
     architectures.register(Stepwise, Branch("mlp", norm="norm", body="body"))
     layer: Any = Stepwise()
     layer.add = lambda x: 2 * x
-    with pytest.raises(ValueError, match=r"'0': this Stepwise has a method 'add' of its own"):
+    with pytest.raises(ValueError, match=r"'0': this Stepwise has its own method 'add'"):
         locate_branches(nn.Sequential(layer))
 
 
@@ -130,7 +130,7 @@ def test_a_class_whose_forward_was_replaced_must_be_described_again(
         architectures.register(LlamaDecoderLayer, *architectures.branches_of(LlamaDecoderLayer) or ())
     monkeypatch.setattr(LlamaDecoderLayer, "forward", post_norm)
     again = r"register\(LlamaDecoderLayer, \*architectures\.branches_of\(LlamaDecoderLayer\)"
-    with pytest.raises(ValueError, match=rf"what LlamaDecoderLayer runs was replaced.*{again}"):
+    with pytest.raises(ValueError, match=rf"methods of LlamaDecoderLayer were replaced.*{again}"):
         locate_branches(llama(1))
     architectures.register(LlamaDecoderLayer, *architectures.branches_of(LlamaDecoderLayer) or ())
     assert locate_branches(llama(1))
@@ -162,7 +162,5 @@ def test_wrappers_that_say_what_they_wrap_are_seen_through(
 def test_a_layer_with_another_forward_of_its_own_is_refused() -> None:
     model: Any = llama(1)
     model.model.layers[0].forward = functools.partial(post_norm, model.model.layers[0])
-    with pytest.raises(
-        ValueError, match=r"'model\.layers\.0': this LlamaDecoderLayer has a method 'forward' of its own"
-    ):
+    with pytest.raises(ValueError, match=r"'model\.layers\.0': this LlamaDecoderLayer has its own method 'forward'"):
         locate_branches(model)

@@ -41,8 +41,8 @@ def test_width_leaves_the_stem_alone() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"width_factor": 0}, "width_factor is 0, expected at least 1"),
-        ({"hidden_sizes": [8, 16]}, "hidden_sizes is .8, 16., but stage_sizes times width_factor .4, 8."),
+        ({"width_factor": 0}, "width_factor: got 0, expected at least 1"),
+        ({"hidden_sizes": [8, 16]}, "hidden_sizes: got .8, 16., expected stage_sizes . width_factor .4, 8."),
         ({"depths": [1]}, "expected one of each per stage"),
     ],
 )

@@ -167,12 +167,12 @@ def test_where_groups_begin(num_cells: int, expected: list[int]) -> None:
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        ({"strategy": {"mlps": "neuron"}}, r"strategy: 'mlps' is no part of this model; .* 'attention', 'mlp'"),
+        ({"strategy": {"mlps": "neuron"}}, r"strategy: 'mlps' is not a part of this model; .* 'attention', 'mlp'"),
         ({"neuron_groups": 25}, r"neuron_groups: got 25, but a branch has 24 neurons; use fewer"),
         ({"strategy": {"attention": "neuron"}}, r"neuron_groups: got 2, but only heads are cut here; remove it"),
         ({"shared": (r"head_7",)}, r"shared: 'head_7' matches no parameter of any unit.*head_0"),
         ({"shared": (r"q_proj",)}, r"'q_proj' matches only a part of 'model\.layers\.0\.attention\.head_0'"),
-        ({"shared": (r"head_\d", r"mlp")}, r"shared: \['head_.*', 'mlp'\] match all 4 units.*none is left"),
+        ({"shared": (r"head_\d", r"mlp")}, r"shared: \['head_.*', 'mlp'\] match all 4 units"),
         ({"strategy": "block", "neuron_groups": None, "shared": ("layers",)}, r"\['layers'\] match all 2 units"),
     ],
 )

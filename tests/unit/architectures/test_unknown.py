@@ -151,7 +151,7 @@ def test_a_layer_has_the_branches_of_its_form() -> None:
     model = nn.Sequential(Layer(is_wide=True), Layer(is_wide=False))
     assert [branch.description for branch in locate_branches(model)] == [pre, post]
     architectures.register(Layer, pre, Branch("mlp", body="ff"))
-    with pytest.raises(ValueError, match=r"'0': of the branches \['mlp', 'mlp'\] of Layer only one of each name"):
+    with pytest.raises(ValueError, match=r"'0': the branches \['mlp', 'mlp'\] of Layer apply"):
         locate_branches(model)
 
 

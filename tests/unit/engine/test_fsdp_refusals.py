@@ -58,9 +58,9 @@ def test_an_accelerator_refuses_models_that_were_sharded_by_us(accelerator: Acce
     ours, other = nn.Linear(2, 2), nn.Linear(2, 2)
     SHARDED.add(ours)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"Accelerator.prepare: the model is of sdp_deepspeed.fully_shard"):
+    with pytest.raises(ValueError, match=r"Accelerator.prepare: got a model of sdp_deepspeed.fully_shard"):
         accelerator.prepare(optimizer, ours)
-    with pytest.raises(ValueError, match=r"Accelerator.prepare_model: the model is of sdp_deepspeed.fully_shard"):
+    with pytest.raises(ValueError, match=r"Accelerator.prepare_model: got a model of sdp_deepspeed.fully_shard"):
         accelerator.prepare_model(ours)
     with pytest.raises(ValueError, match=r"sdp_deepspeed.fsdp.clip_grad_norm_"):
         accelerator.clip_grad_norm_([*other.parameters(), ours.bias], 1.0)

@@ -48,8 +48,8 @@ def test_rules_and_one_that_stands_alone() -> None:
         ({"coverage": {"whole_ends": -1, "coverage": 0.5}}, r"coverage\.whole_ends: got -1, expected a whole number"),
         ({"holders": [{"holders": 2.5}]}, r"holders\[0\]\.holders: got 2\.5, expected a whole number"),
         ({"holders": [{"coverage": 0.5}]}, r"holders\[0\]\.coverage: unknown key"),
-        ({"holders": [{"holders": 2}], "coverage": 0.5}, "got 0.5 and rules, expected one of both"),
-        ({"coverage": {"coverage": 0.5}, "assignment": "a.json"}, "the plan 'a.json' decides that; remove it"),
+        ({"holders": [{"holders": 2}], "coverage": 0.5}, "got 0.5, which cannot be combined with holders"),
+        ({"coverage": {"coverage": 0.5}, "assignment": "a.json"}, "has no effect with a plan file"),
     ],
 )
 def test_wrong_rules_are_named(block: dict[str, Any], message: str) -> None:
@@ -94,7 +94,7 @@ def test_the_first_rule_that_matches_decides_and_the_rest_stays_whole() -> None:
     [
         ({"coverage": {"units": "ffn", "coverage": 0.5}}, r"coverage\[0\]\.units: 'ffn' matches no unit; .*0\.att"),
         ({"coverage": [{"coverage": 0.5}, {"units": "mlp", "coverage": 1}]}, r"coverage\[1\]: earlier rules match all"),
-        ({"coverage": {"coverage": 0.5, "whole_ends": 3}}, r"whole_ends: got 3, which keeps all .* has 5 layers"),
+        ({"coverage": {"coverage": 0.5, "whole_ends": 3}}, r"whole_ends: got 3, but .* has 5 layers"),
         (
             {"coverage": [{"coverage": 0.3}]},
             r"coverage\[0\]: 0\.3 of 4 subnetworks is 1\.2 .* 0\.25 \(holders 1\), 0\.5",

@@ -80,7 +80,7 @@ def test_hash_covers_what_decides_the_training() -> None:
         (["num_subnetworks"], 4, "1 of 4 subnetworks hold no unit"),
         (["num_holders"], 1, r"'layers\.0' has 2 holders, but num_holders is 1"),
         (["units"], [], "3 of 3 subnetworks hold no unit"),
-        (["units", 1, "name"], "layers.0", "two units have one name"),
+        (["units", 1, "name"], "layers.0", "two units have the same name"),
         (["units", 1, "holders"], [2, 1], r"'layers\.1': got \[2, 1\], expected ascending"),
         (["units", 1, "holders"], [], r"'layers\.1': got \[\]"),
         (["units", 1, "holders"], [-1, 1], "0 to 2"),

@@ -140,5 +140,5 @@ def test_mistakes_are_named() -> None:
         deviation(plan, drift(model, [0.0]))
     with pytest.raises(ValueError, match=r"batches: got 2"):
         dense_gradients(model, plan, [[0], [0]], loss_of)
-    with pytest.raises(ValueError, match=r"regime is 'forward'"):
+    with pytest.raises(ValueError, match=r"regime: got 'forward'"):
         permitted(dataclasses.replace(plan, regime="forward"))
