@@ -63,7 +63,7 @@ def worker_flops(model: nn.Module, plan: Plan, subnetwork: int, dense: DenseFlop
             continue
         lacking = dense.own[name] * _share_lacking(module, name, held)
         assert lacking.denominator == 1, f"{name}: {lacking} of {dense.own[name]} FLOPs"
-        has_weights = next(module.children(), None) is None  # otherwise it multiplies activations
+        has_weights = any(own.dim() > 1 for own in module.parameters(recurse=False))  # else it multiplies activations
         total -= int(lacking) * (3 if plan.regime == "forward" else int(has_weights))
     return total
 

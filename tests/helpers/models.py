@@ -69,7 +69,7 @@ class Specimen:
         torch.manual_seed(0)
         settings = {**_SIZES.get(self.config, {}), **self.options}
         settings["initializer_range"] = 0.1  # at 0.02 and this width, attention is nearly uniform and tells little
-        model: nn.Module = self.model(self.config(**settings))
+        model: nn.Module = self.model(self.config(**settings)).requires_grad_(True)  # Whisper freezes a table
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:

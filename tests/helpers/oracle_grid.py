@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from tests.helpers import more_models
-from tests.helpers.mixtures import MIXTURES, Mixture
+from tests.helpers.mixtures import CUT_EVERYWHERE, MIXTURES, Mixture
 from tests.helpers.models import Specimen
 from tests.helpers.more_models import ALL_SPECIMENS
 
@@ -377,7 +377,8 @@ def other_families() -> tuple[Case, ...]:
     """Every model that is not in the sample, in every mode that it has; some with tensor parallelism."""
     found = []
     for number, name in enumerate(name for name in MODELS if name not in ARCHITECTURES):
-        strategies = ("block",) if name in more_models.UNCUT or name == "olmoe" else ("neuron", "block")
+        is_uncut = name in more_models.UNCUT or (name in MIXTURES and name not in CUT_EVERYWHERE)
+        strategies = ("block",) if is_uncut else ("neuron", "block")
         for strategy, regime in itertools.product(strategies, ("forward", "backward")):
             optimizer = "SGD" if name in BLOWN_UP or name in MIXTURES else "AdamW"
             case = Case(2, 1, regime, strategy, name, stage=number % 3, optimizer=optimizer)
