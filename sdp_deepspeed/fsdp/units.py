@@ -48,6 +48,7 @@ def units_of(mask: Mask) -> Iterator[Unit]:
     """
     everyone = tuple(range(len(mask.plan.subnetwork_of_rank)))
     blocks = blocks_of_units(mask.plan, mask.branches)
+    _check_encoder_is_reached(mask, blocks)
     first_of = {members[0].name: index for index, members in blocks.items()}
     of_blocks = {branch.name for members in blocks.values() for branch in members}
     cut = {name for name, pieces in mask.pieces.items() if pieces[0][0].dim is not None}
@@ -75,6 +76,21 @@ def units_of(mask: Mask) -> Iterator[Unit]:
             own = {piece.parameter for piece in branch.pieces}
             paths = tuple(path for body in branch.bodies for path in _whole_modules(mask.model, body, own))
             yield Unit(branch, everyone, paths)
+
+
+def _check_encoder_is_reached(mask: Mask, blocks: Mapping[int, Sequence[LocatedBranch]]) -> None:
+    """Raise ValueError if a rank holds no cross-attention: its loss does not reach the encoder, whose gradients would
+    then be reduced in another order than on the other ranks."""
+    holders = {branch.name: mask.plan.ranks_of(index) for index, members in blocks.items() for branch in members}
+    everyone = range(len(mask.plan.subnetwork_of_rank))
+    crossing = [branch.name for branch in mask.branches if branch.description.name == "cross_attention"]
+    reached = {rank for name in crossing for rank in holders.get(name, everyone)}
+    lacking = [rank for rank in everyone if crossing and rank not in reached]
+    if lacking:
+        raise ValueError(
+            f"{KEY}: rank {lacking[0]} holds no cross-attention, so its loss does not reach the encoder; share some "
+            "(`shared`), try another `seed`, or use DeepSpeed"
+        )
 
 
 def held_units(mask: Mask, units: Iterable[Unit], parts: Mapping[str, Sequence[Part]]) -> list[HeldUnit]:

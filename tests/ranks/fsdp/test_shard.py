@@ -81,6 +81,13 @@ def layers_that_hand_tensors_on(rank: Rank) -> None:
     check_against_reference(rank, ALL_SPECIMENS["t5"].build(), block, optimizer="SGD")
 
 
+def encoders_that_no_loss_reaches(rank: Rank) -> None:
+    """Are refused: their gradients would come in another order on such a rank."""
+    refusal(ValueError, lambda: sharded(ALL_SPECIMENS["bart"].build(), {"holders": 2}), "holds no cross-attention")
+    block = {"holders": 2, "shared": ["decoder.layers.0.cross_attention"]}
+    check_against_reference(rank, ALL_SPECIMENS["bart"].build(), block, optimizer="SGD")
+
+
 def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     made: dict[str, Any] = {"llama": agrees_with_the_reference}
     match size:
@@ -95,6 +102,7 @@ def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
                 "covers_layers": partial(covers_everything, granularity="layer"),
                 "deepspeed": agrees_with_the_deepspeed_host,
                 "handed_on": layers_that_hand_tensors_on,
+                "cross_attention": encoders_that_no_loss_reaches,
                 # A layer's own parameter; windows.
                 "convnext": partial(agrees_with_the_reference, name="convnext", block={"holders": 2}),
                 "swin": partial(agrees_with_the_reference, name="swin", block={"holders": 2}, optimizer="SGD"),
