@@ -30,7 +30,13 @@ def test_units_part_experts_and_leave_routers_shared(name: str) -> None:
     latent |= {f"self_attn.{key}_a_layernorm.weight" for key in ("q", "kv")}
     known = {"input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.o_proj.bias"}
     known |= {"self_attn.q_norm.weight", "self_attn.k_norm.weight", "mlp.shared_expert_gate.weight"}
-    known |= {"feed_forward.router.weight", "mlp.gate.weight", "mlp.router.weight", "mlp.router.bias", "mlp.experts.down_proj_bias"}
+    known |= {
+        "feed_forward.router.weight",
+        "mlp.gate.weight",
+        "mlp.router.weight",
+        "mlp.router.bias",
+        "mlp.experts.down_proj_bias",
+    }
     assert shared <= known | (latent if "deepseek" in name else set())
     assert any(key.endswith(("gate.weight", "router.weight")) for key in shared)
 
