@@ -60,7 +60,9 @@ def mistakes_of_one_rank(rank: Rank) -> None:
 
     refusal(ValueError, start_with(config(holders=0)), "holders: got 0", "[on rank 1]")
     refusal(ValueError, start_with(config(holders=1) | {"sdp": {}}), "unknown top-level key 'sdp'", "[on rank 1]")
-    refusal(ValueError, start_with(config(holders=1) | {"prescale_gradients": True}), "prescaled", "[on rank 1]")
+    refusal(
+        ValueError, start_with(config(holders=1) | {"prescale_gradients": True}), "prescale_gradients", "[on rank 1]"
+    )
     model: Any = llama()
     model.model.embed_tokens.sparse = rank.rank == 1
     refusal(ValueError, lambda: engine_of(config(holders=1), model), "makes sparse gradients", "[on rank 1]")
