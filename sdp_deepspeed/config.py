@@ -203,7 +203,7 @@ class SubnetworkConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> SubnetworkConfig:
-        if self.enabled and self.schedule is None:  # of a schedule each phase is looked at
+        if self.enabled and self.schedule is None:  # with a schedule, each phase is checked
             problems = _contradictions(self)
             if problems:
                 raise ValueError("\n".join(problems))

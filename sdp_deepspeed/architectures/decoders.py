@@ -186,7 +186,7 @@ _GPTJ = (
         "mlp", body="mlp", inner=InnerLayers((Cut("fc_in", 0), Cut("fc_out", 1, is_output=True)), tail=("dropout",))
     ),
 )
-# Bodies add the residual stream themselves. It is the output of the norm, if the config says so.
+# Bodies add the residual stream themselves; with a flag of the config, they add the output of the norm instead.
 _BLOOM_ATTENTION = Branch(
     "attention",
     norm="input_layernorm",

@@ -78,7 +78,7 @@ _LLAMA4 = (
     ),
     replace(_LLAMA4_MLP, inner=GATED, when=(("is_moe_layer", False),)),
 )
-# A head's queries and gates are side by side.
+# The queries and gates of a head are adjacent.
 _QWEN3_NEXT = (
     replace(ATTENTION, when=(("block_type", "full_attention"),)),
     Branch(

@@ -539,7 +539,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             log_dist(f"{KEY}: the model has no batch norms with running statistics", ranks=[0])
             return 0
 
-        with unchanged_random_state(), self.dense_view.resident("reestimate_batch_norm"):  # batches may be random
+        with unchanged_random_state(), self.dense_view.resident("reestimate_batch_norm"):  # may draw numbers
             own = batches_of(batches, num_batches, self._control)
             found = run_on_all_ranks(lambda: estimate_statistics(self.module, own), self._control)
             write_statistics(found, self.seq_data_parallel_group)

@@ -109,7 +109,7 @@ def reestimate_batch_norm(module: nn.Module, batches: Iterable[Any], *, num_batc
             logger.info("%s: the model has no batch norms with running statistics", KEY)
         return 0
 
-    with unchanged_random_state():  # batches may be random
+    with unchanged_random_state():  # batches and models may draw random numbers
         own = batches_of(batches, num_batches, control)
         was_training = module.training
         module.training = False

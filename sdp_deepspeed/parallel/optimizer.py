@@ -480,7 +480,7 @@ class ShardedOptimizer:
 
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""
-        if self._stream is not None:  # whose reductions may still write to their memory
+        if self._stream is not None:  # its reductions may still use the gradients
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         for parameter in self._parameters.values():
             parameter.grad = None

@@ -4,6 +4,18 @@ A check is a function of one `Rank` argument that every rank runs. One that fail
 step after it; its traceback is shown whole, and the checks after it run in ranks that are started anew. So no check may
 lean on what an earlier one left in its process.
 
+A file lists its checks for each world size:
+
+    def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
+        yield "the_sum_is_that_of_all", the_sum_is_that_of_all
+
+    @pytest.mark.checks(2, _cases)
+    def test_two_ranks(outcome: str | None) -> None:
+        assert outcome is None, outcome
+
+Mark slow checks with `@pytest.mark.slow` above the function, or by name: `slow=["2-*zero0*"]` in the mark. A check that
+leaves something behind which disturbs others comes last in its list.
+
 Ranks are forked from a server that has imported torch, DeepSpeed and Transformers and has done nothing else: each is a
 process of its own, as fresh as a new interpreter, without the seconds that these imports take. Ranks on a GPU are new
 interpreters, as CUDA may not be forked.

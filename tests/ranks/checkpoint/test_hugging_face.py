@@ -150,7 +150,7 @@ def _mistakes() -> Iterator[tuple[Callable[[Path], Any], list[str]]]:
     yield lambda path: (path / "model.safetensors.index.json").write_text("{"), ["index.json is damaged"]
     yield lambda path: change_one(path, lambda value: value[:-1].clone()), ["has shape", "in the model"]
     yield lambda path: change_one(path, lambda value: value.to(torch.int8)), ["torch.int8", "in the model"]
-    yield lambda path: change_one(path, None), ["another model", "1 tensors are missing"]
+    yield lambda path: change_one(path, None), ["another model", "it lacks 1 tensors"]
     yield only_pickles, ["only pickles"]
 
 

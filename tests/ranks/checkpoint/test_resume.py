@@ -150,7 +150,7 @@ def frozen_parameters_may_be_left_out(rank: Rank) -> None:
         other = with_frozen_embeddings()
         train(other, num_steps=1, seed=3)
         if excluded:
-            refusal(ValueError, partial(other.load_checkpoint, folder), "1 tensors are missing")
+            refusal(ValueError, partial(other.load_checkpoint, folder), "it lacks 1 tensors")
         other.load_checkpoint(folder, load_module_strict=not excluded)
         assert_identical(dense_state(other), expected)
         assert train(other, num_steps=1, first=2) == train_and_take_back(engine, folder)

@@ -131,7 +131,7 @@ def _damages() -> Iterator[tuple[Any, list[str]]]:
         lambda path: torch.save({"param": torch.ones(15)}, path / "fp32.pt"),
         ["has shape (15,)", "(16,) in the model"],
     )
-    yield lambda path: (path.parent / "optimizer_state.pt").unlink(), ["no number of steps"]
+    yield lambda path: (path.parent / "optimizer_state.pt").unlink(), ["no step count"]
 
 
 @pytest.fixture(scope="module")

@@ -105,7 +105,7 @@ def state_dicts_that_nobody_reads(rank: Rank) -> None:
     engine.save_checkpoint(str(rank.folder / "one.ckpt"), client_state=client, tag="checkpoint")
     _, state = engine.load_checkpoint(str(rank.folder / "one.ckpt"), load_lr_scheduler_states=False)
     assert state == {"epoch": 1}
-    refusal(RuntimeError, lambda: torch.save(engine.module.state_dict(), rank.folder / "x.pt"), "partial", "on every")
+    refusal(RuntimeError, lambda: torch.save(engine.module.state_dict(), rank.folder / "x.pt"), "partial", "on all")
 
 
 def a_failing_save_is_everybodys(rank: Rank) -> None:

@@ -84,7 +84,7 @@ def ties_by_memory(rank: Rank) -> None:
                 model: Any = llama()
                 model.lm_head.weight.data = model.model.embed_tokens.weight.data
             settings = config(holders=holders) | {"zero_optimization": {"stage": stage}, "bf16": {"enabled": half}}
-            words = ("'model.embed_tokens.weight' and 'lm_head.weight'", "by assigning the Parameter itself")
+            words = ("'model.embed_tokens.weight' and 'lm_head.weight'", "assign the Parameter itself")
             refusal(ValueError, partial(engine_of, settings, model), *words)
 
 

@@ -68,7 +68,7 @@ def strategies_that_do_not_fit(rank: Rank) -> None:
     def start(holders: int = 1, model: nn.Module | None = None, **block: Any) -> Any:
         return lambda: engine_of(config(holders=holders, **block), model)
 
-    refusal(ValueError, start(strategy={"ff": "neuron"}), "strategy: 'ff' is no part", "'attention', 'mlp'")
+    refusal(ValueError, start(strategy={"ff": "neuron"}), "strategy: 'ff' is not a part", "'attention', 'mlp'")
     refusal(ValueError, start(strategy="neuron", neuron_groups=25), "neuron_groups: got 25", "24 neurons")
     refusal(ValueError, start(strategy={"attention": "neuron"}, neuron_groups=2), "only heads are cut")
     refusal(
@@ -77,7 +77,9 @@ def strategies_that_do_not_fit(rank: Rank) -> None:
     for name in ("granularity", "neuron_groups"):
         value: Any = "layer" if name == "granularity" else 2
         strategy = "neuron" if name == "granularity" else "block"
-        refusal(ValueError, start(strategy=strategy, **{name: value}), f"{name}: got {value!r}", "only; remove it")
+        refusal(
+            ValueError, start(strategy=strategy, **{name: value}), f"{name}: got {value!r}", "has no effect without"
+        )
 
 
 def a_model_that_is_not_described(rank: Rank) -> None:
@@ -203,7 +205,7 @@ def a_wrong_optimizer_on_one_rank(rank: Rank) -> None:
 
 def other_parallelism_is_refused(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config(holders=1), mesh_param=(1, 2)), "mesh_param")
-    refusal(ValueError, lambda: engine_of(config(holders=1), mpu=Mpu()), "mpu: 2 data-parallel times 2")
+    refusal(ValueError, lambda: engine_of(config(holders=1), mpu=Mpu()), "mpu: got 2 data-parallel x 2")
 
 
 class Mpu:

@@ -52,7 +52,7 @@ def in_the_middle(engine: Any) -> None:
     with engine.dense():
         refusal(RuntimeError, lambda: engine.replan({"holders": 2}), "inside engine.dense()")
     engine.backward(tokens_loss(engine, torch.Generator().manual_seed(0)))
-    refusal(RuntimeError, lambda: engine.replan({"holders": 2}), "gradients of a step that has begun")
+    refusal(RuntimeError, lambda: engine.replan({"holders": 2}), "gradients of an unfinished step")
     engine.zero_grad()
 
 
@@ -71,7 +71,7 @@ def in_an_accumulation(rank: Rank) -> None:
     run = Sequence_(2, [Phase({}, 1)], config={"gradient_accumulation_steps": 2})
     engine = run.engine(Phase({}), 2)
     run.train(engine, 1)
-    refusal(RuntimeError, lambda: engine.replan({"holders": 2}), "gradients of a step that has begun")
+    refusal(RuntimeError, lambda: engine.replan({"holders": 2}), "gradients of an unfinished step")
     run.train(engine, 1)
     engine.replan({"holders": 2})
 

@@ -60,7 +60,9 @@ def mistakes_of_one_rank(rank: Rank) -> None:
 
     refusal(ValueError, start_with(config(holders=0)), "holders: got 0", "[on rank 1]")
     refusal(ValueError, start_with(config(holders=1) | {"sdp": {}}), "unknown top-level key 'sdp'", "[on rank 1]")
-    refusal(ValueError, start_with(config(holders=1) | {"prescale_gradients": True}), "prescaled", "[on rank 1]")
+    refusal(
+        ValueError, start_with(config(holders=1) | {"prescale_gradients": True}), "prescale_gradients", "[on rank 1]"
+    )
     model: Any = llama()
     model.model.embed_tokens.sparse = rank.rank == 1
     refusal(ValueError, lambda: engine_of(config(holders=1), model), "makes sparse gradients", "[on rank 1]")
@@ -88,7 +90,7 @@ def what_ranks_may_choose(rank: Rank) -> None:
 
 def values_as_deepspeed_reads_them(rank: Rank) -> None:
     """It takes text for numbers, and so do we, for what is refused and for what runs."""
-    refusal(ValueError, lambda: engine_of(config(holders=1) | {"zero_optimization": {"stage": "3"}}), "ZeRO stage 3")
+    refusal(ValueError, lambda: engine_of(config(holders=1) | {"zero_optimization": {"stage": "3"}}), "stage: got 3")
     for stage in ("0", "1", "2"):
         engine = engine_of(config(holders=1) | {"zero_optimization": {"stage": stage, "overlap_comm": "false"}})
         assert engine.optimizer.sharded.stage == int(stage)

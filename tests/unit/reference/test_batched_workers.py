@@ -174,14 +174,14 @@ def test_what_only_runs_one_by_one_is_refused() -> None:
         HeldRows.of(model, replace(plan, holders=((0, 1, 2, 3),) * len(plan.units), num_holders=4), rows)
     mixture, config, settings = MIXTURES["mixtral"]
     model = mixture(config(**settings))
-    with pytest.raises(ValueError, match="mlp: it computes more than its output"):
+    with pytest.raises(ValueError, match="mlp: it has further outputs"):
         HeldRows.of(model, plan_of(model, SMALL, 4), rows)
     model.lm_head.forward = nn.Identity().forward
-    with pytest.raises(ValueError, match="lm_head: it has a forward beside that of Linear"):
+    with pytest.raises(ValueError, match="lm_head: its forward is not that of Linear"):
         HeldRows.of(model, plan, rows)
     model = ALL_SPECIMENS["swin"].build()
-    with pytest.raises(ValueError, match="relative_position_bias_table is of no linear layer"):
+    with pytest.raises(ValueError, match="relative_position_bias_table is not of a linear layer"):
         HeldRows.of(model, plan_of(model, SMALL | {"strategy": "neuron"}, 2), rows)
     model = ALL_SPECIMENS["convnext"].build()
-    with pytest.raises(ValueError, match="layer_scale_parameter is of no module, so rows share its gradient"):
+    with pytest.raises(ValueError, match="layer_scale_parameter is a parameter of the layer"):
         HeldRows.of(model, plan_of(model, SMALL | {"regime": "backward"}, 2), rows)
