@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import sdp_deepspeed
-from sdp_deepspeed.__main__ import main as sdp
+from sdp_deepspeed.cli import main as sdp
 from tests.helpers.models import TOKENS, config, family, llama
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.training import assert_identical, dense_state, engine_of, train
