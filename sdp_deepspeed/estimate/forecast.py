@@ -356,7 +356,7 @@ def _run_of_engine(
     stay = set().union(*map(_names, waiting)) if setup.stage < 2 and is_first else set[str]()
     step = micro_step(model, inputs, **memory, stay=stay, reductions=reductions)
     in_step = figures.gradients + figures.step_gradients
-    if setup.stage == 1:  # gradients that wait are freed while averages are made
+    if setup.stage < 2:  # gradients that wait are freed while averages are made
         waiting_bytes = sum(bucket.num_elements for bucket in waiting) * setup.precision.weights
         in_step -= min(waiting_bytes, figures.step_gradients)
     in_backward = step.peak + (0 if is_first else figures.gradients)

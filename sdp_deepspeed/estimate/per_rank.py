@@ -50,7 +50,7 @@ class RankEstimate:
         optimizer: moments, and the fp32 master where one is kept.
         host_optimizer: the same in host memory, with its gradient (CPU offload).
         buffers: flat buffers that buckets use in turns.
-        step_gradients: fp32 gradients that exist during the step only.
+        step_gradients: gradients that exist during the step only.
         gathered: unsharded weights of what is shared, which stay gathered until the backward pass (FSDP2).
         gathered_units: unsharded weights of two units and gradients of one, at most (FSDP2).
         sent: gradients and weights.
@@ -160,19 +160,18 @@ class ShardedRun:
     def _gradients(self, held: Sequence[BucketLayout], stepped: int) -> int:
         if self.setup.stage == 2:
             return 0 if self.setup.offload else stepped * FP32_BYTES
-        own = sum(bucket.size for bucket in held if self.keeps_gradients(bucket))
+        own = sum(bucket.size for bucket in held if self.takes_gradients_early(bucket))
         waiting = sum(bucket.num_elements for bucket in held if not self.takes_gradients_early(bucket))  # in `.grad`
         return own * self.setup.precision.gradients + waiting * self.setup.precision.weights
 
     def _step_gradients(self, held: Sequence[BucketLayout], rank: int) -> int:
-        setup = self.setup
-        if setup.stage == 2:
-            return 0
-        made = [
-            self.stepped(bucket, rank) * FP32_BYTES
-            for bucket in held
-            if not self.keeps_gradients(bucket) or setup.precision.gradients != FP32_BYTES
-        ]
+        """Averages in fp32, and at stage 0 the buffers of gradients that waited in `.grad`."""
+        setup, made = self.setup, list[int]()
+        for bucket in held if setup.stage < 2 else ():
+            averages = not self.keeps_gradients(bucket) or setup.precision.gradients != FP32_BYTES
+            buffer = self.keeps_gradients(bucket) and not self.takes_gradients_early(bucket)
+            stepped = self.stepped(bucket, rank) * FP32_BYTES * averages
+            made.append(stepped + bucket.size * setup.precision.gradients * buffer)
         return max(made, default=0) if setup.offload else sum(made)
 
     def _buffers(self, held: Sequence[BucketLayout]) -> int:
