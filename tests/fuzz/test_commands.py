@@ -31,8 +31,8 @@ def assert_result_or_one_line(*arguments: object) -> None:
         assert told.count("\n") == 1
 
 
-_KEYS = """sdp.coverage sdp sdp.schedule model.hidden_size model.num_hidden_layers model data training.bf16
-training.per_device_train_batch_size deepspeed.zero_optimization deepspeed""".split()
+_KEYS = ["sdp.coverage", "sdp", "sdp.schedule", "model.hidden_size", "model.num_hidden_layers", "model", "data"]
+_KEYS += ["training.bf16", "training.per_device_train_batch_size", "deepspeed.zero_optimization", "deepspeed"]
 _VALUES: tuple[str, ...] = (
     "1",
     "0",
