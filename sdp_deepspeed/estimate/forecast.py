@@ -102,12 +102,12 @@ class Model:
         auto_class: Any = AutoModelForImageClassification if images else AutoModelForCausalLM
         try:
             with torch.device("meta"):  # faster than fake tensors, which some models would read
-                self.module: nn.Module = auto_class.from_config(AutoConfig.for_model(**dict(shape)), dtype=dtype)
+                self.module: Any = auto_class.from_config(AutoConfig.for_model(**dict(shape)), dtype=dtype)
         except Exception as error:  # of any kind: Transformers checks few of the values that it computes with
             reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
             raise ValueError(f"model: Transformers cannot build {shape['model_type']!r}: {reason}") from error
         if gradient_checkpointing:
-            self.module.activation_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            self.module.activation_checkpointing_enable({"use_reentrant": False})
         with self.fake:
             self.module = self.module.to_empty(device="cpu")
             self.module.tie_weights()  # which are two tensors by now

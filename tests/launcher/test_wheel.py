@@ -84,13 +84,12 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_clean_environment_answers(python: Path, tmp_path: Path) -> None:
-    environment = {"PYTHONPATH": ""}
-    where = run(python, "-c", "import sdp_deepspeed; print(sdp_deepspeed.__file__)", **environment)
+    where = run(python, "-c", "import sdp_deepspeed; print(sdp_deepspeed.__file__)", PYTHONPATH="")
     assert Path(where.strip()).is_relative_to(python.parents[1])
-    assert run(python.parent / "sdp", "--version", **environment).startswith("sdp_deepspeed ")
-    assert "transformers" in run(python, "-m", "sdp_deepspeed", "env", **environment)
+    assert run(python.parent / "sdp", "--version", PYTHONPATH="").startswith("sdp_deepspeed ")
+    assert "transformers" in run(python, "-m", "sdp_deepspeed", "env", PYTHONPATH="")
     recipe = ROOT / "configs/recipes/quickstart.yaml"
-    assert "SDP" in run(python.parent / "sdp", "estimate", recipe, "--ranks", "4", cwd=tmp_path, **environment)
+    assert "SDP" in run(python.parent / "sdp", "estimate", recipe, "--ranks", "4", cwd=tmp_path, PYTHONPATH="")
 
 
 @pytest.mark.slow
