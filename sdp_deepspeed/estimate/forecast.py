@@ -1,8 +1,8 @@
-"""Memory, traffic and FLOPs of each rank's optimizer step, before a run has any GPU.
+"""Memory, traffic and FLOPs of an optimizer step on one rank, without allocating anything.
 
-Nothing is allocated: the model is built from fake tensors, cut down to a worker's subnetwork by the mask that the
-engine uses, and run forward and backward once, while FLOPs are counted and live tensors are added up. Model state,
-buffers and traffic come from per_rank.py, or from sharded.py under FSDP2.
+The model consists of fake tensors. It is reduced to a rank's subnetwork by the mask that the engine applies, and runs
+forward and backward once while a dispatch mode counts FLOPs and the bytes of live tensors. Model state, buffers and
+traffic come from per_rank.py, or from sharded.py for FSDP2.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.estimate.per_rank import RankEstimate, ShardedRun, owned, plain
 from sdp_deepspeed.estimate.precision import FP32_BYTES
 from sdp_deepspeed.estimate.settings import read_settings, setup_of, sharded_setup_of, with_groups
-from sdp_deepspeed.estimate.sharded import ShardedSetup, estimate_sharded, parts_of
+from sdp_deepspeed.estimate.sharded import ShardedSetup, of_rank, parts_of
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.buckets import BucketLayout
@@ -52,17 +52,18 @@ _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16
 
 @dataclass(frozen=True)
 class Forecast:
-    """One rank's optimizer step. Other ranks differ by what the plan's balance leaves (5% of FLOPs).
+    """Estimate of one rank's optimizer step.
 
     Args:
         num_parameters: of the dense model.
-        items_per_step: tokens of all ranks; images of a model that takes images.
+        items_per_step: tokens (or images) on all ranks.
         rank: bytes of model state, buffers and traffic.
-        activations: bytes of live activations of one micro-batch at the end of the forward pass. Flash attention is
-            assumed (no matrix of scores).
-        peak: largest sum of live tensors. Workspaces of kernels, fragmentation and the GPU's context are not included.
-        flops: of this rank's forward and backward passes.
-        warnings: of the planner.
+        activations: live bytes of one micro-batch at the end of the forward pass. Attention is assumed to be fused:
+            scores are not stored.
+        peak: largest number of bytes of live tensors. Kernel workspaces, fragmentation and the CUDA context are not
+            included.
+        flops: of the forward and backward passes on this rank.
+        warnings: from the planner.
     """
 
     num_parameters: int
@@ -75,16 +76,16 @@ class Forecast:
 
 
 class Model:
-    """A model that is described by a Transformers config and has no data.
+    """A Transformers model of fake tensors.
 
     Args:
-        shape: the config, with `model_type`, of a causal language model or an image classifier.
+        shape: config with `model_type`, of a causal language model or an image classifier.
         dtype: of the weights.
-        sequence_length: tokens of a sample; None for images.
-        autocast: dtype of automatic mixed precision; None without.
+        sequence_length: tokens per sample; None for images.
+        autocast: dtype of automatic mixed precision; None disables it.
 
     Raises:
-        ValueError: Transformers cannot build it.
+        ValueError: Transformers cannot build the model.
     """
 
     def __init__(
@@ -101,19 +102,19 @@ class Model:
         images = classifies_images(shape)
         auto_class: Any = AutoModelForImageClassification if images else AutoModelForCausalLM
         try:
-            with torch.device("meta"):  # faster than fake tensors, which some models would read
+            with torch.device("meta"):  # faster than fake tensors; some models read values here
                 self.module: Any = auto_class.from_config(AutoConfig.for_model(**dict(shape)), dtype=dtype)
-        except Exception as error:  # of any kind: Transformers checks few of the values that it computes with
+        except Exception as error:  # Transformers validates few values, so this may be anything
             reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
             raise ValueError(f"model: Transformers cannot build {shape['model_type']!r}: {reason}") from error
         if gradient_checkpointing:
             self.module.activation_checkpointing_enable({"use_reentrant": False})
         with self.fake:
             self.module = self.module.to_empty(device="cpu")
-            self.module.tie_weights()  # which are two tensors by now
+            self.module.tie_weights()  # to_empty unties them
 
     def inputs(self, rows: int) -> dict[str, Any]:
-        """Of a micro-batch of `rows` samples."""
+        """Arguments of a forward pass of `rows` samples."""
         if not takes_images(self.module):
             tokens = torch.zeros((rows, self.sequence_length or 0), dtype=torch.long, device="cpu")
             return {"input_ids": tokens, "labels": tokens, "use_cache": False}
@@ -124,13 +125,14 @@ class Model:
 
 @dataclass(frozen=True)
 class MicroStep:
-    """A forward and a backward pass; bytes are of live tensors beside weights, buffers and optimizer state.
+    """Live bytes during a forward and a backward pass, without weights and optimizer state.
 
     Args:
-        activations: bytes at the end of the forward pass.
-        peak: bytes at most.
-        peak_keeping: bytes at most where every `.grad` stays.
-        peak_in_units: bytes at most when a watched parameter gets its gradient.
+        activations: at the end of the forward pass.
+        peak: maximum.
+        peak_keeping: maximum if no `.grad` is freed.
+        peak_in_units: maximum over the times at which watched parameters receive their gradients.
+        flops: of both passes.
     """
 
     activations: int
@@ -142,13 +144,13 @@ class MicroStep:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What becomes of the gradients of some parameters during the backward pass.
+    """Parameters whose gradients are reduced together.
 
     Args:
         names: of the parameters.
-        at_first: bytes that are allocated when the first of them has a gradient.
-        at_last: bytes that are allocated when all of them have one.
-        waits: whether `.grad` is freed when all of them have one, and not at once.
+        at_first: bytes allocated when the first gradient is ready.
+        at_last: bytes allocated when all gradients are ready.
+        waits: whether each `.grad` is kept until all gradients are ready.
     """
 
     names: Collection[str]
@@ -158,7 +160,7 @@ class Reduction:
 
 
 class _LiveBytes(FlopCounter):
-    """Besides FLOPs, bytes of the tensors that are made inside the block and live."""
+    """Counts FLOPs, and live bytes of tensors that are created inside the context."""
 
     def __init__(self, ignored: Iterable[torch.Tensor]) -> None:
         super().__init__()
@@ -168,7 +170,7 @@ class _LiveBytes(FlopCounter):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        for tensor in tree_leaves(result):
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._known:
@@ -202,14 +204,14 @@ def micro_step(
     watched: Collection[str] = (),
     reductions: Sequence[Reduction] = (),
 ) -> MicroStep:
-    """Run a micro-batch forward and backward.
+    """Run one micro-batch forward and backward.
 
     Args:
         parameters: by name.
-        ignored: tensors whose bytes are counted elsewhere.
-        stay: parameters that keep `.grad`.
-        watched: parameters at whose gradients live bytes are looked at.
-        reductions: of parameters; a `.grad` that neither stays nor waits is freed at once.
+        ignored: tensors that are not counted.
+        stay: names of parameters that keep `.grad`.
+        watched: names of parameters for `MicroStep.peak_in_units`.
+        reductions: other gradients are freed at once.
     """
     counter = _LiveBytes(ignored)
     input_bytes = sum(tensor.nbytes for tensor in inputs.values() if isinstance(tensor, torch.Tensor))
@@ -266,27 +268,27 @@ def forecast(
     host: str = "deepspeed",
     rank: int | None = None,
 ) -> Forecast:
-    """One rank's optimizer step of a run. Nothing is allocated, and no process group is needed.
+    """Estimate an optimizer step on one rank. No process group is needed.
 
     Args:
-        shape: of the model: a Transformers config with `model_type`.
-        config: DeepSpeed's, with the block or without, without "auto" and without a schedule.
+        shape: Transformers config with `model_type`.
+        config: DeepSpeed config without "auto" and without a schedule. Without the block, plain DeepSpeed (or FSDP2)
+            is estimated.
         num_ranks: data-parallel ranks.
-        sequence_length: tokens of a sample; None for an image classifier, whose images have its `image_size`, or
-            224 x 224.
-        host: "deepspeed" or "fsdp2". Neurons under FSDP2 run as one narrower product for each holder set; what that
-            adds to activations is not counted.
-        rank: None for the rank whose subnetwork has most FLOPs.
+        sequence_length: tokens per sample; None for an image classifier. Images have the config's `image_size`, else
+            224 x 224 pixels.
+        host: "deepspeed" or "fsdp2".
+        rank: Default: the rank whose subnetwork has most FLOPs.
 
     Raises:
-        ValueError: the model cannot be built, or the config is refused or cannot be estimated.
+        ValueError: the model cannot be built, or a setting is invalid or cannot be estimated.
     """
     model = model_of(shape, config, sequence_length=sequence_length, gradient_checkpointing=gradient_checkpointing)
     return forecast_of(model, config, num_ranks=num_ranks, host=host, rank=rank)
 
 
 def model_of(shape: Mapping[str, Any], config: Mapping[str, Any], **options: Any) -> Model:
-    """The model that a config trains; arguments as of `forecast`."""
+    """Model in the precision of a config; arguments as for `forecast`."""
     settings = read_settings(config)
     autocast = torch.bfloat16 if settings.torch_autocast.enabled else None
     return Model(shape, _DTYPES[settings.dtype], autocast=autocast, **options)
@@ -295,13 +297,15 @@ def model_of(shape: Mapping[str, Any], config: Mapping[str, Any], **options: Any
 def forecast_of(
     model: Model, config: Mapping[str, Any], *, num_ranks: int, host: str = "deepspeed", rank: int | None = None
 ) -> Forecast:
-    """`forecast` of a model that is there; it is whole again afterwards."""
+    """`forecast` for an existing model, which is unchanged afterwards."""
     settings = read_settings(config)
     micro, accumulation = settings.micro_steps(num_ranks)
     sharded = sharded_setup_of(config, accumulation) if host == "fsdp2" else None
     setup, block = setup_of(config, accumulation), parse(config)
     if block is None:
         others = plain_forecasts(model, config, num_ranks=num_ranks)
+        if not others:
+            raise ValueError("deepspeed.optimizer.type: Muon cannot be estimated without subnetworks; use AdamW")
         return others["FSDP2" if sharded else f"ZeRO-{setup.stage}"]
     if sharded is None:
         refuse_settings(config)
@@ -316,8 +320,9 @@ def forecast_of(
         mask.apply()
     memory: dict[str, Any] = {"ignored": mask.tensors(), "parameters": mask.parameters}
     if sharded is not None:
-        figures = estimate_sharded(plan, tensors, sharded, branches)[rank]
-        in_units = {part.name for part in parts_of(plan, tensors, branches) if part.unit is not None}
+        parts = list(parts_of(plan, tensors, branches))
+        figures = of_rank(parts, sharded, rank)
+        in_units = {part.name for part in parts if part.unit is not None}
         step = micro_step(model, inputs, **memory, watched=in_units)
         peak = _sharded_peak(figures, step, accumulation)
     else:
@@ -340,9 +345,9 @@ def forecast_of(
 def _run_of_engine(
     run: ShardedRun, rank: int, figures: RankEstimate, model: Model, inputs: Mapping[str, Any], memory: dict[str, Any]
 ) -> tuple[MicroStep, int]:
-    """A micro-step with gradients kept and freed as the engine does, and the peak of the optimizer step."""
+    """A micro-step in which gradients are kept and freed as in `ShardedOptimizer`, and the peak of the whole step."""
     setup, held = run.setup, run.held(rank)
-    is_first = setup.accumulation == 1  # else sums of earlier micro-steps are there from the start
+    is_first = setup.accumulation == 1  # else gradients of earlier micro-steps exist from the start
     waiting = [bucket for bucket in held if not run.takes_gradients_early(bucket)]
     reductions = [
         Reduction(_names(bucket), at_first=bucket.size * setup.precision.gradients * is_first)
@@ -356,7 +361,7 @@ def _run_of_engine(
     stay = set().union(*map(_names, waiting)) if setup.stage < 2 and is_first else set[str]()
     step = micro_step(model, inputs, **memory, stay=stay, reductions=reductions)
     in_step = figures.gradients + figures.step_gradients
-    if setup.stage < 2:  # gradients that wait are freed while averages are made
+    if setup.stage < 2:  # waiting gradients are freed while averages are allocated
         waiting_bytes = sum(bucket.num_elements for bucket in waiting) * setup.precision.weights
         in_step -= min(waiting_bytes, figures.step_gradients)
     in_backward = step.peak + (0 if is_first else figures.gradients)
@@ -374,12 +379,12 @@ def _sharded_peak(figures: RankEstimate, step: MicroStep, accumulation: int) -> 
 
 
 def plain_forecasts(model: Model, config: Mapping[str, Any], *, num_ranks: int) -> dict[str, Forecast]:
-    """The same run without the block: ZeRO stages 0 (data parallelism) to 3, and FSDP2."""
+    """The same run without subnetworks, under ZeRO stages 0 (data parallelism) to 3 and FSDP2. Empty for Muon."""
     settings = read_settings(config)
     micro, accumulation = settings.micro_steps(num_ranks)
     setup = setup_of(config, accumulation)
-    if settings.optimizer_name == "muon":
-        raise ValueError("deepspeed.optimizer.type: Muon cannot be estimated without the block; use AdamW")
+    if settings.optimizer_name == "muon":  # DeepSpeed's keeps momentum in other dtypes, and has buffers of its own
+        return {}
     whole = parse({KEY: {"coverage": 1.0}})
     assert whole is not None
     with model.fake:
@@ -387,7 +392,8 @@ def plain_forecasts(model: Model, config: Mapping[str, Any], *, num_ranks: int) 
         inputs, parameters = model.inputs(micro), dict(model.module.named_parameters())
         branches = locate_branches(model.module)
         plan, _ = plan_model(model.module, whole, num_ranks, branches=branches)
-    in_units = {part.name for part in parts_of(plan, tensors, branches) if part.unit is not None}
+    parts = list(parts_of(plan, tensors, branches))
+    in_units = {part.name for part in parts if part.unit is not None}
     step = micro_step(model, inputs, parameters, ignored=named_tensors(model.module).values(), watched=in_units)
     figures, peaks = {}, {}
     for stage in (0, 1, 2):
@@ -405,7 +411,7 @@ def plain_forecasts(model: Model, config: Mapping[str, Any], *, num_ranks: int) 
         "ZeRO-3": ShardedSetup(precision.weights, wire=precision.wire, master=FP32_BYTES, **sizes),
         "FSDP2": ShardedSetup(wire=precision.wire, **sizes),
     }.items():
-        figures[name] = estimate_sharded(plan, tensors, sharded, branches)[0]
+        figures[name] = of_rank(parts, sharded, 0)
         peaks[name] = _sharded_peak(figures[name], step, accumulation)
     return {
         name: Forecast(
@@ -426,10 +432,11 @@ def largest_micro_batches(
     num_ranks: int,
     limit: int,
 ) -> dict[str, int]:
-    """The largest micro-batch whose peak is at most `limit` bytes, with as many micro-steps; 0 if none is.
+    """Largest micro-batch whose peak is at most `limit` bytes, by name of the forecast; 0 if there is none. The number
+    of micro-steps is constant.
 
     Args:
-        columns: forecasts of a config, by name.
+        columns: returns the forecasts of a config.
     """
     micro, accumulation = read_settings(config).micro_steps(num_ranks)
 
@@ -438,7 +445,7 @@ def largest_micro_batches(
         found = columns({key: value for key, value in config.items() if key != "train_batch_size"} | sizes)
         return {name: column.peak for name, column in found.items()}
 
-    # Beyond the peak of the optimizer step itself, activations are proportional to the micro-batch.
+    # Large micro-batches peak in the backward pass, where bytes grow linearly with the micro-batch.
     one, few, many = peaks(1), peaks(64 * micro), peaks(128 * micro)
     result = {}
     for name in one:
@@ -454,7 +461,7 @@ def classifies_images(shape: Mapping[str, Any]) -> bool:
         import_module(_OURS[shape["model_type"]])
     try:
         kind = type(AutoConfig.for_model(shape["model_type"]))
-    except ValueError:  # raised again, with the reason, when the model is built
+    except ValueError:  # `Model` raises it again, with the reason
         return False
     return kind in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -470,11 +477,11 @@ def busiest_rank(plan: Plan, model: nn.Module) -> int:
 
 
 def _refuse_cut(plan: Plan, tensors: Sequence[TensorInfo], optimizer: str) -> None:
-    """ValueError if the plan cuts a tensor that the optimizer updates as a whole."""
+    """Raise ValueError if the plan splits a tensor that the optimizer updates as a whole."""
     whole = [info for info in tensors if info.is_whole]
     cut = [name for (_, name), pieces in pieces_by_tensor(whole, plan).items() if pieces[0][0].dim is not None]
     if cut:
         raise ValueError(
-            f"optimizer {optimizer!r} updates whole matrices, but {quoted(cut)} are cut into neurons or heads; use "
-            "block units or AdamW"
+            f"optimizer {optimizer!r} updates whole matrices, but {quoted(cut)} are split by neurons or heads; use "
+            "the strategy block, or AdamW"
         )

@@ -1,6 +1,6 @@
-"""Bytes that each rank holds and sends under DeepSpeed, from a plan and dense shapes alone. Nothing is allocated.
+"""Bytes that each rank holds and sends under DeepSpeed, computed from a plan and dense shapes.
 
-The optimizer's step counters and the scalars of the gradient norm are not counted.
+Step counters of the optimizer and scalars of the gradient norm are not counted.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ DEEPSPEEDS_BUCKET = 500_000_000  # elements
 
 @dataclass(frozen=True)
 class Setup:
-    """What decides a rank's bytes besides plan and shapes.
+    """Settings that determine a rank's bytes, besides plan and shapes.
 
     Args:
         stage: ZeRO stage.
         precision: bytes per element.
-        accumulation: micro-steps of an optimizer step; stage 2 sends gradients in each.
-        offload: whether the optimizer's state is in host memory.
-        bucket_elements: DeepSpeed's `reduce_bucket_size`; None takes the engine's default.
-        moments: fp32 moments per element of the param groups that do not have `precision.num_moments`.
+        accumulation: micro-steps per optimizer step; stage 2 sends gradients in each.
+        offload: whether optimizer state is in host memory.
+        bucket_elements: `reduce_bucket_size` of the config; None for the engine's default.
+        moments: fp32 moments per element, by param group; others have `precision.num_moments`.
     """
 
     stage: Literal[0, 1, 2]
@@ -51,8 +51,8 @@ class RankEstimate:
         host_optimizer: the same in host memory, with its gradient (CPU offload).
         buffers: flat buffers that buckets use in turns.
         step_gradients: gradients that exist during the step only.
-        gathered: unsharded weights of what is shared, which stay gathered until the backward pass (FSDP2).
-        gathered_units: unsharded weights of two units and gradients of one, at most (FSDP2).
+        gathered: unsharded shared weights, which stay gathered until the backward pass (FSDP2).
+        gathered_units: unsharded weights of two units and gradients of one unit (FSDP2).
         sent: gradients and weights.
     """
 
@@ -74,10 +74,12 @@ class RankEstimate:
 
 @dataclass(frozen=True)
 class ShardedRun:
-    """A run of this package's engine: its buckets, and what each rank has of them.
+    """Buckets of the engine, and each rank's share of them.
 
     Args:
-        tensors: the dense model's parameters in model order.
+        plan: assignment of units to subnetworks.
+        tensors: parameters of the dense model in model order.
+        setup: of the run.
     """
 
     plan: Plan
@@ -113,7 +115,7 @@ class ShardedRun:
         return self.setup.stage == 0 or self.takes_gradients_early(bucket)
 
     def takes_gradients_early(self, bucket: BucketLayout) -> bool:
-        """Whether gradients move from `.grad` to the bucket as soon as they are there."""
+        """Whether gradients move from `.grad` to the bucket as soon as they are ready."""
         precision = self.setup.precision
         return self.setup.stage < 2 and (bucket.is_whole or precision.gradients != precision.weights)
 
@@ -148,7 +150,7 @@ class ShardedRun:
         return FP32_BYTES * (moments + (not in_place))
 
     def _elements(self, tensors: Sequence[TensorInfo], rank: int) -> int:
-        """Of tensors in no bucket, what a rank stores."""
+        """Elements that a rank stores of tensors in no bucket."""
         shapes = {info.name: info.shape for info in tensors}
         return sum(
             piece.num_elements(shapes[name])
@@ -175,8 +177,8 @@ class ShardedRun:
         return max(made, default=0) if setup.offload else sum(made)
 
     def _buffers(self, held: Sequence[BucketLayout]) -> int:
-        """Weights of cut tensors, gradients that wait in `.grad`, what is sent in a dtype of its own, and in the
-        backward regime what all ranks return."""
+        """Buffers for weights of split tensors, for gradients that wait in `.grad`, for the dtype on the wire, and for
+        the all-gather of weights in the backward regime."""
         precision = self.setup.precision
         sizes: dict[int, int] = {}  # elements, by bytes of an element: one buffer for each dtype
         for bucket in self.buckets if self.is_backward else held:
@@ -192,7 +194,7 @@ class ShardedRun:
 
     @cached_property
     def _returned(self) -> list[int]:
-        """In the backward regime, elements that each rank sends to all, for each depth range."""
+        """Elements that each rank sends to all ranks in the backward regime, by depth range."""
         counts: dict[int, list[int]] = {}
         for bucket in self.buckets if self.is_backward else []:
             if self.setup.stage > 0 or len(bucket.holders) < self.num_ranks:
@@ -225,8 +227,8 @@ def estimate(plan: Plan, tensors: Sequence[TensorInfo], setup: Setup) -> tuple[R
     """One estimate for each data-parallel rank.
 
     Args:
-        plan: who holds what; replicas of a subnetwork are holders like others.
-        tensors: the dense model's tensors in model order; buffers are ignored.
+        plan: assignment of units to subnetworks.
+        tensors: of the dense model in model order; buffers are ignored.
     """
     run = ShardedRun(plan, [info for info in tensors if info.kind == "parameter"], setup)
     return tuple(map(run.estimate, range(run.num_ranks)))
@@ -235,8 +237,8 @@ def estimate(plan: Plan, tensors: Sequence[TensorInfo], setup: Setup) -> tuple[R
 def plain(tensors: Sequence[TensorInfo], setup: Setup, *, num_ranks: int) -> RankEstimate:
     """Rank 0 under plain DeepSpeed.
 
-    Stages 1 and 2 pad each param group to a multiple of 2n elements, keep an fp32 master of fp32 weights too, allocate
-    a bucket of `reduce_bucket_size` elements (500 million by default), and all-reduce gradients, so that they send
+    Stages 1 and 2 pad each param group to a multiple of 2n elements, keep fp32 masters of fp32 weights, too, allocate a
+    bucket of `reduce_bucket_size` elements (500 million by default), and all-reduce gradients, so that they send
     3 (n-1) / n elements per parameter.
     """
     stage, precision = setup.stage, setup.precision

@@ -1,4 +1,4 @@
-"""What `sdp plan` and `sdp estimate` read of a recipe."""
+"""The model and the phases of a recipe, for `sdp plan` and `sdp estimate`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _TRAINER_BATCH = 8  # per_device_train_batch_size of TrainingArguments
 class Run:
     """
     Args:
-        model: without data.
-        phases: the DeepSpeed config of each phase, without "auto"; of an FSDP2 run what it would be.
+        model: of fake tensors.
+        phases: DeepSpeed config of each phase, without "auto". An FSDP2 run gets an equivalent one.
         host: "deepspeed" or "fsdp2".
         items: "tokens" or "images".
     """

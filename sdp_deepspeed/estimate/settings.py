@@ -1,4 +1,4 @@
-"""What an estimate reads of a DeepSpeed config."""
+"""Settings of a DeepSpeed config that estimates depend on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.schedule import Schedule
 from sdp_deepspeed.total_steps import fill_total_steps
 
-_MANY_STEPS = 10**6  # of a run whose number of steps is not known: each phase gets some
+_MANY_STEPS = 10**6  # if the number of steps is unknown; every phase gets some
 # fp32 moments of each element, by the optimizer's name in lower case; 2 for the rest.
 _MOMENTS = {"sgd": 0, "lion": 1, "adagrad": 1, "fusedlion": 1, "deepspeedcpulion": 1, "deepspeedcpuadagrad": 1}
 _MUON = "muon"
@@ -61,7 +61,7 @@ class _TensorParallel(_Part):
 
 
 class Settings(_Part):
-    """The keys of a DeepSpeed config that decide memory and traffic. Every key has its own type, not "auto"."""
+    """Keys of a DeepSpeed config that determine memory and traffic."""
 
     train_batch_size: PositiveInt | None = None
     train_micro_batch_size_per_gpu: PositiveInt | None = None
@@ -77,7 +77,7 @@ class Settings(_Part):
 
     @property
     def dtype(self) -> Literal["fp32", "bf16", "fp16"]:
-        """Of the weights."""
+        """Dtype of the weights."""
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
     @property
@@ -92,10 +92,10 @@ class Settings(_Part):
         return 1 if self.optimizer_name == "sgd" and has_momentum else _MOMENTS.get(self.optimizer_name, 2)
 
     def micro_steps(self, num_ranks: int) -> tuple[int, int]:
-        """Micro-batch of a rank, and micro-steps, from two or three of DeepSpeed's batch sizes.
+        """Micro-batch size per rank and number of micro-steps.
 
         Raises:
-            ValueError: they are missing or contradict each other.
+            ValueError: batch sizes are missing or contradict each other.
         """
         whole, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
         accumulation = self.gradient_accumulation_steps
@@ -114,7 +114,7 @@ class Settings(_Part):
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
-    """The settings of a DeepSpeed config without "auto".
+    """Read a DeepSpeed config without "auto".
 
     Raises:
         ValueError: a value of the wrong type, or a setting that cannot be estimated.
@@ -140,14 +140,13 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 def without_auto(
     config: Mapping[str, Any], *, micro_batch: int, accumulation: int, dtype: Literal["fp32", "bf16", "fp16"]
 ) -> dict[str, Any]:
-    """A config with every "auto" that decides an estimate replaced by what the Trainer would fill in; other keys with
-    the value "auto" are dropped."""
+    """Replace "auto" by the values of the Trainer where an estimate depends on it, and drop other keys with "auto"."""
     sizes = {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation}
     filled: dict[str, Any] = dict(config) | {key: size for key, size in sizes.items() if config.get(key) == "auto"}
     for name in ("bf16", "fp16"):
         if isinstance(filled.get(name), Mapping) and filled[name].get("enabled") == "auto":
             filled[name] = {**filled[name], "enabled": dtype == name}
-    block = filled.pop(KEY, None)  # has an "auto" of its own
+    block = filled.pop(KEY, None)  # its "auto" has a meaning of its own
     filled = _dropped_auto(filled) | ({} if block is None else {KEY: block})
     fill_total_steps(filled, _MANY_STEPS)
     return filled
@@ -159,7 +158,7 @@ def _dropped_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def configs_of_phases(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The config of each phase of a schedule, without the schedule; of a config without one itself.
+    """Configs of the phases of a schedule, without the schedule; the config itself if it has none.
 
     Raises:
         ValueError: an invalid block, or a schedule whose number of steps is not known.
@@ -171,7 +170,7 @@ def configs_of_phases(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def setup_of(config: Mapping[str, Any], accumulation: int) -> Setup:
-    """What decides a rank's bytes under DeepSpeed.
+    """Settings for DeepSpeed.
 
     Raises:
         ValueError: see `read_settings`.
@@ -194,10 +193,10 @@ def setup_of(config: Mapping[str, Any], accumulation: int) -> Setup:
 
 
 def sharded_setup_of(config: Mapping[str, Any], accumulation: int) -> ShardedSetup:
-    """What decides a rank's bytes under FSDP2: shards are fp32, and bf16 is the mixed-precision policy's.
+    """Settings for FSDP2. Shards are fp32; bf16 means a mixed-precision policy.
 
     Raises:
-        ValueError: see `read_settings`; besides, what FSDP2's host refuses.
+        ValueError: see `read_settings`, or a setting that FSDP2 does not support.
     """
     from sdp_deepspeed.fsdp.refusals import refused_of_block
 
@@ -220,9 +219,9 @@ def sharded_setup_of(config: Mapping[str, Any], accumulation: int) -> ShardedSet
 
 
 def with_groups(tensors: Sequence[TensorInfo], optimizer: str) -> list[TensorInfo]:
-    """Tensors with their param groups, and whether one rank steps the whole tensor.
+    """Set the param group of each tensor, and whether one rank steps the whole tensor.
 
-    DeepSpeed gives Muon all matrices but embeddings and the head, and the rest to its Adam.
+    With DeepSpeed's Muon, embeddings, the head and vectors are stepped by its Adam.
 
     Args:
         optimizer: name in lower case.

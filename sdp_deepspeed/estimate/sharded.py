@@ -1,8 +1,8 @@
-"""Bytes that each rank holds and sends under FSDP2, from a plan and dense shapes alone.
+"""Bytes that each rank holds and sends under FSDP2, computed from a plan and dense shapes.
 
-FSDP2 cuts a tensor's first dim into one chunk for each holder, of equal length: the last ones are padded. Chunks are
-stored, gathered and reduced with their padding; the optimizer's state has none. Units are resharded after the forward
-pass, shared parameters stay gathered until the backward pass.
+FSDP2 shards the first dimension of a tensor into chunks of equal length, the last ones padded. Chunks are stored,
+gathered and reduced with padding; optimizer state has none. Units are resharded after the forward pass; shared
+parameters stay gathered until the backward pass.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 
 @dataclass(frozen=True)
 class ShardedSetup:
-    """What decides a rank's bytes besides plan and shapes; bytes are per element.
+    """Settings that determine a rank's bytes, besides plan and shapes. Sizes are in bytes per element.
 
     Args:
-        weights: as they are stored, and gradients once they are averaged.
+        weights: of stored weights and averaged gradients.
         compute: of the gathered weights (`mp_policy.param_dtype`).
         wire: of gradients that are sent (`mp_policy.reduce_dtype`).
         num_moments: fp32 moments per element: Adam 2.
-        master: bytes of a separate copy that the optimizer steps; 0 if it steps the stored weights.
-        accumulation: micro-steps; weights are gathered and gradients averaged in each.
+        master: of a separate copy that the optimizer steps; 0 if it steps the stored weights.
+        accumulation: micro-steps. Each gathers weights and averages gradients.
     """
 
     weights: int = 4
@@ -42,13 +42,13 @@ class ShardedSetup:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor, or what the same ranks hold of one.
+    """A tensor, or the slices of it that the same ranks hold.
 
     Args:
         name: of the tensor.
-        shape: of what is sharded.
+        shape: before sharding.
         holders: ranks that hold it.
-        unit: what is gathered together; None for what is shared.
+        unit: parts of one unit are gathered together; None for shared parts.
     """
 
     name: str
@@ -78,17 +78,17 @@ def estimate_sharded(
     """One estimate for each rank.
 
     Args:
-        plan: who holds what, forward regime.
-        tensors: the dense model's in model order; buffers are ignored.
-        branches: of the model. A branch that every rank holds whole is gathered by itself; without `branches` it counts
-            as shared.
+        plan: in the forward regime.
+        tensors: of the dense model in model order; buffers are ignored.
+        branches: residual branches of the model. A branch that all ranks hold is gathered by itself; without `branches`
+            it counts as shared.
     """
     parts = list(parts_of(plan, tensors, branches))
-    return tuple(_of_rank(parts, setup, rank) for rank in range(len(plan.subnetwork_of_rank)))
+    return tuple(of_rank(parts, setup, rank) for rank in range(len(plan.subnetwork_of_rank)))
 
 
 def parts_of(plan: Plan, tensors: Sequence[TensorInfo], branches: Sequence[LocatedBranch] = ()) -> Iterator[Part]:
-    """What is sharded; arguments as of `estimate_sharded`."""
+    """Parts that are sharded; arguments as for `estimate_sharded`."""
     parameters = [info for info in tensors if info.kind == "parameter"]
     unit_of = {piece.parameter: unit.name for unit in plan.units for piece in unit.pieces}
     pieces_of = pieces_by_tensor(parameters, plan)
@@ -110,7 +110,8 @@ def parts_of(plan: Plan, tensors: Sequence[TensorInfo], branches: Sequence[Locat
             yield Part(info.name, shape, holders, unit_of[info.name].rsplit(".", 1)[0], info.trainable)
 
 
-def _of_rank(parts: Sequence[Part], setup: ShardedSetup, rank: int) -> RankEstimate:
+def of_rank(parts: Sequence[Part], setup: ShardedSetup, rank: int) -> RankEstimate:
+    """The estimate of one rank."""
     held = [part for part in parts if rank in part.holders]
     trained = [part for part in held if part.trainable]
     reduced = sum(part.stored * (len(part.holders) - 1) for part in trained)

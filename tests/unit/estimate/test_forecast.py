@@ -84,7 +84,7 @@ def test_whole_tensors_have_one_owner_each() -> None:
     final, norms = SHAPE["hidden_size"], SHAPE["num_hidden_layers"] * SHAPE["hidden_size"]
     muons = held - 2 * shared - final - norms
     assert figures.rank.optimizer // 4 == muons + 2 * (norms + shared + final // 2)
-    with pytest.raises(ValueError, match=r"'muon' updates whole matrices, but .* are cut"):
+    with pytest.raises(ValueError, match=r"'muon' updates whole matrices, but .* are split"):
         of(config | {KEY: {"coverage": 0.5, "strategy": "neuron"}})
 
 
