@@ -9,23 +9,20 @@ with plain data parallelism and everything else equal. Unknown keys and values o
 from __future__ import annotations
 
 import argparse
-import difflib
-import json
 import os
-import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import torch
-import yaml
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import TypeAdapter, ValidationError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, TrainingArguments
 
+from sdp_deepspeed import recipe as recipes
 from sdp_deepspeed.config import KEY, parse
 
 Kind = TypeVar("Kind")
@@ -50,21 +47,6 @@ class Recipe:
     deepspeed: dict[str, Any] | None
     block: dict[str, Any]
     prepare_only: bool
-
-
-class _Loader(yaml.SafeLoader):
-    """Two rules of YAML 1.2: 3e-4 is a number, and only true and false are booleans."""
-
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
-        first: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:bool"]
-        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
 
 
 def fail(message: object) -> NoReturn:
@@ -93,22 +75,8 @@ def read_recipe(description: str, sections: Sequence[str], arguments: Sequence[s
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # passed by the deepspeed launcher
     options = parser.parse_intermixed_args(arguments)
     try:
-        found = yaml.load(options.recipe.read_text(encoding="utf-8"), _Loader)  # of safe tags only
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        fail(f"{options.recipe}: {error}")
-    if not isinstance(found, dict):
-        fail(f"{options.recipe}: expected the sections {', '.join(sections)}")
-    _check_keys(found, sections, str(options.recipe))
-    folder = options.recipe.parent
-    if isinstance(found.get("deepspeed"), str):
-        found["deepspeed"] = _read_json(folder / found["deepspeed"])
-    for override in options.overrides:
-        _override(found, override, sections)
-    for name in sections:
-        if not isinstance(found.get(name), dict):
-            fail(f"{options.recipe}: section {name}: got {found.get(name)!r}, expected a mapping")
-    holder = found if KEY in sections else found["deepspeed"]
-    try:
+        found = recipes.read_recipe(options.recipe, options.overrides, sections)
+        holder = found if KEY in sections else found["deepspeed"]
         parse(holder)
     except ValueError as error:
         fail(error)
@@ -118,50 +86,13 @@ def read_recipe(description: str, sections: Sequence[str], arguments: Sequence[s
     )
 
 
-def _override(found: dict[str, Any], override: str, sections: Sequence[str]) -> None:
-    """Apply `a.b.c=value`; the value is YAML, for `deepspeed` also the path of a JSON file."""
-    path, equals, text = override.partition("=")
-    if not equals:
-        fail(f"{override!r}: expected key=value, such as training.max_steps=20")
-    keys = path.split(".")
-    try:
-        value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        fail(f"{override!r}: {error}")
-    if keys[0] == "sdp":
-        keys[:1] = [KEY] if KEY in sections else ["deepspeed", KEY]
-        if keys[-1] == KEY and value in ("on", "off"):
-            keys, value = [*keys, "enabled"], value == "on"
-    _check_keys(keys[:1], sections, "overrides")
-    if keys == ["deepspeed"] and isinstance(value, str):
-        value = _read_json(Path(value))
-    inner: Any = found
-    for key in keys[:-1]:
-        inner = inner.setdefault(key, {})
-        if not isinstance(inner, dict):
-            fail(f"{override!r}: {key} is {inner!r}, which has no keys")
-    inner[keys[-1]] = value
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        fail(f"deepspeed: {path}: {error}")
-
-
-def _check_keys(given: Iterable[Any], known: Iterable[str], where: str) -> None:
-    names = list(known)
-    for key in given:
-        if key not in names:
-            near = difflib.get_close_matches(str(key), names, 1, 0.4)
-            fail(f"{where}: unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {names}"))
-
-
 def section_of(kind: type[Kind], values: dict[str, Any], where: str, **more: Any) -> Kind:
     """Create a dataclass from a section, with values validated and converted by the fields' types."""
     hints, known = get_type_hints(kind), [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
-    _check_keys(values, known, where)
+    try:
+        recipes.check_keys(values, known, where)
+    except ValueError as error:
+        fail(error)
     checked = {}
     for key, value in values.items():
         try:
@@ -191,9 +122,9 @@ def model_config(recipe: Recipe, **defaults: Any) -> PretrainedConfig:
         fail("model: expected model_type (such as llama) with sizes, or the name of a config (a folder or the hub's)")
     try:
         if kind is not None and kind not in CONFIG_MAPPING:
-            _check_keys([kind], CONFIG_MAPPING, "model.model_type")
+            recipes.check_keys([kind], CONFIG_MAPPING, "model.model_type")
         plain = AutoConfig.from_pretrained(name) if kind is None else AutoConfig.for_model(kind)
-        _check_keys(values, [key for key in dir(plain) if not key.startswith("_")], "model")
+        recipes.check_keys(values, [key for key in dir(plain) if not key.startswith("_")], "model")
         values = defaults | values
         return AutoConfig.from_pretrained(name, **values) if kind is None else AutoConfig.for_model(kind, **values)
     except (ValueError, TypeError, OSError, StrictDataclassError) as error:

@@ -6,7 +6,8 @@ For FSDP2, use `fully_shard`, which does not need DeepSpeed. This module imports
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from sdp_deepspeed.engine import import_hook
 from sdp_deepspeed.messages import NEEDS_DEEPSPEED, lacks_deepspeed
@@ -42,25 +43,23 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     return deepspeed.initialize(*args, **kwargs)
 
 
-def __getattr__(name: str) -> Any:
-    if name == "Plan":
-        from sdp_deepspeed.plan.plan import Plan
+_MODULES = {
+    "Init": "init",
+    "Plan": "plan.plan",
+    "check_description": "masking.description",
+    "fully_shard": "fsdp.shard",
+    "reestimate_batch_norm": "batch_norm",
+}
 
-        return Plan
-    if name == "Init":
-        from sdp_deepspeed.init import Init
+if TYPE_CHECKING:
+    from sdp_deepspeed.batch_norm import reestimate_batch_norm
+    from sdp_deepspeed.fsdp.shard import fully_shard
+    from sdp_deepspeed.init import Init
+    from sdp_deepspeed.masking.description import check_description
+    from sdp_deepspeed.plan.plan import Plan
+else:
 
-        return Init
-    if name == "check_description":
-        from sdp_deepspeed.masking.description import check_description
-
-        return check_description
-    if name == "fully_shard":
-        from sdp_deepspeed.fsdp.shard import fully_shard
-
-        return fully_shard
-    if name == "reestimate_batch_norm":
-        from sdp_deepspeed.batch_norm import reestimate_batch_norm
-
-        return reestimate_batch_norm
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

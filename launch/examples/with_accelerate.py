@@ -1,6 +1,6 @@
 """A loop with Accelerate: `accelerate launch --use_deepspeed --num_processes 4 launch/examples/with_accelerate.py hf/`.
 
-`torchrun` and `deepspeed` start it too. Yours is the same script but for the import and the block.
+`torchrun` and `deepspeed` start it, too. Without the import and the block it is an ordinary script.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", help="folder for the model")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--local_rank", type=int, help="the deepspeed launcher's")
+    parser.add_argument("--local_rank", type=int, help="passed by the deepspeed launcher")
     options = parser.parse_args()
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG))
     tokens = torch.tensor(list(Path(argparse.__file__).read_bytes()))  # some text, byte by byte
@@ -48,7 +48,7 @@ def main() -> None:
     with torch.no_grad():
         loss = accelerator.gather(model(input_ids=batch, labels=batch).loss).mean()
     accelerator.print(f"loss of the dense model: {loss.item():.4f}")  # not of a subnetwork
-    module = accelerator.unwrap_model(model)  # all ranks: the model is put together, and the main process writes it
+    module = accelerator.unwrap_model(model)  # on all ranks; the main process writes the dense model
     module.save_pretrained(options.output, is_main_process=accelerator.is_main_process)
 
 

@@ -1,6 +1,6 @@
 """Transformers' Trainer with subnetworks: `deepspeed --num_gpus 4 launch/examples/with_trainer.py runs/trainer`.
 
-`torchrun` and `accelerate launch` start it too. Yours is the same script but for the import and the block.
+`torchrun` and `accelerate launch` start it, too. Without the import and the block it is an ordinary script.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", help="folder for checkpoints and the model")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--local_rank", type=int, help="the deepspeed launcher's")
+    parser.add_argument("--local_rank", type=int, help="passed by the deepspeed launcher")
     options = parser.parse_args()
     tokens = torch.tensor(list(Path(argparse.__file__).read_bytes())).split(64)[:-1]  # some text, byte by byte
     rows = [{"input_ids": row, "labels": row} for row in tokens]
@@ -52,7 +52,7 @@ def main() -> None:
     loss = trainer.evaluate()["eval_loss"]  # on all ranks; of the dense model, not of a subnetwork
     if trainer.is_world_process_zero():
         print(f"loss of the dense model: {loss:.4f}")
-    trainer.save_model(f"{options.output}/hf")  # loads with LlamaForCausalLM.from_pretrained
+    trainer.save_model(f"{options.output}/hf")  # for LlamaForCausalLM.from_pretrained
 
 
 if __name__ == "__main__":

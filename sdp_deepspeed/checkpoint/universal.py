@@ -225,7 +225,7 @@ def universal_tag(folder: Path, tag: str | None) -> str | None:
         return None
     if not pointer.is_file():
         raise ValueError(
-            f"{folder} has no {LATEST_UNIVERSAL} and no checkpoint of sdp_deepspeed; run `sdp checkpoint from-zero`, "
+            f"{folder} has no {LATEST_UNIVERSAL} and no checkpoint of sdp_deepspeed; run `sdp checkpoint import`, "
             "or disable checkpoint.load_universal"
         )
     named = pointer.read_text(encoding="utf-8").strip()
@@ -246,7 +246,7 @@ def refuse_foreign(folder: Path, tag: str | None) -> None:
     name = next(iter(tags_to_try(folder)), None) if tag is None else tag
     if name is not None and any((folder / name).glob(_OPTIMIZERS)):
         raise ValueError(
-            f"{folder / name} is a ZeRO checkpoint of DeepSpeed; run `sdp checkpoint from-zero {folder} OUT --tag "
+            f"{folder / name} is a ZeRO checkpoint of DeepSpeed; run `sdp checkpoint import {folder} OUT --tag "
             f"{name}`, and load OUT with checkpoint.load_universal"
         )
     if name is not None and is_universal(folder / name):

@@ -1,1 +1,1 @@
-"""Bytes and traffic by count, before anything runs."""
+"""Memory, traffic and FLOPs of a run before it starts."""

@@ -1,8 +1,8 @@
-"""Floating-point operations that one rank does, counted instead of timed: counts do not depend on a machine's noise.
+"""FLOPs of one rank, counted rather than timed.
 
-Operations are those of matrix products and attention, multiply and add counted as two; elementwise work (norms,
-activations, the optimizer) is left out, and a causal mask counts as full, as in PyTorch's own formulas. PyTorch's own
-FlopCounterMode would replace operators by what they decompose into, which rounds otherwise: a measured step must not.
+Matrix products and attention are counted, a multiplication and an addition as two operations. Elementwise work (norms,
+activation functions, the optimizer) is not, and a causal mask counts as full, as in PyTorch's formulas. PyTorch's
+FlopCounterMode is not used because it decomposes operators, which changes rounding.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def _attention_backward(
 
 
 def _convolution_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **_: Any) -> int:
-    """As much as forward for the gradient of the input, and for that of the weight, whichever are asked for."""
+    """The FLOPs of the forward pass for each requested gradient, of the input and of the weight."""
     transposed, output_mask = rest[4], rest[7]
     forward = conv_flop_count([*x.shape], [*weight.shape], [*gradient.shape], transposed)
     return int(forward * sum(output_mask[:2]))
 
 
-# PyTorch's formulas know attention's kernels of GPUs only, and take backward convolutions of groups for whole ones.
+# PyTorch has no formulas for attention on CPUs, and ignores groups in the backward pass of convolutions.
 _OTHERS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
@@ -42,10 +42,10 @@ _FORMULAS: dict[Any, Callable[..., int]] = {**flop_registry, **_OTHERS}
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts what this rank does while the block runs, which is slower for it; no collective of its own.
+    """Context that counts FLOPs.
 
     Attributes:
-        total: operations.
+        total: FLOPs so far.
     """
 
     def __init__(self) -> None:

@@ -1,15 +1,18 @@
-"""What a run will take on each GPU, before it has one: memory, bytes sent and FLOPs of a step.
+"""Memory, traffic and FLOPs of an optimizer step on one rank, without allocating anything.
 
-Nothing is allocated: the model is built from fake tensors, cut down to a worker's subnetwork by the mask that the
-engine uses, and run forward and backward once, while FLOPs and what autograd keeps are counted. Model state, buffers
-and traffic are those of `per_rank.py`, or of `sharded.py` under FSDP2.
+The model consists of fake tensors. It is reduced to a rank's subnetwork by the mask that the engine applies, and runs
+forward and backward once while a dispatch mode counts FLOPs and the bytes of live tensors. Model state, buffers and
+traffic come from per_rank.py, or from sharded.py for FSDP2.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from importlib import import_module
 from math import prod
 from typing import Any
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
@@ -30,19 +34,13 @@ from sdp_deepspeed.architectures.image_flops import image_shape, takes_images
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.engine.refusals import refuse_settings
 from sdp_deepspeed.estimate.flops import FlopCounter
-from sdp_deepspeed.estimate.per_rank import RankEstimate, estimate, plain
-from sdp_deepspeed.estimate.settings import (
-    dtype_of,
-    micro_steps,
-    optimizer_of,
-    refuse_plain,
-    setup_of,
-    sharded_setup_of,
-    with_groups,
-)
-from sdp_deepspeed.estimate.sharded import estimate_sharded
+from sdp_deepspeed.estimate.per_rank import RankEstimate, ShardedRun, owned, plain
+from sdp_deepspeed.estimate.precision import FP32_BYTES
+from sdp_deepspeed.estimate.settings import read_settings, setup_of, sharded_setup_of, with_groups
+from sdp_deepspeed.estimate.sharded import ShardedSetup, of_rank, parts_of
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.parallel.buckets import BucketLayout
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, named_tensors, pieces_by_tensor
@@ -54,32 +52,210 @@ _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of the rank whose subnetwork computes most; all others differ by what the plan's balance leaves (5%).
+    """Estimate of one rank's optimizer step.
 
     Args:
         num_parameters: of the dense model.
-        tokens_per_step: of all ranks; of a model that takes images, how many of them.
-        rank: bytes of model state and of what is sent, from the formulas.
-        activations: bytes that autograd keeps of one micro-batch at the end of the forward pass. Flash attention is
-            assumed (no matrix of scores), and one output more of each attention than kernels keep.
-        flops: of this rank in one optimizer step.
-        warnings: of the planner.
+        items_per_step: tokens (or images) on all ranks.
+        rank: bytes of model state, buffers and traffic.
+        activations: live bytes of one micro-batch at the end of the forward pass. Attention is assumed to be fused:
+            scores are not stored.
+        peak: largest number of bytes of live tensors. Kernel workspaces, fragmentation and the CUDA context are not
+            included.
+        flops: of the forward and backward passes on this rank.
+        warnings: from the planner.
     """
 
     num_parameters: int
-    tokens_per_step: int
+    items_per_step: int
     rank: RankEstimate
     activations: int
+    peak: int
     flops: int
     warnings: tuple[str, ...] = ()
 
-    @property
-    def peak(self) -> int:
-        """Bytes at the end of a forward pass, or in the exchange and the step, whichever takes more; with FSDP2 what is
-        gathered beside. What kernels need for themselves, the caching allocator and the GPU's own context come on top.
-        """
-        rank = self.rank
-        return rank.state + rank.gathered + max(self.activations, rank.buffers + rank.step_gradients)
+
+class Model:
+    """A Transformers model of fake tensors.
+
+    Args:
+        shape: config with `model_type`, of a causal language model or an image classifier.
+        dtype: of the weights.
+        sequence_length: tokens per sample; None for images.
+        autocast: dtype of automatic mixed precision; None disables it.
+
+    Raises:
+        ValueError: Transformers cannot build the model.
+    """
+
+    def __init__(
+        self,
+        shape: Mapping[str, Any],
+        dtype: torch.dtype,
+        *,
+        sequence_length: int | None = None,
+        gradient_checkpointing: bool = False,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.sequence_length, self.autocast = sequence_length, autocast
+        images = classifies_images(shape)
+        auto_class: Any = AutoModelForImageClassification if images else AutoModelForCausalLM
+        try:
+            with torch.device("meta"):  # faster than fake tensors; some models read values here
+                self.module: Any = auto_class.from_config(AutoConfig.for_model(**dict(shape)), dtype=dtype)
+        except Exception as error:  # Transformers validates few values, so this may be anything
+            reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
+            raise ValueError(f"model: Transformers cannot build {shape['model_type']!r}: {reason}") from error
+        if gradient_checkpointing:
+            self.module.activation_checkpointing_enable({"use_reentrant": False})
+        with self.fake:
+            self.module = self.module.to_empty(device="cpu")
+            self.module.tie_weights()  # to_empty unties them
+
+    def inputs(self, rows: int) -> dict[str, Any]:
+        """Arguments of a forward pass of `rows` samples."""
+        if not takes_images(self.module):
+            tokens = torch.zeros((rows, self.sequence_length or 0), dtype=torch.long, device="cpu")
+            return {"input_ids": tokens, "labels": tokens, "use_cache": False}
+        dtype = next(self.module.parameters()).dtype
+        images = torch.zeros((rows, *image_shape(self.module)), dtype=dtype, device="cpu")
+        return {"pixel_values": images, "labels": torch.zeros(rows, dtype=torch.long, device="cpu")}
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """Live bytes during a forward and a backward pass, without weights and optimizer state.
+
+    Args:
+        activations: at the end of the forward pass.
+        peak: maximum.
+        peak_keeping: maximum if no `.grad` is freed.
+        peak_in_units: maximum over the times at which watched parameters receive their gradients.
+        flops: of both passes.
+    """
+
+    activations: int
+    peak: int
+    peak_keeping: int
+    peak_in_units: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Parameters whose gradients are reduced together.
+
+    Args:
+        names: of the parameters.
+        at_first: bytes allocated when the first gradient is ready.
+        at_last: bytes allocated when all gradients are ready.
+        waits: whether each `.grad` is kept until all gradients are ready.
+    """
+
+    names: Collection[str]
+    at_first: int = 0
+    at_last: int = 0
+    waits: bool = False
+
+
+class _LiveBytes(FlopCounter):
+    """Counts FLOPs, and live bytes of tensors that are created inside the context."""
+
+    def __init__(self, ignored: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = self.peak_keeping = 0
+        self.freed_gradients = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in ignored}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._known.add(storage._cdata)
+                    self.add(storage.nbytes())
+                    weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+        return result
+
+    def add(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+        self.peak_keeping = max(self.peak_keeping, self.now + self.freed_gradients)
+
+    def free_gradient(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        self.freed_gradients += parameter.grad.nbytes
+        parameter.grad = None
+
+    def _free(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.now -= num_bytes
+
+
+def micro_step(
+    model: Model,
+    inputs: Mapping[str, Any],
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    ignored: Iterable[torch.Tensor],
+    stay: Collection[str] = (),
+    watched: Collection[str] = (),
+    reductions: Sequence[Reduction] = (),
+) -> MicroStep:
+    """Run one micro-batch forward and backward.
+
+    Args:
+        parameters: by name.
+        ignored: tensors that are not counted.
+        stay: names of parameters that keep `.grad`.
+        watched: names of parameters for `MicroStep.peak_in_units`.
+        reductions: other gradients are freed at once.
+    """
+    counter = _LiveBytes(ignored)
+    input_bytes = sum(tensor.nbytes for tensor in inputs.values() if isinstance(tensor, torch.Tensor))
+    counter.add(input_bytes)
+    in_units = [0]
+    left = [set(reduction.names) for reduction in reductions]
+    indices: defaultdict[str, list[int]] = defaultdict(list)
+    for index, reduction in enumerate(reductions):
+        for name in reduction.names:
+            indices[name].append(index)
+
+    def on_gradient(name: str) -> None:
+        if name in watched:
+            in_units.append(counter.now)
+        for index in indices[name]:
+            reduction = reductions[index]
+            if len(left[index]) == len(reduction.names):
+                counter.add(reduction.at_first)
+            left[index].discard(name)
+            if not left[index]:
+                counter.add(reduction.at_last)
+                for other in reduction.names if reduction.waits else ():
+                    counter.free_gradient(parameters[other])
+        if name not in stay and not any(reductions[index].waits for index in indices[name]):
+            counter.free_gradient(parameters[name])
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: on_gradient(name))
+        for name, parameter in parameters.items()
+        if parameter.requires_grad
+    ]
+    model.module.train()
+    autocast = nullcontext() if model.autocast is None else torch.autocast("cpu", model.autocast)
+    with model.fake, counter:
+        with autocast:
+            output = model.module(**inputs)
+        activations, loss = counter.now - input_bytes, output.loss
+        del output
+        loss.backward()
+    for hook in hooks:
+        hook.remove()
+    for parameter in parameters.values():
+        parameter.grad = None
+    return MicroStep(activations, counter.peak, counter.peak_keeping, max(in_units), counter.total)
 
 
 def forecast(
@@ -90,55 +266,193 @@ def forecast(
     sequence_length: int | None = None,
     gradient_checkpointing: bool = False,
     host: str = "deepspeed",
+    rank: int | None = None,
 ) -> Forecast:
-    """What a run will take; nothing is allocated, and no process group is needed.
+    """Estimate an optimizer step on one rank. No process group is needed.
 
     Args:
-        shape: the model's, as a Transformers config with `model_type`.
-        config: DeepSpeed's, with our block or without.
+        shape: Transformers config with `model_type`.
+        config: DeepSpeed config without "auto" and without a schedule. Without the block, plain DeepSpeed (or FSDP2)
+            is estimated.
         num_ranks: data-parallel ranks.
-        sequence_length: tokens of a block; None for an image classifier, whose images are as large as its shape says
-            (`image_size`), or 224 x 224.
-        host: "deepspeed", or "fsdp2" (its neurons run in as many narrower products as there are holder sets, of which
-            activations here know nothing).
+        sequence_length: tokens per sample; None for an image classifier. Images have the config's `image_size`, else
+            224 x 224 pixels.
+        host: "deepspeed" or "fsdp2".
+        rank: Default: the rank whose subnetwork has most FLOPs.
 
     Raises:
-        ValueError: a model that cannot be built, a config that is refused, or one that has no formula.
+        ValueError: the model cannot be built, or a setting is invalid or cannot be estimated.
     """
-    micro, accumulation = micro_steps(config, num_ranks)
+    model = model_of(shape, config, sequence_length=sequence_length, gradient_checkpointing=gradient_checkpointing)
+    return forecast_of(model, config, num_ranks=num_ranks, host=host, rank=rank)
+
+
+def model_of(shape: Mapping[str, Any], config: Mapping[str, Any], **options: Any) -> Model:
+    """Model in the precision of a config; arguments as for `forecast`."""
+    settings = read_settings(config)
+    autocast = torch.bfloat16 if settings.torch_autocast.enabled else None
+    return Model(shape, _DTYPES[settings.dtype], autocast=autocast, **options)
+
+
+def forecast_of(
+    model: Model, config: Mapping[str, Any], *, num_ranks: int, host: str = "deepspeed", rank: int | None = None
+) -> Forecast:
+    """`forecast` for an existing model, which is unchanged afterwards."""
+    settings = read_settings(config)
+    micro, accumulation = settings.micro_steps(num_ranks)
     sharded = sharded_setup_of(config, accumulation) if host == "fsdp2" else None
-    setup, optimizer = setup_of(config, accumulation), optimizer_of(config)
-    block = parse(config)
-    if block is not None and sharded is None:
+    setup, block = setup_of(config, accumulation), parse(config)
+    if block is None:
+        others = plain_forecasts(model, config, num_ranks=num_ranks)
+        if not others:
+            raise ValueError("deepspeed.optimizer.type: Muon cannot be estimated without subnetworks; use AdamW")
+        return others["FSDP2" if sharded else f"ZeRO-{setup.stage}"]
+    if sharded is None:
         refuse_settings(config)
-    fake, dtype = FakeTensorMode(allow_non_fake_inputs=True), _DTYPES[dtype_of(config)]
-    model = _without_data(shape, fake, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
-    with fake:
-        tensors = with_groups(dense_tensors(model), optimizer)
-        warnings: list[str] = []
-        if block is None:
-            refuse_plain(config)
-            figures = plain(tensors, setup, num_ranks=num_ranks)
-        else:
-            plan, warnings = plan_model(model, block, num_ranks)
-            busiest = _busiest_rank(plan, model)
-            _refuse_cut(plan, tensors, optimizer)
-            per_rank = (
-                estimate(plan, tensors, setup)
-                if sharded is None
-                else estimate_sharded(plan, tensors, sharded, locate_branches(model))
-            )
-            figures = per_rank[busiest]
-            Mask(model, plan, busiest).apply()
-        activations, flops = _one_micro_step(model, _inputs_of(model, micro, sequence_length))
+    with model.fake:
+        tensors = with_groups(dense_tensors(model.module), settings.optimizer_name)
+        plan, warnings = plan_model(model.module, block, num_ranks)
+        _refuse_cut(plan, tensors, settings.optimizer_name)
+        rank = busiest_rank(plan, model.module) if rank is None else rank
+        inputs = model.inputs(micro)
+        branches = locate_branches(model.module)
+        mask = Mask(model.module, plan, rank, branches=branches)
+        mask.apply()
+    memory: dict[str, Any] = {"ignored": mask.tensors(), "parameters": mask.parameters}
+    if sharded is not None:
+        parts = list(parts_of(plan, tensors, branches))
+        figures = of_rank(parts, sharded, rank)
+        in_units = {part.name for part in parts if part.unit is not None}
+        step = micro_step(model, inputs, **memory, watched=in_units)
+        peak = _sharded_peak(figures, step, accumulation)
+    else:
+        run = ShardedRun(plan, tensors, setup)
+        figures = run.estimate(rank)
+        step, peak = _run_of_engine(run, rank, figures, model, inputs, memory)
+    with model.fake:
+        mask.undo()
     return Forecast(
         num_parameters=sum(prod(info.shape) for info in tensors),
-        tokens_per_step=micro * accumulation * num_ranks * (sequence_length or 1),
+        items_per_step=micro * accumulation * num_ranks * (model.sequence_length or 1),
         rank=figures,
-        activations=activations,
-        flops=flops * accumulation,
+        activations=step.activations,
+        peak=peak,
+        flops=step.flops * accumulation,
         warnings=tuple(f"{KEY}: {warning}" for warning in warnings),
     )
+
+
+def _run_of_engine(
+    run: ShardedRun, rank: int, figures: RankEstimate, model: Model, inputs: Mapping[str, Any], memory: dict[str, Any]
+) -> tuple[MicroStep, int]:
+    """A micro-step in which gradients are kept and freed as in `ShardedOptimizer`, and the peak of the whole step."""
+    setup, held = run.setup, run.held(rank)
+    is_first = setup.accumulation == 1  # else gradients of earlier micro-steps exist from the start
+    waiting = [bucket for bucket in held if not run.takes_gradients_early(bucket)]
+    reductions = [
+        Reduction(_names(bucket), at_first=bucket.size * setup.precision.gradients * is_first)
+        for bucket in held
+        if run.takes_gradients_early(bucket)
+    ]
+    for depth_range in sorted({bucket.depth_range for bucket in held}) if setup.stage == 2 else ():
+        buckets = [bucket for bucket in held if bucket.depth_range == depth_range]
+        averages = sum(owned(bucket, rank) for bucket in buckets) * FP32_BYTES * (is_first and not setup.offload)
+        reductions.append(Reduction(set().union(*map(_names, buckets)), at_last=averages, waits=True))
+    stay = set().union(*map(_names, waiting)) if setup.stage < 2 and is_first else set[str]()
+    step = micro_step(model, inputs, **memory, stay=stay, reductions=reductions)
+    in_step = figures.gradients + figures.step_gradients
+    if setup.stage < 2:  # waiting gradients are freed while averages are allocated
+        waiting_bytes = sum(bucket.num_elements for bucket in waiting) * setup.precision.weights
+        in_step -= min(waiting_bytes, figures.step_gradients)
+    in_backward = step.peak + (0 if is_first else figures.gradients)
+    return step, figures.weights + figures.optimizer + figures.buffers + max(in_backward, in_step)
+
+
+def _names(bucket: BucketLayout) -> set[str]:
+    return {part.piece.parameter for part in bucket.slices}
+
+
+def _sharded_peak(figures: RankEstimate, step: MicroStep, accumulation: int) -> int:
+    before = figures.gradients if accumulation > 1 else 0
+    in_backward = figures.gathered + max(step.peak, figures.gathered_units + step.peak_in_units)
+    return figures.weights + figures.optimizer + max(figures.gradients, before + in_backward)
+
+
+def plain_forecasts(model: Model, config: Mapping[str, Any], *, num_ranks: int) -> dict[str, Forecast]:
+    """The same run without subnetworks, under ZeRO stages 0 (data parallelism) to 3 and FSDP2. Empty for Muon."""
+    settings = read_settings(config)
+    micro, accumulation = settings.micro_steps(num_ranks)
+    setup = setup_of(config, accumulation)
+    if settings.optimizer_name == "muon":  # DeepSpeed's keeps momentum in other dtypes, and has buffers of its own
+        return {}
+    whole = parse({KEY: {"coverage": 1.0}})
+    assert whole is not None
+    with model.fake:
+        tensors = with_groups(dense_tensors(model.module), settings.optimizer_name)
+        inputs, parameters = model.inputs(micro), dict(model.module.named_parameters())
+        branches = locate_branches(model.module)
+        plan, _ = plan_model(model.module, whole, num_ranks, branches=branches)
+    parts = list(parts_of(plan, tensors, branches))
+    in_units = {part.name for part in parts if part.unit is not None}
+    step = micro_step(model, inputs, parameters, ignored=named_tensors(model.module).values(), watched=in_units)
+    figures, peaks = {}, {}
+    for stage in (0, 1, 2):
+        own = plain(tensors, replace(setup, stage=stage), num_ranks=num_ranks)
+        in_backward = step.peak_keeping if stage < 2 else step.peak
+        if accumulation > 1:
+            in_backward = own.gradients + step.peak
+        figures[f"ZeRO-{stage}"] = own
+        peaks[f"ZeRO-{stage}"] = (
+            own.weights + own.optimizer + max(own.buffers + in_backward, own.gradients + own.step_gradients)
+        )
+    precision = setup.precision
+    sizes = {"compute": precision.weights, "num_moments": precision.num_moments, "accumulation": accumulation}
+    for name, sharded in {
+        "ZeRO-3": ShardedSetup(precision.weights, wire=precision.wire, master=FP32_BYTES, **sizes),
+        "FSDP2": ShardedSetup(wire=precision.wire, **sizes),
+    }.items():
+        figures[name] = of_rank(parts, sharded, 0)
+        peaks[name] = _sharded_peak(figures[name], step, accumulation)
+    return {
+        name: Forecast(
+            num_parameters=sum(prod(info.shape) for info in tensors),
+            items_per_step=micro * accumulation * num_ranks * (model.sequence_length or 1),
+            rank=figures[name],
+            activations=step.activations,
+            peak=peaks[name],
+            flops=step.flops * accumulation,
+        )
+        for name in figures
+    }
+
+
+def largest_micro_batches(
+    columns: Callable[[Mapping[str, Any]], Mapping[str, Forecast]],
+    config: Mapping[str, Any],
+    num_ranks: int,
+    limit: int,
+) -> dict[str, int]:
+    """Largest micro-batch whose peak is at most `limit` bytes, by name of the forecast; 0 if there is none. The number
+    of micro-steps is constant.
+
+    Args:
+        columns: returns the forecasts of a config.
+    """
+    micro, accumulation = read_settings(config).micro_steps(num_ranks)
+
+    def peaks(rows: int) -> dict[str, int]:
+        sizes = {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": accumulation}
+        found = columns({key: value for key, value in config.items() if key != "train_batch_size"} | sizes)
+        return {name: column.peak for name, column in found.items()}
+
+    # Large micro-batches peak in the backward pass, where bytes grow linearly with the micro-batch.
+    one, few, many = peaks(1), peaks(64 * micro), peaks(128 * micro)
+    result = {}
+    for name in one:
+        per_row = (many[name] - few[name]) / (64 * micro)
+        fixed = few[name] - 64 * micro * per_row
+        result[name] = 0 if one[name] > limit else max(1, int((limit - fixed) / per_row))
+    return result
 
 
 def classifies_images(shape: Mapping[str, Any]) -> bool:
@@ -147,50 +461,12 @@ def classifies_images(shape: Mapping[str, Any]) -> bool:
         import_module(_OURS[shape["model_type"]])
     try:
         kind = type(AutoConfig.for_model(shape["model_type"]))
-    except ValueError:  # said when the model is built
+    except ValueError:  # `Model` raises it again, with the reason
         return False
     return kind in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def _without_data(
-    shape: Mapping[str, Any], fake: FakeTensorMode, *, dtype: torch.dtype, gradient_checkpointing: bool
-) -> nn.Module:
-    """A model of fake tensors, on the CPU by what they say.
-
-    Args:
-        shape: a Transformers config with `model_type`, of a causal language model or an image classifier.
-        fake: must take tensors that are not fake.
-    """
-    images = classifies_images(shape)
-    auto_class: Any = AutoModelForImageClassification if images else AutoModelForCausalLM
-    try:
-        # Some image models read tensors while they are built, which fake ones do not allow.
-        with torch.device("meta") if images else fake:
-            model = auto_class.from_config(AutoConfig.for_model(**dict(shape)), dtype=dtype)
-    except Exception as error:  # of any kind: Transformers checks few of the values that it computes with
-        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
-        raise ValueError(
-            f"recipe: model: Transformers cannot build {shape['model_type']!r} from it: {reason}"
-        ) from error
-    if gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    if images:
-        with fake:
-            model = model.to_empty(device="cpu")
-    return model
-
-
-def _inputs_of(model: nn.Module, rows: int, sequence_length: int | None) -> dict[str, Any]:
-    """What a micro-batch of `rows` calls the model with; `sequence_length` is None for images."""
-    if not takes_images(model):
-        tokens = torch.zeros((rows, sequence_length or 0), dtype=torch.long, device="cpu")
-        return {"input_ids": tokens, "labels": tokens, "use_cache": False}
-    dtype = next(model.parameters()).dtype
-    images = torch.zeros((rows, *image_shape(model)), dtype=dtype, device="cpu")
-    return {"pixel_values": images, "labels": torch.zeros(rows, dtype=torch.long, device="cpu")}
-
-
-def _busiest_rank(plan: Plan, model: nn.Module) -> int:
+def busiest_rank(plan: Plan, model: nn.Module) -> int:
     """The rank whose subnetwork has most FLOPs, then bytes."""
     costs = unit_costs(model, plan.units)
     work = [
@@ -201,31 +477,11 @@ def _busiest_rank(plan: Plan, model: nn.Module) -> int:
 
 
 def _refuse_cut(plan: Plan, tensors: Sequence[TensorInfo], optimizer: str) -> None:
-    """ValueError if the plan cuts a tensor that the optimizer updates as a whole."""
+    """Raise ValueError if the plan splits a tensor that the optimizer updates as a whole."""
     whole = [info for info in tensors if info.is_whole]
     cut = [name for (_, name), pieces in pieces_by_tensor(whole, plan).items() if pieces[0][0].dim is not None]
     if cut:
         raise ValueError(
-            f"recipe: deepspeed: optimizer.type {optimizer!r} updates whole matrices, and {quoted(cut)} are cut into "
-            "neurons or heads; use block units, or an elementwise optimizer"
+            f"optimizer {optimizer!r} updates whole matrices, but {quoted(cut)} are split by neurons or heads; use "
+            "the strategy block, or AdamW"
         )
-
-
-def _one_micro_step(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes that autograd keeps at the end of the forward pass, weights left out, and FLOPs with those of backward."""
-    weights = {tensor.untyped_storage()._cdata for tensor in named_tensors(model).values()}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            kept[storage._cdata] = storage  # alive, so that no other gets its address
-        return tensor
-
-    model.train()
-    with FlopCounter() as counter:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = model(**inputs).loss
-        activations = sum(storage.nbytes() for storage in kept.values())
-        loss.backward()
-    return activations, counter.total

@@ -1,13 +1,13 @@
-"""Bytes and traffic of each rank, from a plan and dense shapes alone; formulas.py has them per parameter.
+"""Bytes that each rank holds and sends under DeepSpeed, computed from a plan and dense shapes.
 
-Nothing is allocated. Left out because they do not grow with the model: optimizers' step
-counters, the scalars of the norm.
+Step counters of the optimizer and scalars of the gradient norm are not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Literal
 
@@ -16,20 +16,20 @@ from sdp_deepspeed.parallel.buckets import BucketLayout, plan_buckets
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo, pieces_by_tensor
 
-DEFAULT_BUCKET = 50_000_000  # elements, the engine's (engine/settings.py)
+DEEPSPEEDS_BUCKET = 500_000_000  # elements
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What decides a rank's bytes besides plan and shapes.
+    """Settings that determine a rank's bytes, besides plan and shapes.
 
     Args:
         stage: ZeRO stage.
         precision: bytes per element.
-        accumulation: micro-steps in an optimizer step; at stage 2 gradients are sent in each.
-        offload: whether the optimizer's state is in host memory.
-        bucket_elements: DeepSpeed's `reduce_bucket_size`; None if the config has none.
-        moments: by param group where it is not the precision's number: of Muon's two groups one has Adam's.
+        accumulation: micro-steps per optimizer step; stage 2 sends gradients in each.
+        offload: whether optimizer state is in host memory.
+        bucket_elements: `reduce_bucket_size` of the config; None for the engine's default.
+        moments: fp32 moments per element, by param group; others have `precision.num_moments`.
     """
 
     stage: Literal[0, 1, 2]
@@ -39,38 +39,32 @@ class Setup:
     bucket_elements: int | None = None
     moments: Mapping[int, int] = field(default_factory=dict)
 
-    def moment_bytes(self, group: int) -> int:
-        """Of each element that is stepped in a param group."""
-        return FP32_BYTES * self.moments.get(group, self.precision.num_moments)
-
 
 @dataclass(frozen=True)
 class RankEstimate:
-    """What one rank holds (bytes) and sends in one optimizer step (elements).
+    """Bytes that one rank holds, and sends in one optimizer step.
 
     Args:
-        weights: parameters that it holds.
-        gradients: at the end of backward: of what it trains; at stage 2 fp32 averages of what it owns.
-        optimizer: moments, and the fp32 master where one is kept; 0 if they are offloaded.
-        host_optimizer: the same in host memory, with a gradient.
-        step_gradients: fp32 gradients of what it steps that are made for the step and live no longer.
-        sent_gradients: elements sent to owners.
-        sent_back: elements sent back by owners: weights, at stage 0 averaged gradients.
-        sent_bytes: both together.
-        buffers: flat ones that buckets have by turns; of plain DeepSpeed's nothing is known (0).
-        gathered: under FSDP2, copies of whole weights and gradients beside the shards, at the peak.
+        weights: parameters.
+        gradients: at the end of the backward pass; at stage 2 fp32 averages of the owned shards.
+        optimizer: moments, and the fp32 master where one is kept.
+        host_optimizer: the same in host memory, with its gradient (CPU offload).
+        buffers: flat buffers that buckets use in turns.
+        step_gradients: gradients that exist during the step only.
+        gathered: unsharded shared weights, which stay gathered until the backward pass (FSDP2).
+        gathered_units: unsharded weights of two units and gradients of one unit (FSDP2).
+        sent: gradients and weights.
     """
 
     weights: int
     gradients: int
     optimizer: int
-    host_optimizer: int
-    step_gradients: int
-    sent_gradients: int
-    sent_back: int
-    sent_bytes: int
+    host_optimizer: int = 0
     buffers: int = 0
+    step_gradients: int = 0
     gathered: int = 0
+    gathered_units: int = 0
+    sent: int = 0
 
     @property
     def state(self) -> int:
@@ -78,186 +72,174 @@ class RankEstimate:
         return self.weights + self.gradients + self.optimizer
 
 
-def buckets_of(plan: Plan, tensors: Sequence[TensorInfo], bucket_size: int) -> list[BucketLayout]:
-    """The engine's buckets.
-
-    Args:
-        tensors: the dense model's parameters in model order.
-        bucket_size: elements that a rank holds of one depth range, at most.
-    """
-    trained = [info for info in tensors if info.group != NOT_OPTIMIZED]
-    pieces = pieces_by_tensor(trained, plan)
-    return plan_buckets(
-        {info.name: pieces["parameter", info.name] for info in trained},
-        {info.name: info.shape for info in trained},
-        {info.name: info.dtype for info in trained},
-        {info.name: info.group for info in trained},
-        bucket_size=bucket_size,
-        stepped_whole=[info.name for info in trained if info.is_whole],
-    )
-
-
-def estimate(plan: Plan, tensors: Sequence[TensorInfo], setup: Setup) -> tuple[RankEstimate, ...]:
-    """One estimate for each data-parallel rank.
-
-    Args:
-        plan: who holds what; replicas of a subnetwork are holders like others.
-        tensors: the dense model's tensors in model order; buffers are passed over.
-    """
-    parameters = [info for info in tensors if info.kind == "parameter"]
-    run = _Run(setup, plan, tuple(buckets_of(plan, parameters, setup.bucket_elements or DEFAULT_BUCKET)))
-    others = [info for info in parameters if info.group == NOT_OPTIMIZED]
-    return tuple(_of_rank(run, others, rank) for rank in range(run.num_ranks))
-
-
 @dataclass(frozen=True)
-class _Run:
-    setup: Setup
+class ShardedRun:
+    """Buckets of the engine, and each rank's share of them.
+
+    Args:
+        plan: assignment of units to subnetworks.
+        tensors: parameters of the dense model in model order.
+        setup: of the run.
+    """
+
     plan: Plan
-    buckets: tuple[BucketLayout, ...]
+    tensors: Sequence[TensorInfo]
+    setup: Setup
+
+    @cached_property
+    def buckets(self) -> list[BucketLayout]:
+        trained = [info for info in self.tensors if info.group != NOT_OPTIMIZED]
+        pieces = pieces_by_tensor(trained, self.plan)
+        return plan_buckets(
+            {info.name: pieces["parameter", info.name] for info in trained},
+            {info.name: info.shape for info in trained},
+            {info.name: info.dtype for info in trained},
+            {info.name: info.group for info in trained},
+            bucket_size=self.setup.bucket_elements,
+            stepped_whole=[info.name for info in trained if info.is_whole],
+        )
 
     @property
     def num_ranks(self) -> int:
         return len(self.plan.subnetwork_of_rank)
 
     @property
-    def all_receive_weights(self) -> bool:
+    def is_backward(self) -> bool:
         return self.plan.regime == "backward"
 
-    @property
-    def sums_elsewhere(self) -> bool:
-        """Whether gradients are summed in another dtype than that of the weights."""
-        return self.setup.precision.gradients != self.setup.precision.weights
+    def held(self, rank: int) -> list[BucketLayout]:
+        return [bucket for bucket in self.buckets if rank in bucket.holders]
 
     def keeps_gradients(self, bucket: BucketLayout) -> bool:
         """Whether a bucket has a gradient buffer of its own."""
-        return self.setup.stage == 0 or (self.setup.stage == 1 and (bucket.is_whole or self.sums_elsewhere))
+        return self.setup.stage == 0 or self.takes_gradients_early(bucket)
+
+    def takes_gradients_early(self, bucket: BucketLayout) -> bool:
+        """Whether gradients move from `.grad` to the bucket as soon as they are ready."""
+        precision = self.setup.precision
+        return self.setup.stage < 2 and (bucket.is_whole or precision.gradients != precision.weights)
+
+    def stepped(self, bucket: BucketLayout, rank: int) -> int:
+        """Elements that a holder's optimizer steps, with padding."""
+        return bucket.size if self.setup.stage == 0 else owned(bucket, rank)
+
+    def estimate(self, rank: int) -> RankEstimate:
+        """Bytes of a data-parallel rank."""
+        setup, held = self.setup, self.held(rank)
+        state = sum(self.stepped(bucket, rank) * self._optimizer_bytes(bucket) for bucket in held)
+        stepped = sum(self.stepped(bucket, rank) for bucket in held)
+        stored = self.buckets if self.is_backward else held
+        others = [info for info in self.tensors if info.group == NOT_OPTIMIZED]
+        num_stored = sum(b.size if b.is_whole else b.num_elements for b in stored) + self._elements(others, rank)
+        left = self._elements([info for info in others if info.trainable], rank) * setup.precision.weights
+        return RankEstimate(
+            weights=num_stored * setup.precision.weights,
+            gradients=self._gradients(held, stepped) + left,
+            optimizer=0 if setup.offload else state,
+            host_optimizer=state + stepped * FP32_BYTES if setup.offload else 0,
+            buffers=self._buffers(held),
+            step_gradients=self._step_gradients(held, rank),
+            sent=self._sent(held, rank),
+        )
+
+    def _optimizer_bytes(self, bucket: BucketLayout) -> int:
+        """Per element: moments, and a master unless fp32 weights are stepped in place."""
+        precision = self.setup.precision
+        in_place = bucket.is_whole and precision.weights == FP32_BYTES and not self.setup.offload
+        moments = self.setup.moments.get(bucket.param_group, precision.num_moments)
+        return FP32_BYTES * (moments + (not in_place))
+
+    def _elements(self, tensors: Sequence[TensorInfo], rank: int) -> int:
+        """Elements that a rank stores of tensors in no bucket."""
+        shapes = {info.name: info.shape for info in tensors}
+        return sum(
+            piece.num_elements(shapes[name])
+            for (_, name), found in pieces_by_tensor(tensors, self.plan).items()
+            for piece, ranks in found
+            if self.is_backward or rank in ranks
+        )
+
+    def _gradients(self, held: Sequence[BucketLayout], stepped: int) -> int:
+        if self.setup.stage == 2:
+            return 0 if self.setup.offload else stepped * FP32_BYTES
+        own = sum(bucket.size for bucket in held if self.takes_gradients_early(bucket))
+        waiting = sum(bucket.num_elements for bucket in held if not self.takes_gradients_early(bucket))  # in `.grad`
+        return own * self.setup.precision.gradients + waiting * self.setup.precision.weights
+
+    def _step_gradients(self, held: Sequence[BucketLayout], rank: int) -> int:
+        """Averages in fp32, and at stage 0 the buffers of gradients that waited in `.grad`."""
+        setup, made = self.setup, list[int]()
+        for bucket in held if setup.stage < 2 else ():
+            averages = not self.keeps_gradients(bucket) or setup.precision.gradients != FP32_BYTES
+            buffer = self.keeps_gradients(bucket) and not self.takes_gradients_early(bucket)
+            stepped = self.stepped(bucket, rank) * FP32_BYTES * averages
+            made.append(stepped + bucket.size * setup.precision.gradients * buffer)
+        return max(made, default=0) if setup.offload else sum(made)
+
+    def _buffers(self, held: Sequence[BucketLayout]) -> int:
+        """Buffers for weights of split tensors, for gradients that wait in `.grad`, for the dtype on the wire, and for
+        the all-gather of weights in the backward regime."""
+        precision = self.setup.precision
+        sizes: dict[int, int] = {}  # elements, by bytes of an element: one buffer for each dtype
+        for bucket in self.buckets if self.is_backward else held:
+            if not bucket.is_whole:
+                sizes[precision.weights] = max(sizes.get(precision.weights, 0), bucket.size)
+        for bucket in held:
+            if not self.keeps_gradients(bucket):
+                sizes[precision.gradients] = max(sizes.get(precision.gradients, 0), bucket.size)
+        result = sum(width * size for width, size in sizes.items())
+        if precision.wire != precision.gradients:
+            result += precision.wire * max((bucket.size for bucket in held), default=0)
+        return result + precision.weights * self.num_ranks * max(self._returned, default=0)
+
+    @cached_property
+    def _returned(self) -> list[int]:
+        """Elements that each rank sends to all ranks in the backward regime, by depth range."""
+        counts: dict[int, list[int]] = {}
+        for bucket in self.buckets if self.is_backward else []:
+            if self.setup.stage > 0 or len(bucket.holders) < self.num_ranks:
+                ranks = counts.setdefault(bucket.depth_range, [0] * self.num_ranks)
+                for rank in bucket.holders:
+                    ranks[rank] += owned(bucket, rank)
+        return [max(ranks) for ranks in counts.values()]
+
+    def _sent(self, held: Sequence[BucketLayout], rank: int) -> int:
+        stage, precision = self.setup.stage, self.setup.precision
+        gradients = sum(bucket.size - owned(bucket, rank) for bucket in held)
+        to_holders = sum((len(bucket.holders) - 1) * owned(bucket, rank) for bucket in held)
+        weights = 0 if stage == 0 else to_holders
+        if self.is_backward:
+            weights = sum((self.num_ranks - 1) * most for most in self._returned)
+        rounds = self.setup.accumulation if stage == 2 else 1
+        averages = to_holders if stage == 0 else 0
+        return (gradients * rounds + averages) * precision.wire + weights * precision.weights
 
 
-def _owned(bucket: BucketLayout, rank: int) -> int:
-    """Elements of a rank's shard, with padding."""
+def owned(bucket: BucketLayout, rank: int) -> int:
+    """Elements of a rank's shard, with padding; 0 if it holds nothing of the bucket."""
     if rank not in bucket.holders:
         return 0
     start, stop = bucket.shard_range(bucket.holders.index(rank))
     return stop - start
 
 
-def _of_rank(run: _Run, others: Sequence[TensorInfo], rank: int) -> RankEstimate:
-    setup, precision = run.setup, run.setup.precision
-    held = [bucket for bucket in run.buckets if rank in bucket.holders]
-    steps = [bucket.size if setup.stage == 0 else _owned(bucket, rank) for bucket in held]
-    stepped = sum(steps)
-    left = _held_elements(run, others, rank)
-    state = 0
-    for bucket, count in zip(held, steps, strict=True):
-        is_stepped_in_place = bucket.is_whole and precision.weights == FP32_BYTES and not setup.offload
-        state += count * (setup.moment_bytes(bucket.param_group) + FP32_BYTES * (not is_stepped_in_place))
-    sent_gradients, sent_averages, sent_weights = _sent(run, held, rank)
-    stored = run.buckets if run.all_receive_weights else held
-    return RankEstimate(
-        weights=(sum(b.size if b.is_whole else b.num_elements for b in stored) + left) * precision.weights,
-        gradients=_gradients(run, held, stepped, _held_elements(run, [i for i in others if i.trainable], rank)),
-        optimizer=0 if setup.offload else state,
-        host_optimizer=state + stepped * FP32_BYTES if setup.offload else 0,
-        step_gradients=_step_gradients(run, held, steps),
-        sent_gradients=sent_gradients,
-        sent_back=sent_averages + sent_weights,
-        sent_bytes=(sent_gradients + sent_averages) * precision.wire + sent_weights * precision.weights,
-        buffers=_buffers(run, held),
-    )
-
-
-def _held_elements(run: _Run, tensors: Sequence[TensorInfo], rank: int) -> int:
-    """Of tensors in no bucket, what a rank stores."""
-    pieces = pieces_by_tensor(tensors, run.plan)
-    shapes = {info.name: info.shape for info in tensors}
-    return sum(
-        piece.num_elements(shapes[name])
-        for (_, name), found in pieces.items()
-        for piece, ranks in found
-        if run.all_receive_weights or rank in ranks
-    )
-
-
-def _gradients(run: _Run, held: Sequence[BucketLayout], stepped: int, left: int) -> int:
-    """Bytes at the end of backward; what no optimizer steps stays in `.grad` at every stage.
+def estimate(plan: Plan, tensors: Sequence[TensorInfo], setup: Setup) -> tuple[RankEstimate, ...]:
+    """One estimate for each data-parallel rank.
 
     Args:
-        stepped: elements.
-        left: trainable elements that are in no bucket.
+        plan: assignment of units to subnetworks.
+        tensors: of the dense model in model order; buffers are ignored.
     """
-    precision = run.setup.precision
-    if run.setup.stage == 2:
-        return (0 if run.setup.offload else stepped * FP32_BYTES) + left * precision.weights
-    own = sum(bucket.size for bucket in held if run.keeps_gradients(bucket))
-    waiting = sum(b.num_elements for b in held if not b.is_whole and not run.sums_elsewhere)  # in `.grad`
-    return (own + waiting) * precision.gradients + left * precision.weights
-
-
-def _step_gradients(run: _Run, held: Sequence[BucketLayout], steps: Sequence[int]) -> int:
-    """Bytes of fp32 averages that exist during the step only."""
-    setup = run.setup
-    if setup.stage == 2:
-        return 0
-    made = [
-        count * FP32_BYTES
-        for bucket, count in zip(held, steps, strict=True)
-        if not run.keeps_gradients(bucket) or setup.precision.gradients != FP32_BYTES
-    ]
-    return max(made, default=0) if setup.offload else sum(made)
-
-
-def _buffers(run: _Run, held: Sequence[BucketLayout]) -> int:
-    """Bytes of flat buffers that buckets have by turns: weights of cut tensors, gradients that wait in `.grad`, what is
-    sent in a dtype of its own, and in the backward regime what all ranks return."""
-    precision = run.setup.precision
-    stored = run.buckets if run.all_receive_weights else held
-    sizes: dict[int, int] = {}  # elements by bytes of an element, for the dtype decides which buffer it is
-    for bucket in stored:
-        if not bucket.is_whole:
-            sizes[precision.weights] = max(sizes.get(precision.weights, 0), bucket.size)
-    for bucket in held:
-        if not run.keeps_gradients(bucket):
-            sizes[precision.gradients] = max(sizes.get(precision.gradients, 0), bucket.size)
-    result = sum(width * size for width, size in sizes.items())
-    if precision.wire != precision.gradients:
-        result += precision.wire * max((bucket.size for bucket in held), default=0)
-    returned = [run.num_ranks * most for most in _returned(run)] if run.all_receive_weights else []
-    return result + precision.weights * max(returned, default=0)
-
-
-def _returned(run: _Run) -> list[int]:
-    """In the backward regime, for each depth range elements that each rank sends to all."""
-    counts: dict[int, list[int]] = {}
-    for bucket in run.buckets:
-        if run.setup.stage > 0 or len(bucket.holders) < run.num_ranks:
-            ranks = counts.setdefault(bucket.depth_range, [0] * run.num_ranks)
-            for rank in bucket.holders:
-                ranks[rank] += _owned(bucket, rank)
-    return [max(ranks) for ranks in counts.values()]
-
-
-def _sent(run: _Run, held: Sequence[BucketLayout], rank: int) -> tuple[int, int, int]:
-    """Elements of gradients, of averages that return (stage 0), and of weights that do."""
-    gradients = sum(bucket.size - _owned(bucket, rank) for bucket in held)
-    to_holders = sum((len(bucket.holders) - 1) * _owned(bucket, rank) for bucket in held)
-    if run.setup.stage == 2:
-        gradients *= run.setup.accumulation
-    weights = 0 if run.setup.stage == 0 else to_holders
-    if run.all_receive_weights:
-        weights = sum((run.num_ranks - 1) * most for most in _returned(run))
-    return gradients, to_holders if run.setup.stage == 0 else 0, weights
+    run = ShardedRun(plan, [info for info in tensors if info.kind == "parameter"], setup)
+    return tuple(map(run.estimate, range(run.num_ranks)))
 
 
 def plain(tensors: Sequence[TensorInfo], setup: Setup, *, num_ranks: int) -> RankEstimate:
-    """The same figures for plain DeepSpeed; all ranks are alike.
+    """Rank 0 under plain DeepSpeed.
 
-    Args:
-        num_ranks: n.
-
-    Stock stages 1 and 2 pad each param group to a multiple of 2n elements and keep an fp32 master for fp32 weights too;
-    a gradient that straddles two ranks' shards is kept whole by both (left out here). Traffic is the lower bound
-    2 (n-1) / n per element.
+    Stages 1 and 2 pad each param group to a multiple of 2n elements, keep fp32 masters of fp32 weights, too, allocate a
+    bucket of `reduce_bucket_size` elements (500 million by default), and all-reduce gradients, so that they send
+    3 (n-1) / n elements per parameter.
     """
     stage, precision = setup.stage, setup.precision
     parameters = [info for info in tensors if info.kind == "parameter"]
@@ -270,16 +252,21 @@ def plain(tensors: Sequence[TensorInfo], setup: Setup, *, num_ranks: int) -> Ran
     step = 2 * num_ranks if stage else 1
     padded = sum(-(-count // step) * step for count in groups.values())
     stepped = padded // (num_ranks if stage else 1)
-    sent = optimized * (num_ranks - 1) // num_ranks
-    state = stepped * precision.optimizer(offload=stage > 0)  # a master in any precision
+    has_master = stage > 0 or precision.weights != FP32_BYTES
+    state = stepped * FP32_BYTES * (precision.num_moments + has_master)
+    kept, start = 0, 0
+    for info in parameters if stage == 2 else []:  # stage 2 keeps all of a gradient that begins in the shard
+        if info.group != NOT_OPTIMIZED:
+            kept += prod(info.shape) if start < stepped else 0
+            start += prod(info.shape)
+    share = optimized * (num_ranks - 1) // num_ranks
     rounds = setup.accumulation if stage == 2 else 1
     return RankEstimate(
         weights=(whole - optimized + padded) * precision.weights,
-        gradients=(trained if stage < 2 else trained - optimized + stepped) * precision.gradients,
+        gradients=(trained if stage < 2 else trained - optimized + kept) * precision.gradients,
         optimizer=0 if setup.offload else state,
         host_optimizer=state if setup.offload else 0,
+        buffers=(setup.bucket_elements or DEEPSPEEDS_BUCKET) * precision.wire if stage else 0,
         step_gradients=stepped * FP32_BYTES if stage else 0,
-        sent_gradients=rounds * sent,
-        sent_back=sent,
-        sent_bytes=sent * (rounds * precision.wire + precision.weights),
+        sent=2 * rounds * share * precision.wire + (share * precision.weights if stage else 0),
     )

@@ -6,19 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 FP32_BYTES = 4
-# fp32 moments of each element, by the optimizer's name in small letters; of what is not here 2.
-_MOMENTS = {"sgd": 0, "lion": 1, "adagrad": 1, "fusedlion": 1, "deepspeedcpulion": 1, "deepspeedcpuadagrad": 1}
-
-
-def num_moments(optimizer: str, *, has_momentum: bool = False) -> int:
-    """fp32 moments per element.
-
-    Args:
-        optimizer: name of its class, or DeepSpeed's.
-        has_momentum: of SGD.
-    """
-    name = optimizer.lower()
-    return 1 if name == "sgd" and has_momentum else _MOMENTS.get(name, 2)
 
 
 @dataclass(frozen=True)
@@ -26,9 +13,9 @@ class Precision:
     """Bytes per element.
 
     Args:
-        weights: of the training dtype; the returning half of the exchange sends this.
-        gradients: of gradients that wait for the step: local ones at stages 0 and 1, owned averages at stage 2.
-        wire: of gradients on the wire (`communication_data_type`).
+        weights: in the training dtype.
+        gradients: as they are summed over micro-steps at stages 0 and 1.
+        wire: of gradients that are sent (`communication_data_type`).
         num_moments: fp32 moments per element: Adam 2; Lion, Adagrad, SGD with momentum 1; SGD 0.
     """
 
@@ -46,13 +33,11 @@ class Precision:
         wire: int | None = None,
         moments: int = 2,
     ) -> Precision:
-        """The precision of a dtype; `wire` None means that gradients travel in the dtype of the weights."""
-        size = {"fp32": 4, "bf16": 2, "fp16": 2}[dtype]
-        return cls(size, FP32_BYTES if accumulate_in_fp32 else size, size if wire is None else wire, moments)
+        """The precision of a training dtype.
 
-    def optimizer(self, *, offload: bool = False) -> int:
-        """Optimizer state per stepped element: moments, and the fp32 master where one is kept.
-
-        fp32 weights are stepped in place, unless the optimizer steps in host memory.
+        Args:
+            wire: None sends gradients in the dtype in which they are summed.
         """
-        return FP32_BYTES * (self.num_moments + (offload or self.weights != FP32_BYTES))
+        size = 4 if dtype == "fp32" else 2
+        gradients = FP32_BYTES if accumulate_in_fp32 else size
+        return cls(size, gradients, size if wire is None else wire, moments)

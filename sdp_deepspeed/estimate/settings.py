@@ -1,40 +1,152 @@
-"""What an estimate reads of a DeepSpeed config."""
+"""Settings of a DeepSpeed config that estimates depend on."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
 
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.estimate.per_rank import Setup
-from sdp_deepspeed.estimate.precision import Precision, num_moments
+from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.estimate.sharded import ShardedSetup
-from sdp_deepspeed.fsdp.refusals import refused_of_block
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.schedule import Schedule
 from sdp_deepspeed.total_steps import fill_total_steps
 
-_MANY_STEPS = 10**6  # of a run whose number of steps nobody says: each phase gets some
-_BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_MANY_STEPS = 10**6  # if the number of steps is unknown; every phase gets some
+# fp32 moments of each element, by the optimizer's name in lower case; 2 for the rest.
+_MOMENTS = {"sgd": 0, "lion": 1, "adagrad": 1, "fusedlion": 1, "deepspeedcpulion": 1, "deepspeedcpuadagrad": 1}
 _MUON = "muon"
 _OF_MUON, _OF_ITS_ADAM = 0, 1  # param groups
 _NOT_MUONS = re.compile("embed|lm_head", re.IGNORECASE)
 
 
+class _Part(BaseModel):
+    """A missing key, or null, takes the default."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+
+class _Switch(_Part):
+    enabled: bool = False
+
+
+class _Optimizer(_Part):
+    type: str = "AdamW"
+    params: dict[str, Any] = {}
+
+
+class _Device(_Part):
+    device: str | None = None
+
+
+class _Zero(_Part):
+    stage: Literal[0, 1, 2] = 0
+    reduce_bucket_size: Annotated[int | float, Field(ge=1)] | None = None
+    offload_optimizer: Annotated[_Device, BeforeValidator(lambda value: value or {})] = _Device()
+    offload_param: Annotated[_Device, BeforeValidator(lambda value: value or {})] = _Device()
+
+
+class _DataTypes(_Part):
+    grad_accum_dtype: str | None = None
+
+
+class _TensorParallel(_Part):
+    autotp_size: Literal[0, 1] = 1
+
+
+class Settings(_Part):
+    """Keys of a DeepSpeed config that determine memory and traffic."""
+
+    train_batch_size: PositiveInt | None = None
+    train_micro_batch_size_per_gpu: PositiveInt | None = None
+    gradient_accumulation_steps: PositiveInt | None = None
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
+    zero_optimization: _Zero = _Zero()
+    optimizer: _Optimizer = _Optimizer()
+    bf16: _Switch = _Switch()
+    fp16: _Switch = _Switch()
+    torch_autocast: _Switch = _Switch()
+    data_types: _DataTypes = _DataTypes()
+    tensor_parallel: _TensorParallel = _TensorParallel()
+
+    @property
+    def dtype(self) -> Literal["fp32", "bf16", "fp16"]:
+        """Dtype of the weights."""
+        return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
+
+    @property
+    def optimizer_name(self) -> str:
+        """`optimizer.type` in lower case."""
+        return self.optimizer.type.lower()
+
+    @property
+    def moments(self) -> int:
+        """fp32 moments per element."""
+        has_momentum = bool(self.optimizer.params.get("momentum"))
+        return 1 if self.optimizer_name == "sgd" and has_momentum else _MOMENTS.get(self.optimizer_name, 2)
+
+    def micro_steps(self, num_ranks: int) -> tuple[int, int]:
+        """Micro-batch size per rank and number of micro-steps.
+
+        Raises:
+            ValueError: batch sizes are missing or contradict each other.
+        """
+        whole, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
+        accumulation = self.gradient_accumulation_steps
+        if micro is None and whole is not None:
+            micro = whole // (num_ranks * (accumulation or 1))
+        if not micro:
+            raise ValueError("train_micro_batch_size_per_gpu: missing; set it, or a larger train_batch_size")
+        if accumulation is None:
+            accumulation = 1 if whole is None else whole // (micro * num_ranks)
+        if whole is not None and whole != micro * accumulation * num_ranks:
+            raise ValueError(
+                f"train_batch_size: got {whole}, but {num_ranks} ranks x micro-batch {micro} x {accumulation} "
+                f"micro-steps is {micro * accumulation * num_ranks}"
+            )
+        return micro, accumulation
+
+
+def read_settings(config: Mapping[str, Any]) -> Settings:
+    """Read a DeepSpeed config without "auto".
+
+    Raises:
+        ValueError: a value of the wrong type, or a setting that cannot be estimated.
+    """
+    given = {key: value for key, value in config.items() if value is not None}
+    if "bfloat16" in given:
+        given.setdefault("bf16", given["bfloat16"])
+    try:
+        settings = Settings.model_validate(given)
+    except ValidationError as error:
+        problems = [
+            f"deepspeed.{'.'.join(map(str, item['loc'])).removesuffix('.int')}: got {item['input']!r}, {item['msg']}"
+            for item in error.errors(include_url=False)
+        ]
+        raise ValueError("; ".join(problems)) from None
+    try:
+        check_optimizer(settings.optimizer.type, allow=False)
+    except ValueError as error:
+        raise ValueError(f"deepspeed.optimizer.type: {error}") from None
+    return settings
+
+
 def without_auto(
     config: Mapping[str, Any], *, micro_batch: int, accumulation: int, dtype: Literal["fp32", "bf16", "fp16"]
 ) -> dict[str, Any]:
-    """A config in which nothing is left to the Trainer: what decides an estimate is filled in, other keys whose value
-    is "auto" are dropped."""
-    sizes = dict(zip(_BATCH_SIZES[1:], (micro_batch, accumulation), strict=True))
+    """Replace "auto" by the values of the Trainer where an estimate depends on it, and drop other keys with "auto"."""
+    sizes = {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation}
     filled: dict[str, Any] = dict(config) | {key: size for key, size in sizes.items() if config.get(key) == "auto"}
     for name in ("bf16", "fp16"):
         if isinstance(filled.get(name), Mapping) and filled[name].get("enabled") == "auto":
             filled[name] = {**filled[name], "enabled": dtype == name}
-    block = filled.pop(KEY, None)  # has an "auto" of its own
+    block = filled.pop(KEY, None)  # its "auto" has a meaning of its own
     filled = _dropped_auto(filled) | ({} if block is None else {KEY: block})
     fill_total_steps(filled, _MANY_STEPS)
     return filled
@@ -45,32 +157,11 @@ def _dropped_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _dropped_auto(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
-def micro_steps(config: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
-    """Micro-batch of a rank, and micro-steps, from two or three of DeepSpeed's batch sizes.
-
-    Raises:
-        ValueError: they do not say it, or contradict each other.
-    """
-    whole, micro, accumulation = map(config.get, _BATCH_SIZES)
-    if micro is None and whole is not None:
-        micro = whole // (num_ranks * (accumulation or 1))
-    if not micro:
-        raise ValueError("give train_micro_batch_size_per_gpu, or a larger train_batch_size")
-    if accumulation is None:
-        accumulation = 1 if whole is None else whole // (micro * num_ranks)
-    if whole is not None and whole != micro * accumulation * num_ranks:
-        raise ValueError(
-            f"train_batch_size is {whole}, but {num_ranks} ranks with micro-batches of {micro} and "
-            f"{accumulation} micro-steps make {micro * accumulation * num_ranks}"
-        )
-    return micro, accumulation
-
-
 def configs_of_phases(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The config of each phase of a schedule, without a schedule; of a config without one itself.
+    """Configs of the phases of a schedule, without the schedule; the config itself if it has none.
 
     Raises:
-        ValueError: as `parse`, or for a schedule whose steps nobody knows.
+        ValueError: an invalid block, or a schedule whose number of steps is not known.
     """
     schedule = None if parse(config) is None else Schedule.of(config, KEY)
     if schedule is None:
@@ -78,136 +169,67 @@ def configs_of_phases(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [schedule.config_after(phase.first_step - 1) for phase in schedule.phases]
 
 
-def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """What stands below a key; nothing if it is absent."""
-    value = config.get(key)
-    if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"recipe: deepspeed: {key}: got {value!r}, expected an object {{...}}")
-    return value or {}
-
-
 def setup_of(config: Mapping[str, Any], accumulation: int) -> Setup:
-    """What decides bytes, from a DeepSpeed config whose settings are of the right types.
+    """Settings for DeepSpeed.
 
     Raises:
-        ValueError: stage 3, tensor parallelism, or an optimizer, which have no formula here.
+        ValueError: see `read_settings`.
     """
-    zero = _part(config, "zero_optimization")
-    stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2):
-        raise ValueError(
-            f"recipe: deepspeed: zero_optimization.stage {stage!r} cannot be estimated; possible are ZeRO stages 0, 1 "
-            "and 2"
-        )
-    if _part(config, "tensor_parallel").get("autotp_size", 1) not in (0, 1):
-        raise ValueError(
-            "recipe: deepspeed: tensor_parallel cannot be estimated: leave it out for figures of a whole model on "
-            "each rank, of which a tensor-parallel rank has about its share"
-        )
-    wire = config.get("communication_data_type")
-    optimizer = optimizer_of(config)
-    parameters = _part(_part(config, "optimizer"), "params")
-    moments = num_moments(optimizer, has_momentum=bool(parameters.get("momentum")))
-    precision = Precision.of(
-        dtype_of(config),
-        accumulate_in_fp32=_part(config, "data_types").get("grad_accum_dtype") == "fp32",
-        wire=None if wire is None else 4 if wire == "fp32" else 2,
-        moments=moments,
-    )
+    settings = read_settings(config)
+    wire, zero = settings.communication_data_type, settings.zero_optimization
     return Setup(
-        stage=cast(Literal[0, 1, 2], stage),
-        precision=precision,
+        stage=zero.stage,
+        precision=Precision.of(
+            settings.dtype,
+            accumulate_in_fp32=settings.data_types.grad_accum_dtype == "fp32",
+            wire=None if wire is None else 4 if wire == "fp32" else 2,
+            moments=settings.moments,
+        ),
         accumulation=accumulation,
-        offload=_part(zero, "offload_optimizer").get("device") == "cpu",
-        bucket_elements=zero.get("reduce_bucket_size"),
-        moments={_OF_MUON: 1} if optimizer == _MUON else {},
+        offload=zero.offload_optimizer.device == "cpu",
+        bucket_elements=None if zero.reduce_bucket_size is None else int(zero.reduce_bucket_size),
+        moments={_OF_MUON: 1} if settings.optimizer_name == _MUON else {},
     )
-
-
-def refuse_unsharded(config: Mapping[str, Any]) -> None:
-    """What FSDP2's host does not do of a config, or has no formula here.
-
-    Raises:
-        ValueError: in one message.
-    """
-    if not isinstance(config.get(KEY), Mapping):
-        raise ValueError(f"FSDP2: give {KEY}; C = 1 is plain FSDP2")
-    block = config[KEY]
-    if block.get("schedule") is not None:
-        raise ValueError(f"FSDP2: {KEY}.schedule: the plan cannot change while FSDP2 holds its shards; remove the key")
-    parsed = parse({KEY: block})
-    refused = [] if parsed is None else list(refused_of_block(parsed))
-    if dtype_of(config) == "fp16":
-        refused.append('fp16: FSDP2 has no loss scale; take "bf16": {"enabled": true}')
-    zero = _part(config, "zero_optimization")
-    if any(_part(zero, name).get("device") in ("cpu", "nvme") for name in ("offload_optimizer", "offload_param")):
-        refused.append("zero_optimization: offload cannot be estimated; leave it out")
-    if optimizer_of(config) == _MUON:
-        refused.append("optimizer.type: optimizers of whole tensors cannot be estimated; put AdamW in its place")
-    if refused:
-        raise ValueError(f"FSDP2: {'; '.join(refused)}")
 
 
 def sharded_setup_of(config: Mapping[str, Any], accumulation: int) -> ShardedSetup:
-    """What decides bytes under FSDP2: shards are fp32, and bf16 is its policy's.
+    """Settings for FSDP2. Shards are fp32; bf16 means a mixed-precision policy.
 
     Raises:
-        ValueError: as `refuse_unsharded`.
+        ValueError: see `read_settings`, or a setting that FSDP2 does not support.
     """
-    refuse_unsharded(config)
-    compute = 2 if dtype_of(config) == "bf16" else 4
-    wire = config.get("communication_data_type")
-    momentum = _part(_part(config, "optimizer"), "params").get("momentum")
-    moments = num_moments(optimizer_of(config), has_momentum=bool(momentum))
-    wire_bytes = (4 if wire.lower() == "fp32" else 2) if wire else compute
-    return ShardedSetup(compute=compute, wire=wire_bytes, num_moments=moments, accumulation=accumulation)
+    from sdp_deepspeed.fsdp.refusals import refused_of_block
 
-
-def optimizer_of(config: Mapping[str, Any]) -> str:
-    """DeepSpeed's `optimizer.type` in small letters; AdamW where a program brings its own.
-
-    Raises:
-        ValueError: its state has no formula here.
-    """
-    name = str(_part(config, "optimizer").get("type", "AdamW"))
-    try:
-        check_optimizer(name, allow=False)
-    except ValueError as error:
-        raise ValueError(
-            f"recipe: deepspeed: optimizer.type {name!r} cannot be estimated: {error}; put AdamW in its place for "
-            "figures with two moments"
-        ) from None
-    return name.lower()
+    settings = read_settings(config)
+    block = parse(config)
+    refused = [] if block is None else list(refused_of_block(block))
+    if settings.dtype == "fp16":
+        refused.append('fp16: FSDP2 has no loss scaling; use "bf16": {"enabled": true}')
+    zero = settings.zero_optimization
+    if zero.offload_optimizer.device in ("cpu", "nvme") or zero.offload_param.device in ("cpu", "nvme"):
+        refused.append("zero_optimization: offload cannot be estimated under FSDP2; remove it")
+    if settings.optimizer_name == _MUON:
+        refused.append("optimizer.type: Muon updates whole matrices, which FSDP2 shards; use AdamW")
+    if refused:
+        raise ValueError(f"FSDP2: {'; '.join(refused)}")
+    compute = 2 if settings.dtype == "bf16" else 4
+    wire = settings.communication_data_type
+    wire_bytes = compute if wire is None else 4 if wire == "fp32" else 2
+    return ShardedSetup(compute=compute, wire=wire_bytes, num_moments=settings.moments, accumulation=accumulation)
 
 
 def with_groups(tensors: Sequence[TensorInfo], optimizer: str) -> list[TensorInfo]:
-    """Tensors with their param groups and who needs whole ones.
+    """Set the param group of each tensor, and whether one rank steps the whole tensor.
 
-    Muon gets matrices but embeddings and the head, by DeepSpeed's rule, and its Adam the rest.
+    With DeepSpeed's Muon, embeddings, the head and vectors are stepped by its Adam.
 
     Args:
-        optimizer: as `optimizer_of`.
+        optimizer: name in lower case.
     """
-    if optimizer == _MUON:
-        is_its = [len(info.shape) > 1 and not _NOT_MUONS.search(info.name) for info in tensors]
-        groups = [_OF_MUON if its else _OF_ITS_ADAM for its in is_its]
-        return [
-            replace(info, group=group, is_whole=group == _OF_MUON) for info, group in zip(tensors, groups, strict=True)
-        ]
-    return [replace(info, group=0) for info in tensors]
-
-
-def dtype_of(config: Mapping[str, Any]) -> Literal["fp32", "bf16", "fp16"]:
-    """Of the weights."""
-    if (_part(config, "bf16") or _part(config, "bfloat16")).get("enabled"):
-        return "bf16"
-    return "fp16" if _part(config, "fp16").get("enabled") else "fp32"
-
-
-def refuse_plain(config: Mapping[str, Any]) -> None:
-    """ValueError for what has a formula with our block alone."""
-    if optimizer_of(config) == _MUON:
-        raise ValueError(
-            "recipe: deepspeed: plain DeepSpeed with Muon cannot be estimated: it keeps momentum in the dtype of "
-            f"gradients, and buffers of its own; give a config with {KEY}, or another optimizer"
-        )
+    if optimizer != _MUON:
+        return [replace(info, group=0) for info in tensors]
+    is_muons = [len(info.shape) > 1 and not _NOT_MUONS.search(info.name) for info in tensors]
+    return [
+        replace(info, group=_OF_MUON if is_its else _OF_ITS_ADAM, is_whole=is_its)
+        for info, is_its in zip(tensors, is_muons, strict=True)
+    ]

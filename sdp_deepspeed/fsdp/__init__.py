@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 _MODULES = {
     "CheckpointManager": "checkpoints",
@@ -16,10 +16,27 @@ _MODULES = {
     "save_pretrained": "export",
     "sharded_model_of": "sharded_model",
 }
-__all__ = list(_MODULES)
+__all__ = [
+    "CheckpointManager",
+    "clip_grad_norm_",
+    "dense",
+    "full_state_dict",
+    "fully_shard",
+    "param_groups",
+    "reestimate_batch_norm",
+    "save_pretrained",
+    "sharded_model_of",
+]
 
+if TYPE_CHECKING:
+    from sdp_deepspeed.fsdp.checkpoints import CheckpointManager
+    from sdp_deepspeed.fsdp.clip import clip_grad_norm_, param_groups
+    from sdp_deepspeed.fsdp.export import dense, full_state_dict, reestimate_batch_norm, save_pretrained
+    from sdp_deepspeed.fsdp.shard import fully_shard
+    from sdp_deepspeed.fsdp.sharded_model import sharded_model_of
+else:
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

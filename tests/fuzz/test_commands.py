@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sdp_deepspeed.__main__ import main
-from sdp_deepspeed.command_parser import USER_ERROR_EXIT_CODE
+from sdp_deepspeed.cli import main
 from sdp_deepspeed.plan.plan import Plan
 from tests.helpers.hostile import refusal_of
 from tests.helpers.properties import fuzzed
+from tests.helpers.repository import ROOT
 
 
 def assert_result_or_one_line(*arguments: object) -> None:
@@ -26,23 +26,39 @@ def assert_result_or_one_line(*arguments: object) -> None:
     if code == 0:
         assert output.getvalue().strip()
     else:
-        assert code == USER_ERROR_EXIT_CODE
+        assert code == 2
         assert told.startswith("error: ")
         assert told.count("\n") == 1
 
 
-@fuzzed()
-@given(
-    st.lists(
-        st.sampled_from(
-            ["--ranks", "--coverage", "--regime", "--dtype", "--accumulation", "--offload", "--accumulate-in-fp32"]
-        )
-        | st.sampled_from(["1", "0", "-3", "0.5", "1e400", "nan", "8", "backward", "bf16", "", "٣", "9" * 30]),
-        max_size=6,
-    )
+_KEYS = ["sdp.coverage", "sdp", "sdp.schedule", "model.hidden_size", "model.num_hidden_layers", "model", "data"]
+_KEYS += ["training.bf16", "training.per_device_train_batch_size", "deepspeed.zero_optimization", "deepspeed"]
+_VALUES: tuple[str, ...] = (
+    "1",
+    "0",
+    "-3",
+    "0.5",
+    "1e400",
+    "nan",
+    "null",
+    "true",
+    "{}",
+    "[]",
+    "[1]",
+    "{a: 1}",
+    "auto",
+    "",
+    "٣",
+    "9" * 30,
 )
-def test_estimate(arguments: list[str]) -> None:
-    assert_result_or_one_line("estimate", *arguments)
+
+
+@fuzzed()
+@given(st.lists(st.tuples(st.sampled_from(_KEYS), st.sampled_from(_VALUES)), max_size=3), st.sampled_from(["2", "7"]))
+def test_estimate_and_plan(overrides: list[tuple[str, str]], ranks: str) -> None:
+    for command in ("estimate", "plan"):
+        arguments = [f"{key}={value}" for key, value in overrides]
+        assert_result_or_one_line(command, ROOT / "configs/recipes/quickstart.yaml", *arguments, "--ranks", ranks)
 
 
 @pytest.mark.parametrize("depth", [500, 5_000, 200_000])

@@ -1,4 +1,4 @@
-"""The examples as they stand: for Transformers' Trainer, for Accelerate, and over FSDP2; on two ranks."""
+"""The examples as they stand: Transformers' Trainer, Accelerate, a DeepSpeed loop, and FSDP2, on two ranks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ ACCELERATE = [
 
 
 @pytest.mark.parametrize(
-    ("script", "hf"), [("with_trainer", "hf"), ("with_accelerate", ""), ("with_fsdp2", "hf")], ids=lambda name: name
+    ("script", "hf"),
+    [("with_trainer", "hf"), ("with_accelerate", ""), ("with_deepspeed", "hf"), ("with_fsdp2", "hf")],
+    ids=lambda name: name,
 )
 def test_an_example_trains_and_saves_the_dense_model(script: str, hf: str, tmp_path: Path) -> None:
     program = [str(ROOT / f"launch/examples/{script}.py"), str(tmp_path), "--steps", "8"]
     output = run([ON_THE_CPU, *program] if script == "with_accelerate" else program, tmp_path / "log")
     check(output, tmp_path / hf)
     assert ("2 holders each (coverage 1)" in output) == (script == "with_trainer"), "whose schedule ends dense"
-    if script == "with_fsdp2":
+    if script in ("with_deepspeed", "with_fsdp2"):
         again = run([*program[:-1], "9"], tmp_path / "again")
-        assert f"goes on from {tmp_path / 'step-8'}\n" in again
-        assert {path.name for path in tmp_path.glob("step-*")} == {"step-8", "step-9"}
+        assert f"resumed from {tmp_path / 'global_step8'}\n" in again
+        assert {path.name for path in tmp_path.glob("global_step*")} == {"global_step8", "global_step9"}
 
 
 @pytest.mark.slow  # ranks/engine/test_accelerate.py has what Accelerate does with the block

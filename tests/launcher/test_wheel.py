@@ -1,4 +1,4 @@
-"""A wheel has all that the command needs."""
+"""The package as a user gets it: a wheel and a source distribution, with commands and types."""
 
 from __future__ import annotations
 
@@ -6,30 +6,105 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
+
+import pytest
 
 from tests.helpers.repository import ROOT
 
+PIP = ("-m", "pip", "--disable-pip-version-check")
+BUILD_SDIST = "import sys; from setuptools.build_meta import build_sdist; print(build_sdist(sys.argv[1]))"
+SCRIPT = """\
+import sdp_deepspeed
+from sdp_deepspeed.fsdp import clip_grad_norm_
+reveal_type(sdp_deepspeed.Plan.load("plan.json"))
+reveal_type(clip_grad_norm_)
+sdp_deepspeed.fully_shard(3)
+"""
 
-def run(*command: object, **environment: str) -> str:
+
+def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
     done = subprocess.run(
-        list(map(str, command)), env=os.environ | environment, capture_output=True, text=True, timeout=600, cwd="/"
+        list(map(str, command)),
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=cwd or "/",
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_a_wheel_answers(tmp_path: Path) -> None:
-    source, installed = tmp_path / "source", tmp_path / "installed"
+def source_in(folder: Path) -> Path:
+    """A copy to build from: building writes beside the sources."""
+    source = folder / "source"
     shutil.copytree(ROOT / "sdp_deepspeed", source / "sdp_deepspeed", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source)
-    (wheel,) = tmp_path.glob("sdp_deepspeed-*.whl")
-    run(*pip, "install", "--no-deps", "--target", installed, wheel)
-    assert run(installed / "bin/sdp", "--help", PYTHONPATH=str(installed)).startswith("usage: sdp ")
+    return source
+
+
+def wheel_of(source: Path, folder: Path) -> Path:
+    run(sys.executable, *PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source)
+    (wheel,) = folder.glob("sdp_deepspeed-*.whl")
+    return wheel
+
+
+def files_in(package: Path) -> set[str]:
+    return {str(path.relative_to(package)) for path in package.glob("**/*") if path.suffix in (".py", ".typed")}
+
+
+def test_a_wheel_answers(tmp_path: Path) -> None:
+    source, installed = source_in(tmp_path), tmp_path / "installed"
+    wheel = wheel_of(source, tmp_path)
+    run(sys.executable, *PIP, "install", "--no-deps", "--target", installed, wheel)
+    assert run(installed / "bin/sdp", "--help", PYTHONPATH=str(installed)).startswith("Usage: sdp ")
     where = run(sys.executable, "-c", "import sdp_deepspeed; print(sdp_deepspeed.__file__)", PYTHONPATH=str(installed))
     assert Path(where.strip()).is_relative_to(installed)
-    shipped = {str(path.relative_to(installed)) for path in installed.glob("sdp_deepspeed/**/*.py")}
-    assert shipped == {str(path.relative_to(source)) for path in source.glob("sdp_deepspeed/**/*.py")}
+    assert files_in(installed / "sdp_deepspeed") == files_in(source / "sdp_deepspeed")
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a new environment with a wheel that was built from the source distribution. Only its dependencies are shared
+    with the environment of the tests."""
+    folder = tmp_path_factory.mktemp("clean")
+    source = source_in(folder)
+    sdist = folder / run(sys.executable, "-c", BUILD_SDIST, folder, cwd=source).split()[-1]
+    wheel = wheel_of(sdist, folder)
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv")
+    python = folder / "venv/bin/python"
+    packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    run(sys.executable, *PIP, "--python", python, "install", "--no-deps", "--no-index", "--ignore-installed", wheel)
+    return python
+
+
+@pytest.mark.slow
+def test_a_clean_environment_answers(python: Path, tmp_path: Path) -> None:
+    where = run(python, "-c", "import sdp_deepspeed; print(sdp_deepspeed.__file__)", PYTHONPATH="")
+    assert Path(where.strip()).is_relative_to(python.parents[1])
+    assert run(python.parent / "sdp", "--version", PYTHONPATH="").startswith("sdp_deepspeed ")
+    assert "transformers" in run(python, "-m", "sdp_deepspeed", "env", PYTHONPATH="")
+    recipe = ROOT / "configs/recipes/quickstart.yaml"
+    assert "SDP" in run(python.parent / "sdp", "estimate", recipe, "--ranks", "4", cwd=tmp_path, PYTHONPATH="")
+
+
+@pytest.mark.slow
+def test_a_users_type_checker_sees_types(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "mypy", "--python-executable", python, "--follow-untyped-imports", "script.py"]
+    done = subprocess.run(
+        list(map(str, command)),
+        env=os.environ | {"PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=tmp_path,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("script.py:")]
+    assert "sdp_deepspeed.plan.plan.Plan" in lines[0]
+    assert "def (" in lines[1]
+    assert "script.py:5: error" in lines[2]

@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import sdp_deepspeed
-from sdp_deepspeed.__main__ import main as sdp
+from sdp_deepspeed.cli import main as sdp
 from tests.helpers.models import TOKENS, config, family, llama
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.training import assert_identical, dense_state, engine_of, train
@@ -127,7 +127,7 @@ def test_damage_is_found(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 def _mistakes(folder: Path, path: Path) -> Iterator[tuple[list[object], list[str]]]:
     good, out = folder / "llama", path / "out"
-    yield ["export", path / "nowhere", out], ["no folder", "nowhere"]
+    yield ["export", path / "nowhere", out], ["no such folder", "nowhere"]
     yield ["export", path, out], ["no complete checkpoint"]
     yield ["export", good, out, "--tag", "lost"], ["lost"]
     yield ["export", good, good], ["is there already"]
@@ -136,7 +136,7 @@ def _mistakes(folder: Path, path: Path) -> Iterator[tuple[list[object], list[str
     yield ["export", good, out, "--tokenizer", path], ["no tokenizer"]
     yield ["export", good], ["out"]
     yield ["import", good], ["import"]
-    yield ["inspect", path / "nowhere"], ["no folder"]
+    yield ["inspect", path / "nowhere"], ["no such folder"]
     yield ["verify", path], ["no complete checkpoint"]
 
 

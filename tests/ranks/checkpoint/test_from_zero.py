@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sdp_deepspeed.__main__ import main as sdp
+from sdp_deepspeed.cli import main as sdp
 from tests.helpers.models import config, llama, two_groups
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
@@ -103,11 +103,11 @@ def mistakes(folder: Path, rank: Rank) -> None:
     """All ranks say the same, and nothing is changed."""
     engine = our_engine()
     before = dense_state(engine)
-    refusal(ValueError, partial(engine.load_checkpoint, str(rank.folder)), "latest_universal", "from-zero")
+    refusal(ValueError, partial(engine.load_checkpoint, str(rank.folder)), "latest_universal", "import")
     refusal(
         ValueError,
         partial(engine.load_checkpoint, str(folder / "zero2"), tag="global_step3"),
-        f"sdp checkpoint from-zero {folder / 'zero2'} OUT --tag global_step3",
+        f"sdp checkpoint import {folder / 'zero2'} OUT --tag global_step3",
     )
     if rank.rank == 0:
         shutil.copytree(folder / "universal" / "zero2", rank.folder / "damaged")
@@ -123,7 +123,7 @@ def mistakes(folder: Path, rank: Rank) -> None:
     settings = settings_of(1)
     del settings["checkpoint"]
     plain = engine_of(settings, llama(tied=True))
-    refusal(ValueError, partial(plain.load_checkpoint, str(folder / "zero2")), "sdp checkpoint from-zero")
+    refusal(ValueError, partial(plain.load_checkpoint, str(folder / "zero2")), "sdp checkpoint import")
     universal = partial(plain.load_checkpoint, str(folder / "universal" / "zero2"), tag="global_step3_universal")
     refusal(ValueError, universal, "set checkpoint.load_universal")
 
@@ -135,7 +135,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     outcomes = run_ranks(2, [(name, partial(write, name, path)) for name in WRITERS])
     assert not any(outcomes.values()), next(filter(None, outcomes.values()))
     for name in WRITERS:
-        assert sdp(["checkpoint", "from-zero", str(path / name), str(path / "universal" / name)]) == 0
+        assert sdp(["checkpoint", "import", str(path / name), str(path / "universal" / name)]) == 0
     return path
 
 
@@ -162,7 +162,7 @@ def test_what_is_not_converted(folder: Path, tmp_path: Path, capsys: pytest.Capt
         ([folder / "universal" / "zero2", "--tag", "x"], "no files"),
         ([folder / "zero2", "--tag", "x"], "no files"),
     ):
-        assert sdp(["checkpoint", "from-zero", *map(str, arguments[:1]), str(tmp_path / "out"), *arguments[1:]]) == 2
+        assert sdp(["checkpoint", "import", *map(str, arguments[:1]), str(tmp_path / "out"), *arguments[1:]]) == 2
         text = capsys.readouterr().err
         assert text.startswith("error: ")
         assert text.count("\n") == 1

@@ -28,24 +28,16 @@ def test_each_ranks_shards_and_their_padding() -> None:
     assert [each.weights for each in (first, second, third)] == [4 * (table + a), 4 * (table + a), 4 * (table + b)]
     assert first.gradients == first.weights
     assert [each.optimizer for each in (first, second, third)] == [8 * (6 + 10), 8 * (6 + 5), 8 * (2 + 20)]
-    assert first.sent_gradients == 3 * (table * 2 + a)
-    assert first.sent_back == 3 * (table * 2 + 2 * a)
-    assert third.sent_back == 3 * table * 2  # nobody else has b
-    assert first.sent_bytes == 2 * (first.sent_gradients + first.sent_back)
-    assert first.gathered == 2 * (table * 3 + a * 2) + 4 * a * 2
-
-
-def test_what_stays_gathered_travels_once() -> None:
-    (stays, *_), (freed, *_) = (
-        estimate_sharded(PLAN, TENSORS, ShardedSetup(reshard_after_forward=value)) for value in (False, True)
-    )
-    assert stays.sent_back == 6 * 2 + 10
-    assert freed.sent_back == 2 * stays.sent_back
+    reduced, gathered = table * 2 + a, table * 2 + 2 * a  # units are gathered twice
+    assert first.sent == 3 * 2 * (reduced + gathered)
+    assert third.sent == 3 * 2 * (table * 2 + table * 2)  # nobody else has b
+    assert first.gathered == 2 * table * 3
+    assert first.gathered_units == 2 * a * 2 + 4 * a * 2
 
 
 def test_frozen_weights_have_no_gradients() -> None:
     tensors = [TENSORS[0], TensorInfo("a.w", (3, 5), "f", trainable=False), TENSORS[2]]
     first, *_ = estimate_sharded(PLAN, tensors, ShardedSetup())
     assert first.gradients == 4 * 6
-    assert first.sent_gradients == 12
+    assert first.sent == 4 * (12 + 12 + 2 * 10)
     assert first.weights == 4 * 16

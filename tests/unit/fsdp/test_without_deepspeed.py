@@ -36,17 +36,18 @@ optimizer.step()
 assert len(full_state_dict(model)) == 8
 checkpoints.save_checkpoint(sys.argv[2])
 assert checkpoints.load_checkpoint(sys.argv[2])[0] == sys.argv[2] + "/global_step1"
-from sdp_deepspeed.__main__ import main
-for command in ("estimate --ranks 8", "checkpoint inspect " + sys.argv[2]):
+from sdp_deepspeed.cli import main
+for command in ("env", "checkpoint inspect " + sys.argv[2]):
     assert main(command.split()) == 0, command
 import pathlib
 pathlib.Path(sys.argv[2], "run.yaml").write_text(
     "model: {model_type: llama, hidden_size: 16, num_attention_heads: 2, num_hidden_layers: 4, vocab_size: 64}\\n"
-    "data: {sequence_length: 8}\\n"
+    "data: {sequence_length: 8}\\ntraining: {}\\n"
     "subnetwork_data_parallel: {coverage: 0.5}\\n"
 )
 assert main(["estimate", "--ranks", "4", sys.argv[2] + "/run.yaml"]) == 0
-assert main(["checkpoint", "from-zero", sys.argv[2], sys.argv[2] + "/universal"]) == 2
+assert main(["plan", "--ranks", "4", sys.argv[2] + "/run.yaml"]) == 0
+assert main(["checkpoint", "import", sys.argv[2], sys.argv[2] + "/universal"]) == 2
 try:
     sdp_deepspeed.initialize()
 except ImportError as error:
@@ -59,5 +60,5 @@ def test_it_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "rendezvous"), str(tmp_path / "saved")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert result.stdout.endswith("done\n"), result.stderr[-2000:]
-    assert f"error: this {NEEDS_DEEPSPEED}\n" in result.stderr
+    assert f"error: this command {NEEDS_DEEPSPEED}\n" in result.stderr
     assert "Traceback" not in result.stderr

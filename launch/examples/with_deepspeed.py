@@ -1,0 +1,60 @@
+"""A plain DeepSpeed loop: `deepspeed --num_gpus 4 launch/examples/with_deepspeed.py runs/deepspeed`.
+
+`torchrun` starts it, too. Without the import and the block it is an ordinary script.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import sdp_deepspeed  # noqa: F401  (the import)
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 2},
+    "subnetwork_data_parallel": {"coverage": 0.5},  # the block
+}
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path, help="folder for checkpoints and the model")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--local_rank", type=int, help="passed by the deepspeed launcher")
+    options = parser.parse_args()
+    deepspeed.init_distributed()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SHAPE))
+    engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    resumed, _ = engine.load_checkpoint(str(options.output))
+    if rank == 0:
+        print(f"resumed from {resumed}" if resumed else engine.plan.table())
+    rows = torch.tensor(list(Path(argparse.__file__).read_bytes())).split(64)[:-1]  # some text, byte by byte
+    while engine.global_steps < options.steps:
+        first = (engine.global_steps * size + rank) * 8
+        batch = torch.stack([rows[i % len(rows)] for i in range(first, first + 8)]).to(engine.device)
+        engine.backward(engine(input_ids=batch, labels=batch).loss)  # the loss of this rank's subnetwork
+        engine.step()
+    engine.save_checkpoint(str(options.output))
+    engine.eval()
+    with torch.no_grad():  # the dense model
+        loss = engine(input_ids=batch, labels=batch).loss
+    dist.all_reduce(loss)
+    if rank == 0:
+        print(f"loss of the dense model: {loss.item() / size:.4f}")
+    engine.save_pretrained(options.output / "hf")  # all ranks; rank 0 writes
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

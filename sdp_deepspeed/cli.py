@@ -1,0 +1,406 @@
+"""The command line: `sdp COMMAND ...`, or `python -m sdp_deepspeed COMMAND ...`.
+
+torch and everything else that takes long to import is imported inside the commands, so that help appears at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.exceptions import TyperException
+
+from sdp_deepspeed.messages import NEEDS_DEEPSPEED, lacks_deepspeed
+from sdp_deepspeed.version import __version__
+
+if TYPE_CHECKING:
+    from sdp_deepspeed.estimate.forecast import Forecast
+    from sdp_deepspeed.estimate.per_rank import RankEstimate
+    from sdp_deepspeed.estimate.run import Run
+    from sdp_deepspeed.plan.plan import Plan
+    from sdp_deepspeed.units import UnitCost
+
+_GIB, _MIB = 2**30, 2**20
+_ERROR = 2  # exit code
+
+app = typer.Typer(
+    name="sdp",
+    help="Subnetwork data parallelism: plans, estimates and checkpoints, without a training job.",
+    epilog="A run is started by a launcher: deepspeed --num_gpus 4 launch/pretrain.py RECIPE",
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+checkpoint = typer.Typer(help="Inspect, verify, export and import checkpoints.")
+app.add_typer(checkpoint, name="checkpoint")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: without the program's name. Default: those of this process. None at all show the help.
+
+    Returns:
+        The exit code; 2 for an error, which is one line on stderr.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        code = app(words or ["--help"], prog_name="sdp", standalone_mode=False)
+        sys.stdout.flush()
+        return code or 0
+    except TyperException as error:  # wrong options and arguments
+        context = getattr(error, "ctx", None)
+        command = "sdp" if context is None else context.command_path
+        text = f"{error.format_message().removesuffix('.')} ({command} --help lists the options)"
+    except ModuleNotFoundError as error:
+        if lacks_deepspeed(error):
+            text = f"this command {NEEDS_DEEPSPEED}"
+        elif (error.name or "").startswith("matplotlib"):
+            text = 'plots need Matplotlib: pip install "sdp_deepspeed[plot]"'
+        else:
+            raise
+    except (OSError, RuntimeError, ValueError) as error:
+        text = str(error)
+    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    return _ERROR
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"sdp_deepspeed {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    pass
+
+
+def _byte_count(text: str) -> int:
+    """Bytes of "5GB" or "200M" (powers of 1000), "24GiB" (of 1024), or a number."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.ASCII | re.IGNORECASE)
+    exponent = " KMGT".index((found[2] or " ").upper()) if found else 0
+    count = int(float(found[1]) * (1024 if found[3] else 1000) ** exponent) if found else 0
+    if count < 1:
+        raise ValueError(f"got {text!r}, expected a size such as 24GiB or 200MB")
+    return count
+
+
+# ---- plan and estimate ----------------------------------------------------------------------------------------------
+
+_Ranks = Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")]
+_Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as of the programs: sdp.coverage=0.25")
+]
+
+
+@app.command()
+def plan(
+    source: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file of a run, or a saved plan (.json).")],
+    overrides: _Overrides = None,
+    ranks: _Ranks = 8,
+    save: Annotated[Path | None, typer.Option(help="Write the plan as JSON, for `assignment`.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the table: a .png, .svg or .pdf file.")] = None,
+) -> None:
+    """Show which subnetwork holds which unit, the balance and the spectral gap; of a schedule the first phase."""
+    costs: Sequence[UnitCost] | None = None
+    warnings: Sequence[str] = ()
+    if source.suffix == ".json":
+        from sdp_deepspeed.plan.plan import Plan
+
+        found = Plan.load(source)
+    else:
+        found, costs, warnings = _planned(source, overrides or [], ranks)
+    print(found.table(costs))
+    for warning in warnings:
+        print(f"  warning: {warning}")
+    if save is not None:
+        found.save(save)
+    if plot is not None:
+        _draw(found, plot)
+
+
+def _planned(source: Path, overrides: Sequence[str], ranks: int) -> tuple[Plan, Sequence[UnitCost], Sequence[str]]:
+    from sdp_deepspeed.architectures import unit_costs
+    from sdp_deepspeed.config import KEY, parse
+    from sdp_deepspeed.estimate.run import read_run
+    from sdp_deepspeed.plan.planner import plan_model
+
+    run = read_run(source, overrides)
+    block = parse(run.phases[0])
+    if block is None:
+        raise ValueError(f"{source}: has no {KEY}, or it is disabled; add it, such as sdp.coverage=0.5")
+    with run.model.fake:
+        found, warnings = plan_model(run.model.module, block, ranks)
+        return found, unit_costs(run.model.module, found.units), warnings
+
+
+def _draw(found: Plan, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    names, k = [unit.name for unit in found.units], found.num_subnetworks
+    table = [[subnetwork in holders for subnetwork in range(k)] for holders in found.holders]
+    figure = Figure(figsize=(min(16, 3 + 0.3 * k), min(40, 1.2 + 0.2 * len(names))), layout="constrained")
+    axes = figure.add_subplot()
+    axes.pcolormesh(table, cmap="Blues", vmin=0, vmax=1.4, edgecolors="white", linewidth=0.5)
+    step = -(-len(names) // 180)  # more labels would overlap
+    axes.set_yticks([index + 0.5 for index in range(0, len(names), step)], names[::step], fontsize=6)
+    axes.invert_yaxis()
+    axes.set_xlabel("subnetwork")
+    axes.set_title(
+        f"{found.regime}, coverage {found.coverage:.3g}, spectral gap {found.spectral_gap():.3f}", fontsize=9
+    )
+    figure.savefig(path, dpi=150)
+
+
+@app.command()
+def estimate(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file of a run.")],
+    overrides: _Overrides = None,
+    ranks: _Ranks = 8,
+    fit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of a GPU, such as 24GiB: adds the largest micro-batch. Exit code 1 if too small.",
+        ),
+    ] = None,
+) -> None:
+    """Estimate memory, traffic and FLOPs of an optimizer step on one rank, beside ZeRO and FSDP2 without subnetworks.
+
+    For each phase, the rank whose subnetwork has most FLOPs. Nothing is allocated, and no GPU is needed. The peak is of
+    live tensors: workspaces of kernels, fragmentation and the GPU's context come on top. Flash attention is assumed.
+    """
+    limit = None if fit is None else _byte_count(fit)
+    from sdp_deepspeed.config import parse
+    from sdp_deepspeed.estimate.forecast import forecast_of, largest_micro_batches, plain_forecasts
+    from sdp_deepspeed.estimate.run import read_run
+
+    run = read_run(recipe, overrides or [])
+    too_small = False
+    for index, phase in enumerate(run.phases, start=1):
+
+        def columns(config: Mapping[str, Any], is_first: bool = index == 1) -> dict[str, Forecast]:
+            own = (
+                {} if parse(config) is None else {"SDP": forecast_of(run.model, config, num_ranks=ranks, host=run.host)}
+            )
+            return own | (plain_forecasts(run.model, config, num_ranks=ranks) if is_first else {})
+
+        found = columns(phase)
+        largest = None if limit is None else largest_micro_batches(columns, phase, ranks, limit)
+        too_small |= limit is not None and next(iter(found.values())).peak > limit
+        print("\n".join(_estimate_text(run, found, largest, ranks, f"phase {index} of {len(run.phases)}: ")))
+    if too_small:
+        raise typer.Exit(1)
+
+
+def _estimate_text(
+    run: Run, found: Mapping[str, Forecast], largest: Mapping[str, int] | None, ranks: int, phase: str
+) -> Iterator[str]:
+    first = next(iter(found.values()))
+    prefix, millions = phase if len(run.phases) > 1 else "", first.num_parameters / 1e6
+    yield f"{prefix}{millions:.1f}M parameters, {ranks} ranks, {first.items_per_step:,} {run.items} per step"
+    unit, name = (_GIB, "GiB") if max(column.peak for column in found.values()) >= 10 * _GIB else (_MIB, "MiB")
+    rows: list[tuple[str, Callable[[Forecast], int]]] = [
+        ("weights", lambda column: column.rank.weights),
+        ("gradients", lambda column: column.rank.gradients),
+        ("optimizer state", lambda column: column.rank.optimizer),
+        ("optimizer state, host", lambda column: column.rank.host_optimizer),
+        ("activations", lambda column: column.activations),
+        ("buffers", lambda column: _buffers(column.rank)),
+        ("peak", lambda column: column.peak),
+        ("sent per step", lambda column: column.rank.sent),
+    ]
+    cells = [(f"{name} on one rank", *found)]
+    for title, value in rows:
+        values = [value(column) for column in found.values()]
+        if any(values) or "host" not in title:
+            cells.append((title, *(f"{number / unit:,.2f}" for number in values)))
+    cells.append(("TFLOPs per step", *(f"{column.flops / 1e12:.4g}" for column in found.values())))
+    if largest is not None:
+        cells.append(("largest micro-batch", *(str(largest[name]) for name in found)))
+    width = max(len(row[0]) for row in cells)
+    yield from (f"  {row[0]:<{width}}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in cells)
+    yield from (f"  warning: {warning}" for warning in first.warnings)
+
+
+def _buffers(rank: RankEstimate) -> int:
+    return rank.buffers + rank.step_gradients + rank.gathered + rank.gathered_units
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+_Checkpoint = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="Its folder, or the folder above (then the latest).")
+]
+_Tag = Annotated[str | None, typer.Option(help="Which checkpoint of the folder.")]
+
+
+def _find(path: Path, tag: str | None) -> tuple[Path, list[str]]:
+    """The folder of a complete checkpoint, and a problem if it is not the one that `latest` names.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from sdp_deepspeed.checkpoint import files
+
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such folder")
+    if tag is not None or (path / files.CHECKSUMS).is_file():
+        found = path if tag is None else files.path_of(path, tag)
+        files.read_checksums(found)
+        return found, []
+    complete, tags = files.complete_tags(path), files.tags_to_try(path)
+    if not complete:
+        raise ValueError(f"{path}: has no complete checkpoint of sdp_deepspeed")
+    if tags[0] in complete:
+        return files.path_of(path, tags[0]), []
+    return files.path_of(path, complete[0]), [f"{path / files.LATEST} names {tags[0]!r}, which is not complete"]
+
+
+@checkpoint.command()
+def inspect(path: _Checkpoint, tag: _Tag = None) -> None:
+    """Describe a checkpoint, without reading its tensors."""
+    found, problems = _find(path, tag)
+    print("\n".join([f"checkpoint {found}", *_description(found), *problems]))
+    raise typer.Exit(1 if problems else 0)
+
+
+def _description(path: Path) -> Iterator[str]:
+    from sdp_deepspeed.checkpoint import files
+    from sdp_deepspeed.checkpoint.manager import COMMON, dense_tensors, read_bytes
+    from sdp_deepspeed.plan.coverage import in_words
+
+    sizes = [size for size, _ in files.read_checksums(path)["files"].values()]
+    reader = files.Reader(path)
+    facts = read_bytes(reader, COMMON)
+    steps = facts["common"].get("counters", {}).get("global_steps", "unknown")
+    yield f"step {steps}, written by {facts['ranks']} ranks; {len(sizes)} files, {sum(sizes) / _MIB:,.1f} MiB"
+    table = json.loads(facts["plan"])
+    yield (
+        f"plan {table['hash'][:12]}: {table['regime']} regime, {table['strategy']} strategy, "
+        f"{table['num_subnetworks']} subnetworks, {len(table['units'])} units with "
+        f"{in_words([len(unit['holders']) for unit in table['units']])}"
+    )
+    kinds: defaultdict[str, list[Any]] = defaultdict(list)
+    for key, stored in dense_tensors(reader).items():
+        kinds[key.partition("/")[0]].append(stored)
+    for kind, tensors in kinds.items():
+        elements = sum(stored.size.numel() for stored in tensors)
+        size = sum(stored.size.numel() * stored.properties.dtype.itemsize for stored in tensors)
+        dtypes = sorted({str(stored.properties.dtype).removeprefix("torch.") for stored in tensors})
+        yield f"{kind}: {len(tensors)} tensors, {elements:,} elements, {size / _MIB:,.1f} MiB, {' and '.join(dtypes)}"
+
+
+@checkpoint.command()
+def verify(path: _Checkpoint, tag: _Tag = None) -> None:
+    """Compare a checkpoint's files with their checksums. Exit code 1 if one is missing or damaged."""
+    from sdp_deepspeed.checkpoint import files
+
+    found, problems = _find(path, tag)
+    problems += files.problems_in(found)
+    print("\n".join(problems or [f"{found} is complete: sizes and checksums of all files match"]))
+    raise typer.Exit(1 if problems else 0)
+
+
+class Dtype(StrEnum):
+    AS_TRAINED = "as-trained"
+    FP32 = "fp32"
+
+
+@checkpoint.command()
+def export(
+    path: _Checkpoint,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    tag: _Tag = None,
+    dtype: Annotated[Dtype, typer.Option(help="fp32: the optimizer's master weights.")] = Dtype.AS_TRAINED,
+    max_shard_size: Annotated[str, typer.Option(help="Of a file, which is also the memory needed.")] = "5GB",
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder of a tokenizer to add.")] = None,
+) -> None:
+    """Write the dense model of a checkpoint as a Hugging Face folder, for `from_pretrained`."""
+    _byte_count(max_shard_size)
+    import torch
+
+    from sdp_deepspeed.checkpoint import files, hugging_face
+    from sdp_deepspeed.checkpoint.manager import COMMON, read_bytes
+
+    found, _ = _find(path, tag)
+    if problems := files.problems_in(found):
+        raise ValueError("; ".join(problems))
+    reader = files.Reader(found)
+    hugging_face.export(
+        reader,
+        read_bytes(reader, COMMON),
+        out,
+        dtype=torch.float32 if dtype is Dtype.FP32 else None,
+        max_shard_size=max_shard_size,
+        tokenizer=tokenizer,
+    )
+    print(f"{found} -> {out}")
+
+
+@checkpoint.command("import")
+def import_(
+    path: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Its folder, or the folder above with `latest`.")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", help="A new folder, for engine.load_checkpoint with checkpoint.load_universal set."
+        ),
+    ],
+    tag: _Tag = None,
+) -> None:
+    """Convert a ZeRO checkpoint of DeepSpeed (stages 1 to 3) to its universal format, which engines with subnetworks
+    load. A Hugging Face folder needs no conversion: engine.load_pretrained reads it."""
+    from sdp_deepspeed.checkpoint.universal import convert
+
+    print(convert(path, out, tag=tag))
+
+
+# ---- environment ----------------------------------------------------------------------------------------------------
+
+_PACKAGES = (
+    "torch",
+    "deepspeed",
+    "accelerate",
+    "transformers",
+    "datasets",
+    "safetensors",
+    "pydantic",
+    "numpy",
+    "typer",
+)
+
+
+@app.command()
+def env() -> None:
+    """Show versions and devices, for a bug report."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    print(f"sdp_deepspeed  {__version__}\npython         {platform.python_version()}, {platform.platform()}")
+    for name in _PACKAGES:
+        try:
+            print(f"{name:<14} {version(name)}")
+        except PackageNotFoundError:
+            print(f"{name:<14} not installed")
+    backends = [name for name in ("gloo", "nccl", "mpi") if getattr(torch.distributed, f"is_{name}_available")()]
+    print(f"backends       {', '.join(backends)}")
+    print(f"CUDA           {torch.version.cuda or 'not built in'}")
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        print(f"GPU {index}          {device.name}, {device.total_memory / _GIB:.1f} GiB")

@@ -1,0 +1,73 @@
+"""The model and the phases of a recipe, for `sdp plan` and `sdp estimate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from sdp_deepspeed.config import KEY
+from sdp_deepspeed.estimate.forecast import Model, classifies_images, model_of
+from sdp_deepspeed.estimate.settings import configs_of_phases, without_auto
+from sdp_deepspeed.recipe import read_recipe
+
+_TRAINER_BATCH = 8  # per_device_train_batch_size of TrainingArguments
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    Args:
+        model: of fake tensors.
+        phases: DeepSpeed config of each phase, without "auto". An FSDP2 run gets an equivalent one.
+        host: "deepspeed" or "fsdp2".
+        items: "tokens" or "images".
+    """
+
+    model: Model
+    phases: Sequence[Mapping[str, Any]]
+    host: str
+    items: str
+
+
+def read_run(path: Path, overrides: Sequence[str] = ()) -> Run:
+    """Read a recipe and build its model.
+
+    Raises:
+        ValueError: the file is not a recipe, or has a setting that cannot be estimated.
+    """
+    recipe = read_recipe(path, overrides)
+    shape, data, training = recipe["model"], recipe["data"], recipe["training"]
+    if "name" in shape:
+        try:
+            shape = AutoConfig.from_pretrained(shape["name"]).to_dict() | shape
+        except (OSError, ValueError) as error:
+            raise ValueError(f"model.name: {str(error).splitlines()[0]}") from None
+    if not isinstance(shape.get("model_type"), str):
+        raise ValueError("model.model_type: missing; expected that of a Transformers config, such as llama")
+    images = classifies_images(shape)
+    length = None if images else data.get("sequence_length")
+    if not images and (type(length) is not int or length < 1):
+        raise ValueError(f"data.sequence_length: got {length!r}, expected a whole number of tokens, at least 1")
+    own, given = ("image_size", "size") if images else ("vocab_size", "vocab_size")
+    if given in data:
+        shape = {own: data[given]} | shape
+    config = recipe.get("deepspeed")
+    if config is None:
+        auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+        config = {**auto, "bf16": {"enabled": "auto"}, KEY: recipe[KEY]}
+    config = without_auto(
+        config,
+        micro_batch=training.get("per_device_train_batch_size", _TRAINER_BATCH),
+        accumulation=training.get("gradient_accumulation_steps", 1),
+        dtype="bf16" if training.get("bf16") else "fp16" if training.get("fp16") else "fp32",
+    )
+    phases = configs_of_phases(config)
+    if KEY in recipe and len(phases) > 1:
+        raise ValueError(f"{KEY}.schedule: the plan cannot change under FSDP2; remove the key")
+    checkpointing = bool(training.get("gradient_checkpointing"))
+    model = model_of(shape, phases[0], sequence_length=length, gradient_checkpointing=checkpointing)
+    return Run(model, phases, "fsdp2" if KEY in recipe else "deepspeed", "images" if images else "tokens")

@@ -1,0 +1,115 @@
+"""Recipes: the YAML file of a run and its `key=value` overrides, as the programs in launch/ and `sdp` read them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from sdp_deepspeed.atomic_files import regular
+from sdp_deepspeed.config import KEY
+from sdp_deepspeed.messages import nearest
+
+_SECTIONS = ("model", "data", "training")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 in two points: 3e-4 is a number, and of words only true and false are booleans."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+        first: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:bool"]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_recipe(path: Path, overrides: Sequence[str] = (), sections: Sequence[str] | None = None) -> dict[str, Any]:
+    """Read a recipe, replace a DeepSpeed config that is a path by the file's content, and apply overrides.
+
+    Args:
+        path: YAML file.
+        overrides: `a.b.c=value`. `sdp` stands for the block; `sdp=off` disables it.
+        sections: allowed sections. Default: model, data, training, and `subnetwork_data_parallel` if the recipe has
+            it at the top level (FSDP2), else `deepspeed`.
+
+    Raises:
+        ValueError: the file cannot be read, an unknown section, or an invalid override.
+    """
+    try:
+        found = yaml.load(regular(path).read_text(encoding="utf-8"), _Loader)  # of safe tags only
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: not a YAML file: {error}") from None
+    if sections is None:
+        sections = (*_SECTIONS, KEY if isinstance(found, dict) and KEY in found else "deepspeed")
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected the sections {', '.join(sections)}")
+    check_keys(found, sections, str(path))
+    if isinstance(found.get("deepspeed"), str):
+        found["deepspeed"] = read_json(path.parent / found["deepspeed"])
+    for override in overrides:
+        _apply_override(found, override, sections)
+    for name in sections:
+        if not isinstance(found.get(name), dict):
+            raise ValueError(f"{path}: section {name}: got {found.get(name)!r}, expected a mapping")
+    return found
+
+
+def _apply_override(found: dict[str, Any], override: str, sections: Sequence[str]) -> None:
+    """Apply `a.b.c=value`; the value is YAML, for `deepspeed` also the path of a JSON file."""
+    path, equals, text = override.partition("=")
+    if not equals:
+        raise ValueError(f"{override!r}: expected key=value, such as training.max_steps=20")
+    keys = path.split(".")
+    try:
+        value = yaml.load(text, _Loader)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(f"{override!r}: {error}") from None
+    if keys[0] == "sdp":
+        keys[:1] = [KEY] if KEY in sections else ["deepspeed", KEY]
+        if keys[-1] == KEY and value in ("on", "off"):
+            keys, value = [*keys, "enabled"], value == "on"
+    check_keys(keys[:1], sections, "overrides")
+    if keys == ["deepspeed"] and isinstance(value, str):
+        value = read_json(Path(value))
+    inner: Any = found
+    for key in keys[:-1]:
+        inner = inner.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ValueError(f"{override!r}: {key} is {inner!r}, which has no keys")
+    inner[keys[-1]] = value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; ValueError with the path, and where the file is wrong."""
+    try:
+        content = json.loads(regular(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # no UTF-8, numbers of thousands of digits, thousands of brackets
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: got a {type(content).__name__}, expected a JSON object {{...}}")
+    return content
+
+
+def check_keys(given: Iterable[Any], known: Iterable[str], where: str) -> None:
+    """ValueError for the first key that is not known, with the nearest one that is."""
+    names = list(known)
+    for key in given:
+        if key not in names:
+            near = nearest(str(key), names, cutoff=0.4)
+            hint = f"known: {', '.join(names)}" if near is None else f"did you mean {near!r}?"
+            raise ValueError(f"{where}: unknown key {key!r}; {hint}")

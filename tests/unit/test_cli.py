@@ -1,0 +1,238 @@
+"""The command line `sdp`: what its commands print, and errors, each one line on stderr with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sdp_deepspeed
+from sdp_deepspeed.cli import main
+from sdp_deepspeed.config import KEY
+from sdp_deepspeed.plan.plan import Plan
+
+MODEL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96}
+MODEL |= {"num_hidden_layers": 4, "num_attention_heads": 4}
+DATA = {"vocab_size": 512, "sequence_length": 32}
+TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 4e-3}
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 100000},
+    KEY: {"coverage": 0.5},
+}
+SCHEDULE = CONFIG | {KEY: {"schedule": [{"coverage": 0.5, "until": 0.5}, {"coverage": 1.0}]}}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory, with a recipe."""
+    monkeypatch.chdir(tmp_path)
+    write()
+
+
+def write(**sections: Any) -> None:
+    recipe: dict[str, Any] = {"model": MODEL, "data": DATA, "training": TRAINING}
+    recipe |= {} if KEY in sections else {"deepspeed": CONFIG}
+    Path("run.yaml").write_text(json.dumps(recipe | sections))  # which is YAML too
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+def printed(capsys: Capture, *arguments: str, code: int = 0) -> str:
+    capsys.readouterr()
+    assert main(arguments) == code
+    return capsys.readouterr().out
+
+
+def error(capsys: Capture, *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(arguments) == 2, arguments
+    found = capsys.readouterr()
+    assert not found.out
+    assert found.err.startswith("error: ")
+    assert found.err.count("\n") == 1, found.err
+    return found.err
+
+
+def columns(text: str) -> dict[str, dict[str, float]]:
+    """The first table of an estimate: by column, numbers by row."""
+    lines = [re.split("  +", line.strip()) for line in text.split("phase 2")[0].splitlines()[1:]]
+    heads, *rows = [line for line in lines if len(line) > 1]
+    return {
+        head: {row[0]: float(row[index].replace(",", "")) for row in rows} for index, head in enumerate(heads) if index
+    }
+
+
+@pytest.mark.parametrize("words", [(), ("plan",), ("estimate",), ("env",), ("checkpoint",), ("checkpoint", "export")])
+def test_help(words: tuple[str, ...], capsys: Capture) -> None:
+    assert printed(capsys, *words, "--help").startswith(f"Usage: {' '.join(('sdp', *words))} ")
+
+
+def test_without_arguments_and_version(capsys: Capture) -> None:
+    assert printed(capsys) == printed(capsys, "--help")
+    assert printed(capsys, "--version") == f"sdp_deepspeed {sdp_deepspeed.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("estimat", "Did you mean 'estimate'? (sdp --help"),
+        ("--verbose", "No such option: --verbose"),
+        ("checkpoint", "Missing command (sdp checkpoint --help"),
+        ("checkpoint inspect nowhere", "nowhere: no such folder"),
+        ("checkpoint verify .", "has no complete checkpoint"),
+        ("checkpoint export nowhere", "(sdp checkpoint export --help"),
+        ("checkpoint export nowhere out --dtype fp8", "'fp8' is not one of"),
+        ("checkpoint export nowhere out --max-shard-size 0GB", "got '0GB', expected a size"),
+        ("estimate missing.yaml", "missing.yaml: cannot be read: No such file"),
+        ("estimate .", "expected a file"),
+        ("estimate run.yaml --ranks 0", "Invalid value for '--ranks'"),
+        ("estimate run.yaml --fit much", "got 'much', expected a size such as 24GiB"),
+        ("estimate run.yaml sdp.coverage", "expected key=value"),
+        ("estimate run.yaml sdp.coverige=0.5", "did you mean 'coverage'"),
+        ("estimate run.yaml sdp.coverage=0.4 --ranks 4", "0.4 of 4 subnetworks"),
+        ("estimate run.yaml trainin.bf16=true", "did you mean 'training'"),
+        ("estimate run.yaml model.hidden_size=wide", "model: Transformers cannot build 'llama'"),
+        ("estimate run.yaml model.model_type=lama", "model: Transformers cannot build 'lama'"),
+        ("estimate run.yaml data.sequence_length=0", "data.sequence_length: got 0, expected"),
+        ("estimate run.yaml training.per_device_train_batch_size=x", "train_micro_batch_size_per_gpu: got 'x'"),
+        ("estimate run.yaml deepspeed.zero_optimization.stage=3", "zero_optimization.stage: got 3"),
+        ("estimate run.yaml deepspeed.optimizer.type=OneBitAdam", "optimizer 'OneBitAdam'"),
+        ("plan missing.json", "missing.json"),
+        ("plan run.yaml sdp=off", f"has no {KEY}"),
+    ],
+)
+def test_mistakes(arguments: str, words: str, capsys: Capture) -> None:
+    assert words in error(capsys, *arguments.split())
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1\n", "\0", "[" * 5000])
+def test_a_file_that_is_no_recipe(text: str, capsys: Capture) -> None:
+    Path("run.yaml").write_text(text)
+    assert "run.yaml: " in error(capsys, "estimate", "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"model": {}}, "model.model_type: missing"),
+        ({"data": 3}, "section data: got 3, expected a mapping"),
+        ({"deepspeed": "missing.json"}, "missing.json: cannot be read"),
+        ({"deepspeed": CONFIG | {"bf16": 1}}, "deepspeed.bf16: got 1"),
+        ({KEY: SCHEDULE[KEY]}, "schedule: the plan cannot change"),
+        ({KEY: {"coverage": 0.5, "regime": "backward"}}, "FSDP2: "),
+    ],
+)
+def test_mistakes_of_a_recipe(sections: dict[str, Any], words: str, capsys: Capture) -> None:
+    write(**sections)
+    assert words in error(capsys, "estimate", "run.yaml", "--ranks", "4")
+
+
+# ---- plan -----------------------------------------------------------------------------------------------------------
+
+
+def test_plan_is_printed_saved_and_drawn(capsys: Capture) -> None:
+    shown = printed(capsys, "plan", "run.yaml", "--ranks", "4", "--save", "plan.json", "--plot", "plan.png")
+    table = Plan.load("plan.json")
+    assert len(table.subnetwork_of_rank) == 4
+    for unit, holders in zip(table.units, table.holders, strict=True):
+        assert re.search(rf"{re.escape(unit.name)} +{''.join('.#'[k in holders] for k in range(4))}\n", shown)
+    assert f"hash {table.hash[:16]}" in shown
+    assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+    assert table.hash[:16] in printed(capsys, "plan", "plan.json")
+
+
+def test_plan_takes_overrides_and_shows_warnings(capsys: Capture) -> None:
+    shown = printed(capsys, "plan", "run.yaml", "sdp={holders: 1}", "--ranks", "4")
+    assert "1 holders each" in shown
+    assert f"warning: {KEY}: " in shown or "warning: " in shown
+
+
+# ---- estimate -------------------------------------------------------------------------------------------------------
+
+
+def test_estimate_stands_beside_the_others(capsys: Capture) -> None:
+    found = columns(printed(capsys, "estimate", "run.yaml", "--ranks", "4"))
+    assert [*found] == ["SDP", "ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2"]
+    sdp, dense = found["SDP"], found["ZeRO-1"]
+    for row in ("weights", "gradients", "activations", "peak", "sent per step", "TFLOPs per step"):
+        assert 0 < sdp[row] < dense[row], row
+    assert found["ZeRO-2"]["gradients"] < dense["gradients"] / 3
+    assert found["ZeRO-3"]["weights"] == pytest.approx(dense["weights"] / 4, abs=0.01)
+
+
+def test_estimate_reads_what_training_says(capsys: Capture) -> None:
+    """Micro-steps, bf16 and activation checkpointing."""
+    plain = columns(printed(capsys, "estimate", "run.yaml"))["SDP"]
+    shown = printed(capsys, "estimate", "run.yaml", "training.bf16=true", "training.gradient_accumulation_steps=3")
+    assert "3,072 tokens per step" in shown
+    assert columns(shown)["SDP"]["weights"] == pytest.approx(plain["weights"] / 2, abs=0.02)
+    shown = printed(capsys, "estimate", "run.yaml", "training.gradient_checkpointing=true")
+    assert columns(shown)["SDP"]["activations"] < plain["activations"]
+    assert "SDP" not in columns(printed(capsys, "estimate", "run.yaml", "sdp=off"))
+
+
+def test_the_deepspeed_config_may_be_a_file(capsys: Capture) -> None:
+    whole = printed(capsys, "estimate", "run.yaml")
+    Path("ds.json").write_text(json.dumps(CONFIG))
+    write(deepspeed="ds.json")
+    assert printed(capsys, "estimate", "run.yaml") == whole
+
+
+def test_each_phase_of_a_schedule_is_estimated(capsys: Capture) -> None:
+    write(deepspeed=SCHEDULE)
+    first, second = printed(capsys, "estimate", "run.yaml", "--ranks", "4").split("phase 2 of 2: ")
+    assert first.startswith("phase 1 of 2: ")
+    write()
+    alone = printed(capsys, "estimate", "run.yaml", "sdp.coverage=1.0", "--ranks", "4")
+    assert columns("\n" + second.partition("\n")[2])["SDP"] == columns(alone)["SDP"]
+
+
+def test_fit_finds_the_largest_micro_batch(capsys: Capture) -> None:
+    arguments = ("estimate", "run.yaml", "--ranks", "4", "--fit", "16MiB")
+    found = columns(printed(capsys, *arguments))
+    rows = int(found["SDP"]["largest micro-batch"])
+    assert rows > found["ZeRO-1"]["largest micro-batch"] >= 0
+
+    def peak(size: int) -> float:
+        shown = printed(capsys, *arguments[:4], f"training.per_device_train_batch_size={size}")
+        return columns(shown)["SDP"]["peak"]
+
+    assert peak(rows) <= 16 < peak(rows + 1) + 0.02
+    assert columns(printed(capsys, *arguments[:5], "1MiB", code=1))["SDP"]["largest micro-batch"] == 0
+
+
+def test_estimate_of_fsdp2(capsys: Capture) -> None:
+    """Shards of fp32 weights and gradients, two moments."""
+    write(**{KEY: {"coverage": 0.5}})
+    found = columns(printed(capsys, "estimate", "run.yaml", "--ranks", "4"))
+    sdp = found["SDP"]
+    assert sdp["weights"] == sdp["gradients"] == pytest.approx(found["FSDP2"]["weights"], rel=0.1)
+    assert sdp["optimizer state"] == pytest.approx(2 * sdp["weights"], abs=0.02)
+    assert sdp["sent per step"] < found["FSDP2"]["sent per step"]
+
+
+def test_estimate_of_images(capsys: Capture) -> None:
+    resnet = {"model_type": "resnet", "layer_type": "basic", "hidden_sizes": [16, 32], "depths": [2, 2]}
+    found = []
+    for size in (32, 64):
+        write(model=resnet, data={"size": size})
+        shown = printed(capsys, "estimate", "run.yaml", "--ranks", "4")
+        assert "4 ranks, 16 images per step" in shown
+        found.append(columns(shown)["SDP"]["activations"])
+    assert found[1] > 3 * found[0]
+
+
+def test_env_names_versions(capsys: Capture) -> None:
+    import torch
+
+    shown = printed(capsys, "env")
+    assert f"sdp_deepspeed  {sdp_deepspeed.__version__}\n" in shown
+    assert re.search(rf"^torch +{re.escape(torch.__version__)}$", shown, re.MULTILINE)
