@@ -6,6 +6,7 @@ measured in one step that runs slower for it; do not time that step.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -214,3 +215,10 @@ def measured_step(engine: Any, *, others: Iterable[torch.Tensor] = ()) -> Iterat
         phases.remove()
         watch.remove()
     phases.finish()
+
+
+def live_tensors() -> list[torch.Tensor]:
+    """All tensors, however they are reached; what was there before `gc.freeze()` is not found."""
+    gc.collect()
+    found = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+    return [tensor for tensor in found if tensor.device.type != "meta"]  # which takes no memory
