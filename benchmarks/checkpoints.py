@@ -25,7 +25,7 @@ from benchmarks.common.contestants import PRECISIONS, Contestant, build_engine, 
 from benchmarks.common.device import seconds as now
 from benchmarks.common.models import LARGE, LLAMAS, SMALL, Shape
 from benchmarks.common.ranks import option_parser, run
-from sdp_deepspeed.config import Mode
+from sdp_deepspeed.config import KEY, Mode
 
 MODELS = {"small": SMALL, "large": LARGE, "134M": LLAMAS["134M"]}
 MODE = Mode("forward", "block")
@@ -57,16 +57,23 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_one(contestant: Contestant, model: Shape, precision: str, folder: Path) -> tuple[dict[str, float], int]:
-    """Seconds of the slowest rank, and bytes on the disk."""
-    engine = build_engine(model, contestant.config(precision, bucket=20_000_000))
-    train(engine, torch.randint(0, model["vocab_size"], (1, 16)))
+    """Seconds of the slowest rank, and bytes on the disk. An asynchronous save blocks twice: the first one allocates
+    the copy, and the second one counts."""
+    config = contestant.config(precision, bucket=20_000_000)
+    engine = trained_engine(model, config)
     seconds = {"save": timed(lambda: engine.save_checkpoint(str(folder), tag="one"))}
     seconds["save and sync"] = seconds["save"] + timed(os.sync)
     seconds["load"] = timed(lambda: engine.load_checkpoint(str(folder), tag="one"))
-    if contestant.mode is not None:
-        seconds |= asynchronous(engine, folder)
-    size = sum(path.stat().st_size for path in (folder / "one").rglob("*"))
     engine.destroy()
+    if contestant.mode is not None:
+        config[KEY]["checkpoint"] = {"asynchronous": True}
+        other = trained_engine(model, config)
+        other.save_checkpoint(str(folder), tag="two")
+        other.wait_for_checkpoint()
+        seconds["asynchronous save blocks"] = timed(lambda: other.save_checkpoint(str(folder), tag="two"))
+        seconds["until it is on disk"] = seconds["asynchronous save blocks"] + timed(other.wait_for_checkpoint)
+        other.destroy()
+    size = sum(path.stat().st_size for path in (folder / "one").rglob("*"))
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
@@ -74,23 +81,11 @@ def measure_one(contestant: Contestant, model: Shape, precision: str, folder: Pa
     return seconds, size
 
 
-def asynchronous(engine: Any, folder: Path) -> dict[str, float]:
-    """Seconds for which two asynchronous saves block, of which the first allocates its copy, and until the second is
-    complete."""
-    options = engine.block.checkpoint
-    object.__setattr__(options, "asynchronous", True)
-    try:
-        first = timed(lambda: engine.save_checkpoint(str(folder), tag="two"))
-        engine.wait_for_checkpoint()
-        blocked = timed(lambda: engine.save_checkpoint(str(folder), tag="two"))
-        rest = timed(engine.wait_for_checkpoint)
-    finally:
-        object.__setattr__(options, "asynchronous", False)
-    return {
-        "first asynchronous save blocks": first,
-        "asynchronous save blocks": blocked,
-        "until it is on disk": blocked + rest,
-    }
+def trained_engine(model: Shape, config: dict[str, Any]) -> Any:
+    """With an optimizer state to save."""
+    engine = build_engine(model, config)
+    train(engine, torch.randint(0, model["vocab_size"], (1, 16)))
+    return engine
 
 
 def timed(work: Callable[[], Any]) -> float:

@@ -2,7 +2,8 @@
 
     deepspeed --num_gpus 4 benchmarks/quickstart.py configs/recipes/quickstart.yaml
 
-Measured steps are slower; nothing is timed. The figures, the most of all ranks, are in `measured.json` of the run.
+Measured steps are slower; nothing is timed. The figures, the most of all ranks, and the history of losses are in
+`measured.json` of the run.
 """
 
 from __future__ import annotations
@@ -57,11 +58,20 @@ class MeasureSteps(TrainerCallback):
                 "sent": max(one.sent for one in everyone),
                 "flops": max(one.flops for one in everyone),
             }
-            if dist.get_rank() == 0:
-                path = Path(args.output_dir, FILE)
-                known = json.loads(path.read_text()) if path.exists() else {}
-                path.write_text(json.dumps(known | {str(phase): figures}, indent=1))
+            known = self.read(args).get("phases", {})
+            self.write(args, {"phases": known | {str(phase): figures}})
         self.figures.clear()
+
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.write(args, {"history": state.log_history})
+
+    def read(self, args: Any) -> dict[str, Any]:
+        path = Path(args.output_dir, FILE)
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+
+    def write(self, args: Any, new: dict[str, Any]) -> None:
+        if dist.get_rank() == 0:
+            Path(args.output_dir, FILE).write_text(json.dumps(self.read(args) | new, indent=1))
 
 
 def main() -> None:

@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.provenance import provenance
 from benchmarks.learning.cell import Cell, Resources, identity, run
 from benchmarks.learning.subjects import SETS, STUDIES, SUBJECTS
+from benchmarks.quality import TUNING_SEED, tuned_rate
 from sdp_deepspeed.atomic_files import write_text
 
-TUNING_SEED = 99  # learning rates are chosen with it; no figure has it
 RATE_FACTORS = (0.5, 1.0, 2.0)
 
 
@@ -109,16 +109,6 @@ def _named(patterns: Sequence[str]) -> list[str]:
             raise ValueError(f"--only: no subject is named {pattern!r}; --list shows all")
         named |= dict.fromkeys(found)
     return list(named)
-
-
-def tuned_rate(cells: Sequence[Mapping[str, Any]], study: str, subject: str) -> float | None:
-    """The best of the longest runs with the tuning seed; None where nothing was tried."""
-    key = (study, subject, TUNING_SEED)
-    tried = [cell for cell in cells if (cell["study"], cell["subject"], cell["seed"]) == key]
-    longest = max((cell["budget"] for cell in tried), default=None)
-    last = [cell for cell in tried if cell["budget"] == longest and math.isfinite(cell["loss"])]
-    best = min(last, key=lambda cell: cell["loss"], default=None)
-    return None if best is None else float(best["rate"])
 
 
 def work(cells: Sequence[Cell], store: Store, pool: Executor, *, num_processes: int, resources: Resources) -> None:

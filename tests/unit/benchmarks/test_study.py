@@ -19,7 +19,8 @@ from benchmarks.learning.dropping import Dropping
 from benchmarks.learning.plans import Planner, dense_flops
 from benchmarks.learning.subjects import SETS, STUDIES, SUBJECTS, Size, Study, Subject
 from benchmarks.learning.text import Corpus
-from benchmarks.study import TUNING_SEED, Store, cells, parse_arguments, tuned_rate, work
+from benchmarks.quality import TUNING_SEED, tuned_rate
+from benchmarks.study import Store, cells, parse_arguments, work
 from sdp_deepspeed.estimate.flops import FlopCounter
 
 SIZE = Size(width=64, depth=2, length=16)  # as many heads as a quarter of four workers needs
