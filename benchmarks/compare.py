@@ -33,20 +33,14 @@ from benchmarks.common.bounds import fewest_bytes
 from benchmarks.common.contestants import DDP, Batch, Contestant, groups, train
 from benchmarks.common.device import device, device_name, seconds
 from benchmarks.common.measured_step import live_tensors, measured_step
-from benchmarks.common.models import LARGE, MEDIUM, NARROW, SEQUENCE_LENGTH, SMALL, WIDE, num_parameters
+from benchmarks.common.models import LARGE, NARROW, SEQUENCE_LENGTH, SMALL, num_parameters
 from benchmarks.common.provenance import provenance, write_result
 from benchmarks.common.ranks import found_before, gather, option_parser, run, show
 from benchmarks.common.split import split_step
 from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.config import MODES
 
-MODELS = {
-    "small": SMALL,
-    "wide": WIDE,
-    "large": LARGE,
-    "medium": MEDIUM,
-    "tiny": NARROW | {"num_hidden_layers": 2},
-}
+MODELS = {"small": SMALL, "large": LARGE, "tiny": NARROW | {"num_hidden_layers": 2}}
 SAME_LOSS = 1e-5  # greatest difference of two that train the same in fp32, in each of the first steps
 _KEPT = ("weights", "gradients", "optimizer", "peak", "peak_backward", "peak_step", "activations", "flops", "sent")
 
@@ -55,7 +49,7 @@ def main() -> None:
     parser = option_parser(__doc__)
     add = parser.add_argument
     add("--only", nargs="+", default=[""], help="groups whose names one of these expressions finds; the rest later")
-    add("--model", choices=list(MODELS), default="small", help="(default: 6.6M parameters)")
+    add("--model", choices=list(MODELS), default="small", help="6.6M (default), 50M or few parameters")
     add("--sequence", type=int, default=SEQUENCE_LENGTH, help="tokens of a sequence")
     add("--micro-batch", type=int, default=1, help="sequences of each rank")
     add("--precision", choices=["fp32", "bf16"], default="fp32")

@@ -87,6 +87,7 @@ def test_a_budget_is_spent_and_not_more() -> None:
         assert [point["step"] for point in result["curve"]] == [round(result["steps"] / 2), result["steps"]]
 
 
+@pytest.mark.slow
 def test_all_subjects_have_plans() -> None:
     for subject in SUBJECTS.values():
         next(Planner(subject, STUDIES["text"]).plans(100))
