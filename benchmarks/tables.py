@@ -240,26 +240,27 @@ def host_time(result: Result) -> str:
     return f"{result['model']['num_hidden_layers']} layers; {_commit(result)}:\n\n" + table(heads, rows)
 
 
-def gpu(result: Result) -> str:
-    """One rank of eight: step, peak and the largest micro-batch."""
+def gpu(sizes: Result, values: Result, groups: Result) -> str:
+    """Step and peak of one rank of eight, without activation checkpointing."""
+    cells = {(cell["name"], cell["size"]): cell for cell in sizes["results"] if not cell["checkpointing"]}
+    models = list(dict.fromkeys(size for _, size in cells))
     rows = []
-    for cell in result["results"]:
-        if cell["checkpointing"] or not re.search(
-            "DDP|ZeRO-1|FSDP2|forward x block|forward x neuron, C=0.5", cell["subject"]
-        ):
-            continue
-        name = f"{cell['size']}, {cell['subject']}"
-        if "not_measured" in cell:
-            rows.append([name, "too large", "", "", ""])
-            continue
-        peak = cell["peaks"].get(str(cell["rows"]))
-        largest = [(cell["largest"] or {}).get(limit) or {} for limit in ("24", "80")]
-        cells = [f"{1e3 * statistics.median(cell['seconds']):.1f}", "" if cell["mfu"] is None else f"{cell['mfu']:.2f}"]
-        cells.append("" if peak is None else f"{peak / 2**30:.1f}")
-        rows.append([name, *cells, " / ".join(str(of.get("rows", "-")) for of in largest)])
-    devices = " and ".join(dict.fromkeys(cell["device"] for cell in result["results"]))
-    heads = ["", "step, ms", "FLOPs utilization", "peak, GiB", "rows that fit into 24 / 80 GB"]
-    return f"{devices}, rank 3 of 8 without its peers, bf16; {_commit(result)}:\n\n" + table(heads, rows)
+    for name in dict.fromkeys(name for name, _ in cells):
+        rows.append([name])
+        for cell in (cells.get((name, size), {}) for size in models):
+            is_there = "seconds" in cell
+            rows[-1] += [f"{1e3 * cell['median']:.0f}" if is_there else "", _gib(cell["peak"]) if is_there else ""]
+    first = next(iter(cells.values()))
+    caption = f"{sizes['device']}, rank 3 of 8 without its peers, bf16, batch {first['rows']} x {first['sequence']}; "
+    heads = ["", *(head for size in models for head in (f"{size}: step, ms", "peak, GiB"))]
+    outcomes, each = values["outcomes"], statistics.median(groups["bytes_of_each"]) / MIB
+    tests = f"Of the tests marked `gpu`, {outcomes['passed']} passed and {outcomes.get('failure', 0)} failed. "
+    tests += f"A process group of NCCL takes {each:.0f} MiB of the GPU's memory."
+    return f"{caption}{_commit(sizes)}:\n\n{table(heads, rows)}\n\n{tests}"
+
+
+def _gib(num_bytes: float | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / 2**30:.1f}"
 
 
 def spread(values: Sequence[float]) -> str:
@@ -287,7 +288,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "few-data": (few_data, ("learning",)),
     "checkpoints": (checkpoints, ("checkpoints_4_ranks",)),
     "host-time": (host_time, ("host_time",)),
-    "gpu": (gpu, ("gpu_sizes",)),
+    "gpu": (gpu, ("gpu_sizes", "gpu_values", "gpu_groups")),
 }
 
 
