@@ -161,7 +161,8 @@ def quickstart(result: Mapping[str, Any]) -> str:
         spent = [0.0]
         for flops in per_step:
             spent.append(spent[-1] + flops / 1e12)
-        losses = [(spent[log["step"]], log["loss"]) for log in run["history"] if "loss" in log]
+        keys = ("loss", "subnetwork_loss")
+        losses = [(spent[log["step"]], log[key]) for log in run["history"] for key in keys if key in log]
         dense = [(spent[log["step"]], log["eval_loss"]) for log in run["history"] if "eval_loss" in log]
         curves.append((losses, dense))
         steps, first = [], 0

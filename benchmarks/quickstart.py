@@ -58,20 +58,18 @@ class MeasureSteps(TrainerCallback):
                 "sent": max(one.sent for one in everyone),
                 "flops": max(one.flops for one in everyone),
             }
-            known = self.read(args).get("phases", {})
-            self.write(args, {"phases": known | {str(phase): figures}})
+            self.keep(args, {str(phase): figures}, state.log_history)
         self.figures.clear()
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.write(args, {"history": state.log_history})
+        self.keep(args, {}, state.log_history)
 
-    def read(self, args: Any) -> dict[str, Any]:
-        path = Path(args.output_dir, FILE)
-        return dict(json.loads(path.read_text())) if path.exists() else {}
-
-    def write(self, args: Any, new: dict[str, Any]) -> None:
+    def keep(self, args: Any, phases: dict[str, Any], history: list[dict[str, Any]]) -> None:
+        """Rank 0 alone touches the file."""
         if dist.get_rank() == 0:
-            Path(args.output_dir, FILE).write_text(json.dumps(self.read(args) | new, indent=1))
+            path = Path(args.output_dir, FILE)
+            known = json.loads(path.read_text()) if path.exists() else {"phases": {}}
+            path.write_text(json.dumps({"phases": known["phases"] | phases, "history": history}, indent=1))
 
 
 def main() -> None:
