@@ -1,30 +1,53 @@
-"""Set two runs of quickstart.py side by side.
+"""Set two runs of quickstart.py side by side, and with --output keep their raw figures.
 
-python benchmarks/quickstart_table.py runs/quickstart runs/quickstart_zero1
+python benchmarks/quickstart_table.py runs/quickstart runs/quickstart_zero1 --output benchmarks/results/quickstart.json
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
+from benchmarks.common.provenance import write_result
 
 
-def table(subject: Path, plain: Path) -> str:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folders", type=Path, nargs=2, help="of the run with SDP, and of the plain one")
+    parser.add_argument("--output", help="where the raw figures go, as JSON")
+    options = parser.parse_args()
+    runs = {folder.name: read(folder) for folder in options.folders}
+    print(table(runs))
+    if options.output:
+        write_result(options.output, {"what": "quickstart", "runs": runs})
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Figures of each phase in their order, the history of losses, and the dense loss in the end."""
+    measured = json.loads((folder / "measured.json").read_text())
+    loss = json.loads((folder / "eval_results.json").read_text())["eval_loss"]
+    phases = [measured["phases"][number] for number in sorted(measured["phases"], key=int)]
+    return {"phases": phases, "history": measured["history"], "loss": loss}
+
+
+def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
     """What a worker holds, computes and sends in each phase and in the whole run, beside the plain run."""
     columns: dict[str, list[str]] = {"": ["steps", "model state", "peak memory", "TFLOPs", "sent", "dense loss"]}
-    for folder in (subject, plain):
-        phases = [*json.loads((folder / "measured.json").read_text()).values()]
-        loss = json.loads((folder / "eval_results.json").read_text())["eval_loss"]
-        if len(phases) > 1:
-            columns |= {f"phase {number}": _column([one], "") for number, one in enumerate(phases, 1)}
-        columns[folder.name] = _column(phases, f"{loss:.3f}")
+    for name, run in runs.items():
+        if len(run["phases"]) > 1:
+            columns |= {f"phase {number}": _column([one], "") for number, one in enumerate(run["phases"], 1)}
+        columns[name] = _column(run["phases"], f"{run['loss']:.3f}")
     widths = [max(map(len, (name, *cells))) for name, cells in columns.items()]
     rows = [[*columns], *map(list, zip(*columns.values(), strict=True))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def _column(phases: list[dict[str, int]], loss: str) -> list[str]:
+def _column(phases: Sequence[Mapping[str, int]], loss: str) -> list[str]:
     total = {name: sum(one["steps"] * one[name] for one in phases) for name in ("flops", "sent")}
     state, peak = (max(one[name] for one in phases) / 2**20 for name in ("state", "peak"))
     steps = sum(one["steps"] for one in phases)
@@ -39,4 +62,4 @@ def _column(phases: list[dict[str, int]], loss: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(table(*map(Path, sys.argv[1:])))
+    main()

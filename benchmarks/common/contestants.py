@@ -1,76 +1,81 @@
-"""Who is measured against whom: plain DeepSpeed and the modes of the method, by ZeRO stage and precision."""
+"""Who is measured: PyTorch's DDP and FSDP2, DeepSpeed's ZeRO, and subnetwork data parallelism (SDP) over both hosts."""
 
 from __future__ import annotations
 
-import gc
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import sdp_deepspeed  # noqa: F401  (so that DeepSpeed knows the config's block)
-from benchmarks.common.models import Shape
-from sdp_deepspeed.architectures import unit_costs
+import sdp_deepspeed  # also so that DeepSpeed knows the config's block
+from benchmarks.common.device import device
+from benchmarks.common.models import Shape, num_parameters
 from sdp_deepspeed.config import KEY, MODES, Mode
-from sdp_deepspeed.estimate.per_rank import Precision
+from sdp_deepspeed.fsdp import clip_grad_norm_, param_groups, sharded_model_of
+from sdp_deepspeed.fsdp.sharded_model import is_sharded
 
+Host = Literal["DeepSpeed", "DDP", "DDP, activation checkpointing", "FSDP2"]
 Batch = torch.Tensor | Mapping[str, torch.Tensor]  # tokens [sequences, length]; or what a model takes, by name
-STAGES = {0: "SDP, stage 0", 1: "SDP + ZeRO-1", 2: "SDP + ZeRO-2"}  # rows of the table of bytes per parameter
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "bf16, fp32 accumulation": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
-}
-
-
-def bytes_of(precision: str) -> Precision:
-    """Bytes per element of one of PRECISIONS."""
-    return Precision.of("fp32" if precision == "fp32" else "bf16", accumulate_in_fp32="accumulation" in precision)
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+CLIPPING = 1.0
+_LAYERS_AT_ONCE = 2  # that ZeRO-3 gathers; DeepSpeed's defaults would keep all of so small a model on every rank
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One row of a result: plain DeepSpeed when `mode` is None.
+    """One row of a result.
 
     Args:
-        stage: of ZeRO.
-        coverage: C, of the contestants that have a mode.
-        subnetworks: k, if there are fewer than ranks.
+        stage: of ZeRO, or the one that the host is most like.
+        mode: of SDP; None for plain data parallelism.
+        coverage: C, of those with a mode.
+        subnetworks: k, if not the default.
+        host: what trains.
     """
 
     stage: int
     mode: Mode | None = None
     coverage: float = 1.0
     subnetworks: int | None = None
+    host: Host = "DeepSpeed"
 
     @property
     def name(self) -> str:
-        """Without the coverage, which is the same for all in most results."""
+        host = f"ZeRO-{self.stage}" if self.host == "DeepSpeed" else self.host
         if self.mode is None:
-            return f"ZeRO-{self.stage}"
-        return STAGES[self.stage].replace("SDP", str(self.mode))
+            return host
+        replicas = f" k={self.subnetworks}" if self.subnetworks else ""
+        return f"{self.mode} + {host} C={self.coverage:g}{replicas}"
 
-    def runs_in(self, precision: str) -> bool:
-        """DeepSpeed refuses fp32 sums at stage 0."""
-        return self.stage > 0 or "accumulation" not in precision
+    @property
+    def trains(self) -> str:
+        """Equal for contestants whose losses must be equal. C = 1 is data parallelism."""
+        if self.mode is None or self.coverage == 1:
+            return "the dense model"
+        return f"{self.mode} C={self.coverage:g} k={self.subnetworks}"
 
     def config(self, precision: str, *, bucket: int, fused: bool = False, overlap: bool = False) -> dict[str, Any]:
         """DeepSpeed's config.
 
         Args:
             bucket: elements of both kinds of buckets.
-            fused: torch's AdamW that needs no scratch memory, instead of the one that does.
+            fused: torch's fused AdamW, which needs no scratch memory.
+            overlap: `overlap_comm`.
         """
         zero = {"stage": self.stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
-        adam = {"lr": 1e-4, "torch_adam": True, "fused": fused}  # said, or ours alone would choose the fused one
         config = {
             "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "AdamW", "params": adam},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": fused}},
             "zero_optimization": zero | {"overlap_comm": overlap},
             **PRECISIONS[precision],
         }
@@ -79,41 +84,189 @@ class Contestant:
             config[KEY] |= {"subnetworks": self.subnetworks} if self.subnetworks else {}
         return config
 
+    def build(self, shape: Shape, precision: str, *, micro_batch: int, bucket: int, overlap: bool = False) -> Any:
+        """Its engine on a fresh model, clipping gradients, with fused AdamW. Every rank calls it."""
+        if self.host.startswith("DDP"):
+            return _build_ddp(shape, precision, bucket=bucket, checkpointing=self.host != "DDP")
+        config = self.config(precision, bucket=bucket, fused=True, overlap=overlap)
+        if self.host == "FSDP2":
+            return _build_fsdp2(shape, precision, config.get(KEY))
+        if self.stage == 3:
+            config["zero_optimization"] |= _sharded_weights(shape)
+        config |= {"train_micro_batch_size_per_gpu": micro_batch, "gradient_clipping": CLIPPING}
+        engine = build_engine(shape, config)
+        if self.stage == 3:  # weights that measured_step would not find
+            engine.lacking_tensors = lambda: [parameter.ds_tensor for parameter in engine.module.parameters()]
+        return engine
 
-def everybody(coverage: float, stages: Sequence[int] = tuple(STAGES)) -> list[Contestant]:
-    """Plain DeepSpeed first."""
-    plain = [Contestant(stage) for stage in stages]
-    return plain + [Contestant(stage, mode, coverage) for mode, stage in itertools.product(MODES, stages)]
+
+DDP = Contestant(0, host="DDP")
+FSDP2 = Contestant(3, host="FSDP2")
+
+
+def groups(
+    modes: Sequence[Mode], stages: Sequence[int], coverages: Sequence[float], num_ranks: int
+) -> dict[str, list[Contestant]]:
+    """Engines of all do not fit into memory together, so they are measured in groups by name. DDP is in each, first.
+
+    "main": everybody who is plain, and the rows of SDP by which a user decides. "hosts": SDP over FSDP2 and over
+    DeepSpeed. Then each mode at each stage, beside DeepSpeed at that stage.
+    """
+    block, neuron, backward = MODES[0], Mode("forward", "neuron"), Mode("backward", "block")
+    plain = [DDP, Contestant(0, host="DDP, activation checkpointing"), *map(Contestant, (0, 1, 2, 3)), FSDP2]
+    chosen = [Contestant(1, block, coverage) for coverage in (1, 0.5, 0.25)]
+    chosen += [Contestant(1, neuron, 0.5), Contestant(1, backward, 0.5), Contestant(2, block, 0.5)]
+    chosen += [Contestant(3, block, coverage, host="FSDP2") for coverage in (1, 0.5)]
+    found = {"main": plain + chosen}
+    cells = [
+        (mode, coverage)
+        for mode in modes
+        for coverage in coverages
+        if mode.regime == "forward" and (mode.strategy == "block" or coverage == 0.5)  # the forward regime is FSDP2's
+    ]
+    hosts = [Contestant(3, mode, coverage, host="FSDP2") for mode, coverage in cells]
+    hosts += [Contestant(stage, mode, coverage) for stage in stages if stage for mode, coverage in cells]
+    found["hosts"] = [DDP, FSDP2, Contestant(3), *hosts]
+    for stage, mode in itertools.product(stages, modes):
+        ours = [Contestant(stage, mode, coverage) for coverage in coverages]
+        found[f"{mode}, stage {stage}"] = [DDP, Contestant(stage), *ours]
+    return {name: [row for row in rows if _possible(row.coverage, num_ranks)] for name, rows in found.items()}
+
+
+def _possible(coverage: float, num_ranks: int) -> bool:
+    """Whether so many ranks can have it: a whole number of holders, at least one."""
+    return coverage * num_ranks >= 1 and not coverage * num_ranks % 1
+
+
+class PlainEngine(torch.nn.Module):
+    """Plain PyTorch behind the few calls that a training loop makes of DeepSpeed's engine.
+
+    Args:
+        module: whose parameters are trained.
+        runs: what a forward pass calls: the module, or what wraps it.
+        optimizer: torch's.
+        stage: the ZeRO stage that it is most like, which says where gradients are.
+        autocast: what a forward pass runs in.
+        scheduler: of the learning rate, stepped after each step.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        runs: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        stage: int,
+        autocast: AbstractContextManager[object] | None = None,
+        scheduler: Any = None,
+    ) -> None:
+        super().__init__()
+        self.module, self.runs, self.optimizer, self.scheduler = module, runs, optimizer, scheduler
+        self._stage, self._autocast = stage, autocast or nullcontext()
+
+    @property
+    def device(self) -> torch.device:
+        return device()
+
+    @property
+    def plan(self) -> Any:
+        """Of SDP over FSDP2."""
+        return sharded_model_of(self.module).plan
+
+    def gradient_accumulation_steps(self) -> int:
+        return 1
+
+    def zero_optimization_stage(self) -> int:
+        return self._stage
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        self.optimizer.zero_grad()
+        with self._autocast:
+            return self.runs(**batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        if is_sharded(self.module):
+            clip_grad_norm_(self.module, CLIPPING)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.module.parameters(), CLIPPING)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def destroy(self) -> None:
+        """What it holds goes with it."""
+
+
+def _build_ddp(shape: Shape, precision: str, *, bucket: int, checkpointing: bool) -> PlainEngine:
+    """fp32 weights; autocast for bf16."""
+    model = _fresh_model(shape).to(device())
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    autocast = torch.autocast(device().type, torch.bfloat16) if precision != "fp32" else nullcontext()
+    return PlainEngine(model, in_ddp(model, bucket=bucket), _adamw(model.parameters()), stage=0, autocast=autocast)
+
+
+def in_ddp(model: torch.nn.Module, *, bucket: int) -> torch.nn.Module:
+    """With gradients as views of its buckets, which saves a copy.
+
+    Args:
+        bucket: elements, in fp32.
+    """
+    _silence_renamed_functions()
+    return DistributedDataParallel(
+        model, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=max(1, bucket * 4 // 2**20)
+    )
+
+
+def _build_fsdp2(shape: Shape, precision: str, block: Mapping[str, Any] | None) -> PlainEngine:
+    """Plain: every layer sharded over all ranks, and the rest. With SDP's block: each unit over its holders. For bf16
+    weights and gradients travel in bf16, and fp32 is stored and stepped."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision != "fp32" else None)
+    model = _fresh_model(shape).to(device())
+    _silence_renamed_functions()
+    if block is not None:
+        model = sdp_deepspeed.fully_shard(model, None, block, mp_policy=policy)
+        return PlainEngine(model, model, _adamw(param_groups(model)), stage=3)
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    return PlainEngine(model, model, _adamw(model.parameters()), stage=3)
+
+
+def _silence_renamed_functions() -> None:
+    """torch 2.13 warns at every call of names that older versions need."""
+    warnings.filterwarnings("ignore", ".* is deprecated", FutureWarning, r"torch|transformers|benchmarks")
+
+
+def _sharded_weights(shape: Shape) -> dict[str, int]:
+    """Settings with which ZeRO-3 keeps no more weights than it needs soon, as FSDP2 does."""
+    one = num_parameters(shape | {"num_hidden_layers": 1}) - num_parameters(shape | {"num_hidden_layers": 0})
+    return {
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_max_live_parameters": _LAYERS_AT_ONCE * one,
+        "stage3_prefetch_bucket_size": one,
+    }
+
+
+def _fresh_model(shape: Shape) -> Any:
+    """The same on all ranks."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**shape | {"use_cache": False}))
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
 def build_engine(shape: Shape, config: dict[str, Any]) -> Any:
-    """An engine of a fresh Llama, the same on all ranks."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**shape))
+    """DeepSpeed's, on a fresh Llama, the same on all ranks."""
+    model = _fresh_model(shape)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine
-
-
-def spectral_gap(shape: Shape, engine: Any) -> float | None:
-    """Of the engine's plan, units weighted by their parameters; None for plain DeepSpeed."""
-    if not hasattr(engine, "plan"):
-        return None
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**shape))
-    weights = [cost.num_parameters for cost in unit_costs(model, engine.plan.units)]
-    return float(engine.plan.spectral_gap(weights))
-
-
-@contextmanager
-def engine_of(shape: Shape, config: dict[str, Any]) -> Iterator[Any]:
-    """An engine, and nothing of it left afterward."""
-    engine = build_engine(shape, config)
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-        del engine
-        gc.collect()
 
 
 def inputs_of(batch: Batch) -> Mapping[str, torch.Tensor]:
@@ -134,3 +287,18 @@ def train(engine: Any, batch: Batch) -> torch.Tensor:
         loss = loss.detach()  # nothing of the pass is kept in the step
         engine.step()
     return loss
+
+
+def dense_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Of all parameters of the dense model."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def pieces_of(plan: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """Of each piece of a parameter that is in a unit: the parameter's name, its elements, the ranks that hold it."""
+    for number, unit in enumerate(plan.units):
+        for piece in unit.pieces:
+            if piece.kind == "parameter":
+                yield piece.parameter, piece.num_elements(shapes[piece.parameter]), tuple(plan.ranks_of(number))

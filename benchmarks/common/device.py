@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -29,16 +28,6 @@ def seconds() -> float:
     """A time, once everything that was started on the device is done."""
     get_accelerator().synchronize()
     return time.perf_counter()
-
-
-def device_events(profiler: Any) -> list[Any]:
-    """Kernels, copies and fills of a GPU. Torch's profiler has them beside calls of the driver, and ranges that
-    somebody named, which span several."""
-    return [
-        event
-        for event in profiler.events() or ()
-        if event.device_type != torch.autograd.DeviceType.CPU and not getattr(event, "is_user_annotation", False)
-    ]
 
 
 def device_name() -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -79,9 +77,3 @@ def gradient_tensors(engine: Any) -> list[torch.Tensor]:
     for name in HOST_GRADIENT_ATTRIBUTES:
         held += tensors_in(getattr(engine.optimizer, name, None))
     return held
-
-
-def resident_bytes() -> int:
-    """Largest resident set of this process since its start."""
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest if sys.platform == "darwin" else largest * 1024

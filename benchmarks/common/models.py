@@ -17,24 +17,6 @@ SMALL: Shape = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": True,
 }
-# 13.2M parameters in fewer, wider layers, where matrix products weigh more against everything else.
-WIDE: Shape = SMALL | {
-    "hidden_size": 512,
-    "intermediate_size": 1376,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-}
-# 110M parameters: 85M in 12 layers, the rest embeddings; for GPUs.
-MEDIUM: Shape = SMALL | {
-    "vocab_size": 32000,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "max_position_embeddings": 2048,
-}
 # 50.2M parameters: 49.6M in 10 layers, the rest embeddings of few tokens, so that logits are small.
 LARGE: Shape = SMALL | {
     "hidden_size": 640,
@@ -43,7 +25,7 @@ LARGE: Shape = SMALL | {
     "num_attention_heads": 10,
     "num_key_value_heads": 10,
 }
-# Untied, for GPUs and predictions.
+# Untied, for GPUs.
 _LLAMA: Shape = {
     "vocab_size": 32000,
     "max_position_embeddings": 2048,

@@ -1,11 +1,12 @@
-"""What the scripts that the deepspeed launcher starts have in common: options, the device and its backend, and
-one rank that writes."""
+"""What scripts that a launcher starts on all ranks have in common: options, start, one rank that writes, resuming."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import deepspeed
@@ -27,14 +28,17 @@ def option_parser(docstring: str | None) -> argparse.ArgumentParser:
 
 
 def run(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], dict[str, Any]]) -> None:
-    """Measure on all ranks; rank 0 writes what it got."""
+    """Measure on all ranks; rank 0 writes what it got. A ValueError, which all ranks must have, is one line of it."""
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     take_device()
     deepspeed.init_distributed(backend())
-    result = measure(arguments) | {"device": device_name()}
+    try:
+        result = measure(arguments)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}" if dist.get_rank() == 0 else 2) from None
     if dist.get_rank() == 0:
-        write_result(arguments.output, result)
+        write_result(arguments.output, result | {"device": device_name()})
     dist.barrier()
     dist.destroy_process_group()
 
@@ -50,3 +54,25 @@ def show(text: str) -> None:
     """Print on rank 0."""
     if dist.get_rank() == 0:
         print(text, flush=True)
+
+
+def found_before(output: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file has, on all ranks; empty if there is none. Every rank calls it.
+
+    Args:
+        facts: of this run; another run's file is not gone on with.
+
+    Raises:
+        ValueError: the file is of another run; on all ranks.
+    """
+    path, found = Path(output), dict[str, Any]()
+    if dist.get_rank() == 0 and path.is_file():
+        found = json.loads(path.read_text(encoding="utf-8"))
+    found = gather(found)[0]
+    mine: dict[str, Any] = json.loads(json.dumps(facts))
+    theirs, ours = ({**result, **result.get("arguments", {})} for result in (found, mine))
+    names = [name for name in ours if name not in ("arguments", "output", "local_rank")]
+    others = [name for name in names if found and theirs.get(name) != ours[name]]
+    if others:
+        raise ValueError(f"{path} is of a run with another {', '.join(others)}; name another file or remove this one")
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -92,12 +93,20 @@ class TrafficCounter(TorchDispatchMode):
     Attributes:
         bytes_by_operator: bytes sent, by c10d operator.
         calls_by_operator: number of calls, by c10d operator.
+        groups: names of the process groups that were used.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes_by_operator: Counter[str] = Counter()
         self.calls_by_operator: Counter[str] = Counter()
+        self.groups: set[str] = set()
+        self._num_collectives = Fraction(0)
+
+    @property
+    def num_collectives(self) -> int:
+        """Calls; messages of one rank to all others of its group count as one collective."""
+        return round(self._num_collectives)
 
     @property
     def total(self) -> int:
@@ -116,5 +125,8 @@ class TrafficCounter(TorchDispatchMode):
         group = dist.ProcessGroup.unbox(arguments["process_group"]) if "process_group" in arguments else None
         if group is None or group.size() == 1:
             return
+        self.groups.add(group.group_name)
         self.calls_by_operator[operator] += 1
+        if operator not in _CONTROL:
+            self._num_collectives += Fraction(1, group.size() - 1 if operator == "send" else 1)
         self.bytes_by_operator[operator] += sent_bytes(operator, arguments, group.size(), group.rank())

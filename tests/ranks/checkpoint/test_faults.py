@@ -1,7 +1,4 @@
-"""Ranks killed at any moment, full disks, disks that cannot be written: nothing is lost, nobody waits for ever.
-
-The long version of the kills is benchmarks/fault_injection.py.
-"""
+"""Ranks killed at any moment, full disks, disks that cannot be written: nothing is lost, nobody waits for ever."""
 
 from __future__ import annotations
 

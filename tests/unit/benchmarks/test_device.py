@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -39,13 +38,3 @@ def test_the_clock_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(time, "perf_counter", lambda: said.append("read"))
     device.seconds()
     assert said == ["done", "read"]
-
-
-def test_what_ran_on_a_gpu_is_told_from_what_started_it() -> None:
-    kinds = torch.autograd.DeviceType
-    kernel = SimpleNamespace(name="gemm", device_type=kinds.CUDA, is_user_annotation=False)
-    others = [
-        SimpleNamespace(name="cudaLaunchKernel", device_type=kinds.CPU),
-        SimpleNamespace(name="Optimizer.step", device_type=kinds.CUDA, is_user_annotation=True),
-    ]
-    assert device.device_events(mock.Mock(**{"events.return_value": [*others, kernel]})) == [kernel]

@@ -1,0 +1,296 @@
+"""All that docs/results.md shows, from the raw figures in benchmarks/results: its tables, and the figures of docs/.
+
+    python benchmarks/tables.py           # writes docs/results.md and docs/*.svg
+    python benchmarks/tables.py --check   # only says whether they are current
+
+Tables are between `<!-- name -->` and `<!-- /name -->`. A table whose raw figures are not there says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
+from benchmarks import figures
+from benchmarks.figures import MIB, SDP, most, ratio_of_steps
+from benchmarks.quality import LABELS, Figures, few_data_rows, quality_rows
+
+ROOT = Path(__file__).parents[1]
+Result = Mapping[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if something is not current")
+    options = parser.parse_args()
+    made = outputs(ROOT)
+    stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if options.check and stale:
+        sys.exit(f"not current: {', '.join(str(path.relative_to(ROOT)) for path in stale)}; run benchmarks/tables.py")
+    for path in stale:
+        path.write_text(made[path], encoding="utf-8")
+
+
+def outputs(root: Path) -> dict[Path, str]:
+    """What each file should have."""
+    results = {
+        path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (root / "benchmarks/results").glob("*.json")
+    }
+    docs = root / "docs"
+    found = {docs / "results.md": filled((docs / "results.md").read_text(encoding="utf-8"), results)}
+    if compared := results.get("compare_4_ranks"):
+        found[docs / "figure.svg"] = figures.overview(compared)
+        found[docs / "memory.svg"] = figures.memory_and_bytes(compared, label)
+    if learned := results.get("learning"):
+        lines = [(name, LABELS[name], color) for name, color in _COLORS.items() if name in LABELS]
+        lines.insert(1, ("best", "data parallelism, best size", "orange"))
+        found[docs / "quality.svg"] = figures.quality(Figures.of(learned, "text"), lines)
+    if run := results.get("quickstart"):
+        found[docs / "quickstart.svg"] = figures.quickstart(run)
+    return found
+
+
+_COLORS = {
+    "dense 64x8": "gray",
+    "forward x block, C=0.5": "brown",
+    "forward x block, C=0.5, dense tail 50%": "red",
+    "C=1/2, whole ends": "purple",
+    "C=1/2, dense tail 50%, whole ends": "ink",
+    "C=1/4, whole ends": "blue",
+    "C=1/4, dense tail 50%, whole ends": "green",
+}
+
+
+def filled(document: str, results: Mapping[str, Result]) -> str:
+    """`document` with each table as the raw figures make it.
+
+    Raises:
+        ValueError: it has markers of a table that is not known.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in TABLES:
+            raise ValueError(f"docs/results.md: no table is named {name!r}; there are {', '.join(TABLES)}")
+        make, files = TABLES[name]
+        missing = [file for file in files if file not in results]
+        text = f"*Not measured yet: {', '.join(missing)}.*" if missing else make(*(results[file] for file in files))
+        return f"<!-- {name} -->\n{text}\n<!-- /{name} -->"
+
+    return re.sub(r"<!-- ([\w-]+) -->\n.*?<!-- /\1 -->", fill, document, flags=re.DOTALL)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown, numbers to the right."""
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def label(name: str) -> str:
+    """A contestant's name for readers, such as "SDP block C = 1/2, ZeRO-1"."""
+    match = re.fullmatch(r"(\w+) x (\w+) \+ (.*) C=([\d.]+)( k=\d+)?", name)
+    if match is None:
+        return name.replace("DDP, activation checkpointing", "DDP, checkpointing")
+    regime, strategy, host, coverage, subnetworks = match.groups()
+    mode = strategy if regime == "forward" else f"{regime} {strategy}"
+    return f"SDP {mode} C = {Fraction(coverage).limit_denominator(64)}, {host}{subnetworks or ''}"
+
+
+def compare(result: Result) -> str:
+    """The group "main"."""
+    contestants, arguments = result["groups"]["main"]["contestants"], result["arguments"]
+    rows = []
+    for name, figures_of in contestants.items():
+        ranks = figures_of["ranks"]
+        state = max(rank["weights"] + rank["gradients"] + rank["optimizer"] for rank in ranks)
+        sent, bound = (sum(rank[kind] for rank in ranks) for kind in ("sent", "bound"))
+        parts = [_part(figures_of, part) for part in ("forward", "backward", "exchange", "optimizer", "host")]
+        cells = [f"{state / MIB:.1f}", f"{most(contestants, name, 'peak') / MIB:.1f}"]
+        cells += [f"{most(contestants, name, 'sent') / 1e6:.1f}", f"{sent / bound:.2f}"]
+        cells += [f"{most(contestants, name, kind):.0f}" for kind in ("collectives", "process_groups")]
+        rows.append([label(name), *cells, spread(ratio_of_steps(contestants, name, "DDP")), " / ".join(parts)])
+    milliseconds = 1e3 * statistics.median(contestants["DDP"]["seconds"])
+    caption = f"{_place(result)}, batch {arguments['micro_batch']} x {arguments['sequence']} per rank; "
+    caption += f"{arguments['repeats']} repeats, DDP's step takes {milliseconds:.0f} ms; "
+    caption += f"load before the run {result['groups']['main']['load']:.1f}; {_commit(result)}:"
+    heads = ["", "state, MiB", "peak, MiB", "sent, MB", "of fewest", "collectives", "groups", "step of DDP's"]
+    return f"{caption}\n\n" + table([*heads, "fwd / bwd / exchange / optimizer / host, ms"], rows)
+
+
+def _part(figures_of: Result, part: str) -> str:
+    """Mean over ranks, median of the steps."""
+    if not figures_of["splits"]:
+        return "-"
+    means = [statistics.mean(rank[part] for rank in ranks) for ranks in figures_of["splits"]]
+    return f"{1e3 * statistics.median(means):.0f}"
+
+
+def targets(result: Result) -> str:
+    """What was promised, and what is measured."""
+    contestants = result["groups"]["main"]["contestants"]
+    peak = most(contestants, SDP, "peak") / most(contestants, "DDP", "peak")
+    over = ratio_of_steps(contestants, "forward x block + FSDP2 C=0.5", "FSDP2")
+    stock = [
+        ratio_of_steps(contestants, f"forward x block + ZeRO-1 C={coverage}", "ZeRO-1") for coverage in ("1", "0.5")
+    ]
+    rows = [
+        ["peak of SDP C = 1/2 with ZeRO-1, of DDP's", "0.55", f"{peak:.2f}"],
+        ["step of SDP C = 1/2 over FSDP2, of FSDP2's", "0.62", spread(over)],
+        ["step of SDP C = 1 with ZeRO-1, of ZeRO-1's", "1", spread(stock[0])],
+        ["step of SDP C = 1/2 with ZeRO-1, of ZeRO-1's", "0.6", spread(stock[1])],
+    ]
+    return table(["", "at most", "measured"], rows)
+
+
+def links(*results: Result) -> str:
+    """Steps between two nodes, of ZeRO-1's in the same repeat."""
+    everyone = [result["groups"]["main"]["contestants"] for result in results]
+    rows = []
+    for name in everyone[0]:
+        cells = []
+        for contestants in everyone:
+            cells += [f"{max(contestants[name]['link_bytes']) / 1e6:.1f}"] if contestants is everyone[0] else []
+            cells.append(spread(ratio_of_steps(contestants, name, "ZeRO-1")))
+        rows.append([label(name), *cells])
+    base = [1e3 * statistics.median(contestants["ZeRO-1"]["seconds"]) for contestants in everyone]
+    heads = [f"{result['link']}, of ZeRO-1's {ms:.0f} ms" for result, ms in zip(results, base, strict=True)]
+    caption = f"2 nodes, {_place(results[0])}, {results[0]['arguments']['repeats']} repeats; {_commit(results[0])}:"
+    return f"{caption}\n\n" + table(["", "over the link, MB", *heads], rows)
+
+
+def time_to_loss(*results: Result) -> str:
+    """Seconds until the dense loss that ZeRO-1 ends with, mean of the seeds; "-" where it is not reached."""
+    rows = []
+    for name in dict.fromkeys(row["name"] for row in results[0]["results"]):
+        cells = []
+        for result in results:
+            runs = {(row["name"], row["seed"]): row["curve"] for row in result["results"]}
+            seeds = [seed for other, seed in runs if other == name]
+            times = [_reached(runs[name, seed], runs["ZeRO-1", seed][-1][2]) for seed in seeds]
+            reached = [time for time in times if time is not None]
+            cells.append(f"{statistics.mean(reached):.0f}" if len(reached) == len(times) else "-")
+        rows.append([name, *cells])
+    number = len({row["seed"] for row in results[0]["results"]})
+    size = results[0]["model"]["num_parameters"] / 1e6
+    caption = f"{results[0]['ranks']} ranks on 2 nodes, {size:.2f}M parameters, mean of {number} seeds; "
+    heads = [f"{result['link']}, s" for result in results]
+    return f"{caption}{_commit(results[0])}:\n\n" + table(["until ZeRO-1's final loss", *heads], rows)
+
+
+def _reached(curve: Sequence[Sequence[float]], loss: float) -> float | None:
+    """Seconds, on the line between two evaluations."""
+    for (_, before, higher), (_, after, lower) in itertools.pairwise(curve):
+        if lower <= loss:
+            share = (higher - loss) / (higher - lower) if higher > lower else 1.0
+            return before + max(0.0, share) * (after - before)
+    return None
+
+
+def quality(result: Result) -> str:
+    learned = Figures.of(result, "text")
+    heads, rows = quality_rows(learned)
+    seeds = "± standard error of the seeds, where there are several"
+    return f"Final loss, nats per byte, {seeds}; in brackets, less data parallelism of the same size:\n\n" + table(
+        ["", *heads], rows
+    )
+
+
+def few_data(result: Result) -> str:
+    heads = ["200 kB of text", "steps", "lowest loss", "less own size's"]
+    return table(heads, few_data_rows(Figures.of(result, "few data")))
+
+
+def checkpoints(result: Result) -> str:
+    """Medians, and the ratio to ZeRO-1's of the same repeat."""
+    measured = dict.fromkeys(what for times in result["seconds"].values() for what in times)
+    base = result["seconds"][result["baseline"]]
+    rows = []
+    for name, times in result["seconds"].items():
+        cells = []
+        for what in measured:
+            cell = f"{statistics.median(times[what]):.2f}" if what in times else ""
+            if cell and name != result["baseline"] and what in base:
+                pairs = zip(times[what], base[what], strict=True)
+                cell += f" ({statistics.median(a / b for a, b in pairs):.2f}x)"
+            cells.append(cell)
+        rows.append([label(name), *cells, f"{result['bytes'][name] / 1e6:.0f}"])
+    arguments = result["arguments"]
+    caption = f"{result['ranks']} ranks, {arguments['model']}, {arguments['precision']}, {arguments['repeats']} repeats"
+    return f"{caption}; seconds; {_commit(result)}:\n\n" + table(["", *measured, "MB"], rows)
+
+
+def host_time(result: Result) -> str:
+    """Milliseconds of one thread."""
+    rows = []
+    for row in result["results"]:
+        parts = [f"{1e3 * statistics.median(row[part]):.1f}" for part in ("pass", "step")]
+        name = f"{label(re.sub(r' k=.*', '', row['name']))}"
+        facts = [str(row["ranks"]), str(row.get("subnetworks", "")), *parts]
+        rows.append([name, *facts, f"{row['collectives']}", f"{row['process_groups']}"])
+    heads = ["", "ranks", "subnetworks", "forward and backward, ms", "step, ms", "collectives", "groups"]
+    return f"{result['model']['num_hidden_layers']} layers; {_commit(result)}:\n\n" + table(heads, rows)
+
+
+def gpu(sizes: Result, values: Result, groups: Result) -> str:
+    """Step and peak of one rank of eight, without activation checkpointing."""
+    cells = {(cell["name"], cell["size"]): cell for cell in sizes["results"] if not cell["checkpointing"]}
+    models = list(dict.fromkeys(size for _, size in cells))
+    rows = []
+    for name in dict.fromkeys(name for name, _ in cells):
+        rows.append([name])
+        for cell in (cells.get((name, size), {}) for size in models):
+            is_there = "seconds" in cell
+            rows[-1] += [f"{1e3 * cell['median']:.0f}" if is_there else "", _gib(cell["peak"]) if is_there else ""]
+    first = next(iter(cells.values()))
+    caption = f"{sizes['device']}, rank 3 of 8 without its peers, bf16, batch {first['rows']} x {first['sequence']}; "
+    heads = ["", *(head for size in models for head in (f"{size}: step, ms", "peak, GiB"))]
+    outcomes, each = values["outcomes"], statistics.median(groups["bytes_of_each"]) / MIB
+    tests = f"Of the tests marked `gpu`, {outcomes['passed']} passed and {outcomes.get('failure', 0)} failed. "
+    tests += f"A process group of NCCL takes {each:.0f} MiB of the GPU's memory."
+    return f"{caption}{_commit(sizes)}:\n\n{table(heads, rows)}\n\n{tests}"
+
+
+def _gib(num_bytes: float | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / 2**30:.1f}"
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, and the quartiles in brackets."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+
+def _place(result: Result) -> str:
+    size = result["model"]["num_parameters"] / 1e6
+    return f"{result['ranks']} {result['device']} ranks, {size:.1f}M parameters, {result['arguments']['precision']}"
+
+
+def _commit(result: Result) -> str:
+    provenance = result["provenance"]
+    return f"{provenance['cores']} cores of {provenance['processor']}, commit {str(provenance['commit'])[:7]}"
+
+
+TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
+    "compare": (compare, ("compare_4_ranks",)),
+    "targets": (targets, ("compare_4_ranks",)),
+    "links": (links, ("links_1gbit", "links_100mbit")),
+    "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_100mbit")),
+    "quality": (quality, ("learning",)),
+    "few-data": (few_data, ("learning",)),
+    "checkpoints": (checkpoints, ("checkpoints_4_ranks",)),
+    "host-time": (host_time, ("host_time",)),
+    "gpu": (gpu, ("gpu_sizes", "gpu_values", "gpu_groups")),
+}
+
+
+if __name__ == "__main__":
+    main()

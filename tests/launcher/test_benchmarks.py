@@ -1,0 +1,63 @@
+"""Benchmarks that a launcher starts, in small: they run to their end, and say what is asserted of their figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.gpus import ON_THE_CPU
+from tests.helpers.repository import ROOT
+
+pytestmark = pytest.mark.slow
+
+RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def run(folder: Path, *arguments: str) -> dict[str, Any]:
+    output = folder / "raw.json"
+    done = subprocess.run(
+        [sys.executable, *arguments, "--output", str(output)],
+        cwd=ROOT,
+        env=os.environ | ON_THE_CPU | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    assert result["provenance"]["versions"]["torch"]
+    return result
+
+
+def test_checkpoints_are_timed(tmp_path: Path) -> None:
+    few = ("--model", "small", "--repeats", "1", "--folder", str(tmp_path / "checkpoints"))
+    result = run(tmp_path, *RANKS, "benchmarks/checkpoints.py", *few)
+    for name, seconds in result["seconds"].items():
+        assert all(len(times) == 1 and times[0] > 0 for times in seconds.values())
+        assert ("asynchronous save blocks" in seconds) == ("forward" in name)
+    assert not (tmp_path / "checkpoints/ZeRO-1").exists()
+
+
+def test_time_to_a_loss(tmp_path: Path) -> None:
+    """DDP trains what ZeRO does, at rates that rise and fall: the same losses after the same steps."""
+    few = ("--steps", "6", "--every", "2", "--validation", "4", "--seeds", "0", "--only", "DDP", "ZeRO-2")
+    result = run(tmp_path, *RANKS, "benchmarks/time_to_loss.py", *few)
+    ddp, zero = (row["curve"] for row in result["results"])
+    assert [point[0] for point in ddp] == [2, 4, 6]
+    assert [point[2] for point in ddp] == pytest.approx([point[2] for point in zero], rel=1e-4)
+    assert ddp[0][2] - ddp[-1][2] > 0.1, "it learns"
+
+
+def test_host_time(tmp_path: Path) -> None:
+    """More subnetworks are more holder sets, so more groups and collectives."""
+    result = run(tmp_path, "benchmarks/host_time.py", "--layers", "1", "--repeats", "1")
+    rows = {(row["name"], row["ranks"]): row for row in result["results"]}
+    few, many = (rows[f"forward x neuron + ZeRO-1 C=0.5{k}", 64] for k in ("", " k=64"))
+    assert few["process_groups"] < many["process_groups"]
+    assert few["collectives"] < many["collectives"]

@@ -1,0 +1,137 @@
+"""benchmarks/compare.py on two ranks: what contestants hold and send is what the formulas say, and a run goes on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import compare
+from benchmarks.common.contestants import DDP, FSDP2, Contestant, dense_shapes, train
+from benchmarks.common.measured_step import measured_step
+from benchmarks.common.models import NARROW, num_parameters
+from benchmarks.common.split import split_step
+from benchmarks.common.traffic_counter import TrafficCounter
+from sdp_deepspeed.config import MODES
+from tests.helpers.ranks import Rank
+
+SHAPE = NARROW | {"num_hidden_layers": 2}
+WHOLE = 4 * num_parameters(SHAPE)  # bytes of all fp32 parameters
+LAYERS = WHOLE - 4 * num_parameters(SHAPE | {"num_hidden_layers": 0})
+LARGEST = 4 * 64 * 32
+COUNTERS = 4 * len(dense_shapes(SHAPE))  # the optimizer's step counters
+PADDING = 64 * 4 * 8  # bytes, of a few shards that start at multiples of 64 elements
+HALF = Contestant(1, MODES[0], 0.5)
+
+
+def options(**changed: Any) -> argparse.Namespace:
+    few = {"model": "tiny", "sequence": 8, "micro_batch": 1, "precision": "fp32", "bucket": 1e5, "overlap": False}
+    few |= {"warmup": 0, "repeats": 2, "splits": 1, "only": ["main"], "modes": [], "stages": [1], "coverages": [1]}
+    return argparse.Namespace(**few | changed)
+
+
+def contestants_hold_and_send_what_they_must(_rank: Rank) -> None:
+    """Losses of C = 1 are compared with DDP's inside."""
+    rows = [DDP, Contestant(1), FSDP2, Contestant(1, MODES[0], 1.0), HALF, Contestant(3, MODES[0], 0.5, host="FSDP2")]
+    found = compare.measure(rows, options())
+    ddp, zero1, fsdp2, whole, half, over_fsdp2 = (found[row.name]["ranks"][dist.get_rank()] for row in rows)
+    assert (ddp["weights"], ddp["sent"], ddp["bound"]) == (WHOLE, WHOLE, WHOLE), "half of it each way"
+    assert WHOLE <= ddp["gradients"] <= WHOLE + LARGEST, "a gradient is copied into its bucket"
+    assert 2 * WHOLE <= ddp["optimizer"] <= 2 * WHOLE + COUNTERS
+    assert zero1["sent"] == pytest.approx(1.5 * WHOLE, rel=0.01), "it all-reduces gradients"
+    assert fsdp2["bound"] == WHOLE + LAYERS / 4, "one of two layers is gathered twice"
+    for kind, bytes_held in (("weights", WHOLE), ("gradients", WHOLE), ("optimizer", 2 * WHOLE)):
+        assert fsdp2[kind] == pytest.approx(bytes_held / 2, rel=0.01), kind
+        assert over_fsdp2[kind] == pytest.approx(bytes_held / 2, rel=0.01), "a unit's only holder has all of it"
+    assert whole["bound"] == WHOLE <= whole["sent"] <= 1.01 * WHOLE + PADDING
+    shared = WHOLE - LAYERS
+    for kind in ("weights", "gradients"):
+        assert half[kind] == pytest.approx(shared + LAYERS / 2, rel=0.01), kind
+    assert half["optimizer"] == pytest.approx(2 * (shared / 2 + LAYERS / 2), rel=0.01)  # units have one holder
+    assert half["bound"] == shared <= half["sent"] <= 1.01 * shared + PADDING, "of units nothing travels"
+    for mine in (ddp, zero1, fsdp2, whole, half, over_fsdp2):
+        assert mine["peak"] > mine["weights"] + mine["gradients"] + mine["optimizer"]
+        assert mine["collectives"] >= mine["process_groups"] >= 1
+    assert all(len(row["seconds"]) == 2 and len(row["splits"]) == 1 for row in found.values())
+
+
+def a_run_goes_on(rank: Rank) -> None:
+    """What is in the file is not measured again; a file of another run is refused."""
+    few = {"only": ["^forward x neuron, stage 1"], "modes": [str(MODES[1])], "output": str(rank.folder / "raw.json")}
+    result = compare.measure_groups(options(**few, coverages=[1, 0.75, 0.5]))
+    names = list(result["groups"]["forward x neuron, stage 1"]["contestants"])
+    assert names == ["DDP", "ZeRO-1", "forward x neuron + ZeRO-1 C=1", "forward x neuron + ZeRO-1 C=0.5"]
+    dist.barrier()
+    assert json.dumps(compare.measure_groups(options(**few, coverages=[1, 0.75, 0.5]))) == json.dumps(result)
+    with pytest.raises(ValueError, match="is of a run with another stages; name another file"):
+        compare.measure_groups(options(**few, coverages=[1, 0.75, 0.5], stages=[2]))
+    with pytest.raises(ValueError, match="finds none of the groups main, hosts, forward x neuron, stage 1"):
+        compare.measure_groups(options(**few | {"only": ["nobody"], "output": f"{few['output']}.new"}))
+
+
+def collectives_are_counted(rank: Rank) -> None:
+    """Bytes that this rank must send, by hand."""
+    others, num_bytes, vector = rank.size - 1, 48, torch.ones(12)
+    cases = {
+        "allreduce_": (lambda: dist.all_reduce(vector), 2 * num_bytes * others // rank.size),
+        "_allgather_base_": (
+            lambda: dist.all_gather_into_tensor(torch.empty(12 * rank.size), vector),
+            num_bytes * others,
+        ),
+        "_reduce_scatter_base_": (
+            lambda: dist.reduce_scatter_tensor(torch.empty(12 // rank.size), vector),
+            num_bytes * others // rank.size,
+        ),
+        "broadcast_": (lambda: dist.broadcast(vector, 0), num_bytes * others // rank.size),
+        "reduce_": (lambda: dist.reduce(vector, 1), 0 if rank.rank == 1 else num_bytes),
+    }
+    for operator, (call, expected) in cases.items():
+        with TrafficCounter() as counter:
+            call()
+        assert dict(counter.bytes_by_operator) == {operator: expected}, operator
+        assert (counter.num_collectives, len(counter.groups)) == (1, 1)
+    with TrafficCounter() as counter:
+        works = [dist.irecv(torch.empty(12), 1 - rank.rank), dist.isend(vector, 1 - rank.rank)]
+        for work in works:
+            assert work is not None
+            work.wait()
+    assert (counter.total, counter.num_collectives) == (num_bytes, 1)
+
+
+def measuring_changes_nothing(_rank: Rank) -> None:
+    """Neither the memory measurement nor the split of a step."""
+    batch = torch.arange(8)[None]
+    losses = []
+    for measured in (False, True):
+        engine = HALF.build(SHAPE, "fp32", micro_batch=1, bucket=100_000)
+        train(engine, batch)
+        if measured:
+            with measured_step(engine):
+                train(engine, batch)
+            parts = split_step(engine, batch)
+            assert min(parts.values()) > 0, parts
+        else:
+            train(engine, batch)
+            train(engine, batch)
+        losses.append(float(train(engine, batch)))
+    assert losses[0] == losses[1]
+
+
+def _cases(_size: int, _options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for check in (
+        contestants_hold_and_send_what_they_must,
+        a_run_goes_on,
+        collectives_are_counted,
+        measuring_changes_nothing,
+    ):
+        yield check.__name__, check
+
+
+@pytest.mark.checks(2, _cases)
+def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome
