@@ -38,7 +38,7 @@ def agrees_with_the_reference(
     if name == "convnext":  # one zero stands for all of a lacking layer's own vector, unless it was copied to a GPU
         allowed |= {4} if sharded_model_of(model).device.type == "cpu" else {4 * n for n in whole.config.hidden_sizes}
     assert sizes <= allowed, f"shards are all that is left, not {sizes}"
-    stored = sharded_model_of(model)
+    stored: Any = sharded_model_of(model)
     for part in stored.held_parts():
         start, stop = part.rows(rank.rank)
         assert stored.shard(part).shape == (stop - start, *part.shape[1:])

@@ -42,8 +42,8 @@ def test_what_is_in_no_unit_of_the_other_families_is_a_norm(name: str) -> None:
     shared = {key for key, _ in model.named_parameters() if any(part.isdigit() for part in key.split("."))} - inside
     # T5's first self-attention makes a bias that all layers need. GPT-J's norm is of both branches. ResNet's
     # projections, and its head. What joins the patches of a vision tower.
-    others = (".ln_1.", "merger")
-    others += ("block.0.layer.0.", "downsample.reduction.", "downsampling_layer.", ".shortcut.", "classifier.")
+    others = [".ln_1.", "merger"]
+    others += ["block.0.layer.0.", "downsample.reduction.", "downsampling_layer.", ".shortcut.", "classifier."]
     assert all("norm" in key.lower() or any(other in key for other in others) for key in shared), shared
 
 
