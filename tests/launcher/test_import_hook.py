@@ -29,7 +29,7 @@ EXPECTED = {
     "hybrid": "ValueError: .*hybrid",
     "pipeline": "ValueError: .*[Pp]ipeline",
     "no optimizer": "AssertionError: zero stage 1 requires an optimizer",
-    "unknown model": "ValueError: Linear has no layer whose residual branches are known",
+    "unknown model": "ValueError: Linear has no layer with known residual branches",
     "plain after all": PLAIN,
 }
 

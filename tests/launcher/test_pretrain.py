@@ -174,7 +174,7 @@ def test_the_order_of_samples_is_the_same_on_any_number_of_ranks(tmp_path: Path,
     [
         ("model.vocab_size=10", "model.vocab_size: got 10, but the tokenizer has"),
         ("data.sequence_length=64", "data.sequence_length: got 64, but the model has 32 positions"),
-        ("training.per_device_train_batch_size=5000", "a step takes 5000"),
+        ("training.per_device_train_batch_size=5000", "a step needs 5000"),
         ("data.sources=[{path: parquet, data_files: gone.parquet}]", "gone.parquet"),
     ],
 )
