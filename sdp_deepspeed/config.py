@@ -332,6 +332,6 @@ def _refuse_near_misses(ds_config: Mapping[str, Any]) -> None:
         plain = normalized(name)
         if plain in _OTHER_NAMES or difflib.get_close_matches(target, [plain], cutoff=_NEAR_MISS_RATIO):
             raise ValueError(
-                f"unknown top-level key {name!r}: DeepSpeed would ignore it and train without subnetworks. "
-                f"If you mean subnetwork data parallelism, write {KEY!r}; if not, rename or remove the key"
+                f"unknown top-level key {name!r}: DeepSpeed would ignore it and train without subnetworks; write "
+                f"{KEY!r}, or rename the key"
             )

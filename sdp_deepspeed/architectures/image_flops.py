@@ -85,9 +85,8 @@ def _count_or_warn(model: nn.Module) -> dict[str, Fraction] | None:
         return _count(model)
     except Exception as problem:  # of user code with other inputs, or that reads values
         warnings.warn(
-            f"FLOPs per layer could not be counted ({type(problem).__name__}: {problem}): units are "
-            f"balanced as if all layers ran at equally many positions. An assignment of your own ({KEY}.assignment: a "
-            "plan's path) may balance them better",
+            f"FLOPs per layer could not be counted ({type(problem).__name__}: {problem}), so units are balanced by "
+            f"weights; {KEY}.assignment with a plan of your own may balance them better",
             stacklevel=4,
         )
         return None
