@@ -21,7 +21,7 @@ done
 if [[ $# -eq 0 ]]; then
     here=$(dirname "${BASH_SOURCE[0]}")
     for rate in 1gbit 100mbit; do
-        RATE=$rate "$0" "$here/compare.py" --only main --overlap --bucket 5e5 --repeats "${REPEATS:-9}" --splits 0 \
+        RATE=$rate "$0" "$here/compare.py" --only main --overlap --bucket 5e5 --warmup 1 --repeats "${REPEATS:-5}" --splits 0 \
             --output "$here/results/links_$rate.json"
         RATE=$rate "$0" "$here/time_to_loss.py" --output "$here/results/time_to_loss_$rate.json"
     done

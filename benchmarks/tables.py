@@ -286,6 +286,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_100mbit")),
     "quality": (quality, ("learning",)),
     "few-data": (few_data, ("learning",)),
+    "quickstart": (lambda _: "![Loss and memory of the quickstart run](quickstart.svg)", ("quickstart",)),
     "checkpoints": (checkpoints, ("checkpoints_4_ranks",)),
     "host-time": (host_time, ("host_time",)),
     "gpu": (gpu, ("gpu_sizes", "gpu_values", "gpu_groups")),
