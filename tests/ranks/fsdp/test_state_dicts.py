@@ -1,8 +1,7 @@
-"""PyTorch's Distributed Checkpoint (DCP) over sharded models, with the example's own loop, and what it is not for."""
+"""PyTorch's Distributed Checkpoint (DCP) over sharded models, in torchtitan's pattern, and what it is not for."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from dataclasses import replace
 from functools import partial
@@ -17,15 +16,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_state_dict,
     set_model_state_dict,
+    set_state_dict,
 )
+from torch.distributed.checkpoint.stateful import Stateful
 
 import sdp_deepspeed
 from sdp_deepspeed.fsdp import clip_grad_norm_, full_state_dict, param_groups, sharded_model_of
 from sdp_deepspeed.fsdp.state_dicts import LackingTensor
 from tests.helpers.models import batches, llama, loss_of
 from tests.helpers.ranks import Check, Rank
-from tests.helpers.repository import ROOT
 from tests.helpers.sharded import gathered_state
 from tests.helpers.training import assert_identical, refusal
 
@@ -37,24 +38,32 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
-def example() -> Any:
-    """The example that users copy, as a module."""
-    path = ROOT / "launch/examples/with_fsdp2.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+# The state of the optimizer by the names of parameters: ranks have different param groups.
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class TrainState(Stateful):
+    """What DCP saves and loads, as torchtitan has it."""
+
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer, self.step = model, optimizer, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=BY_NAME)
+        return {"model": model, "optimizer": optimizer, "step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        model, optimizer, self.step = (state_dict[name] for name in ("model", "optimizer", "step"))
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=BY_NAME)
 
 
 def started(block: dict[str, Any], *, seed: int = 0) -> Any:
-    """What the example saves, of another model; its buffers are of units and of what is shared."""
+    """Of a model whose buffers are of units and of what is shared."""
     model: Any = llama(tied=True, seed=seed)
     for module in (model, model.model.layers[0].mlp if "strategy" not in block else model.model.norm):
         module.register_buffer("seen", torch.zeros(2))
     model = sdp_deepspeed.fully_shard(model, None, block)
-    return example().TrainState(model, torch.optim.AdamW(param_groups(model), lr=1e-2))
+    return TrainState(model, torch.optim.AdamW(param_groups(model), lr=1e-2))
 
 
 def trained(state: Any, rank: Rank, num_steps: int) -> list[float]:
@@ -87,7 +96,6 @@ def goes_on(name: str, rank: Rank) -> None:
     for number, content in ((9, ".metadata"), (11, "__0_0.distcp")):  # an older one, and one that is not complete
         (folder / f"step-{number}").mkdir(exist_ok=True)
         (folder / f"step-{number}" / content).touch()
-    assert example().newest(folder) == folder / "step-10"
     dcp.load({"train": resumed}, checkpoint_id=folder / "step-10")
     assert_identical(full_state_dict(resumed.model), saved)
     assert trained(resumed, rank, 2) == expected
