@@ -190,7 +190,7 @@ def _refused() -> Iterator[tuple[str, Callable[[Path], Any], str]]:
     yield zero1, lambda path: (path / model).unlink(), "cannot convert"
     yield zero1, lambda path: (path / optimizer).write_bytes(b"x"), f"{optimizer} is damaged"
     yield zero1, rewritten(model, lambda c: c["param_shapes"][0].update({"../x": torch.Size([1])})), "paths: '../x'"
-    yield zero1, rewritten(optimizer, drop_moment), "Adam's state only, here are 'exp_avg', 'step'"
+    yield zero1, rewritten(optimizer, drop_moment), "Adam's state only, got 'exp_avg', 'step'"
     yield zero1, without_optimizer, "no files"
 
 
