@@ -64,7 +64,7 @@ def _built(name: str) -> nn.Module:
 
 def strategy_of(name: str, strategy: str) -> Any:
     """Attention as blocks where its heads cannot be cut."""
-    is_cut = name not in (*more_models.UNCUT, "olmoe")
+    is_cut = name not in (*more_models.UNCUT, *(mixtures.MIXTURES.keys() - mixtures.CUT_EVERYWHERE))
     return strategy if strategy == "block" or is_cut else {"attention": "block", "mlp": "neuron"}
 
 
