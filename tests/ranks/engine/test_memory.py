@@ -196,6 +196,10 @@ class Peak:
         state = figures.weights + figures.gradients + figures.optimizer
         if self.case.precision != "fp32":  # the master's gradient: a third of master and two moments
             state += figures.optimizer // 3
+        if (
+            self.case.strategy == "neuron" and self.case.regime == "backward"
+        ):  # one holder: a shard is all of its bucket
+            state += figures.gradients  # a cut tensor's waits in `.grad` for its last bucket, beside averages
         buckets = (4 if self.overlap else 3) * PEAK_BUCKET * 4  # packed, received, in fp32
         assert state - PEAK_BUCKET * 4 <= figures.peak, "the tracker is blind"  # stage 2 sums what it has sent
         assert figures.peak - figures.activations <= 1.1 * (state + buckets), (figures, state)
