@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The gate: installs the package with its test extra; then lint, format, types and tests, about ten minutes on two
+# The gate: installs the package with its test extra; then lint, format, types and tests, about eight minutes on two
 # idle cores. With --full all tests: those marked slow, the whole oracle grid, thorough properties. Other arguments go
 # straight to pytest: bash launch/test.sh tests/unit/plan -x
 set -euo pipefail
