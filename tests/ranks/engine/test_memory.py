@@ -135,6 +135,7 @@ class Allowance:
         masters = sum(bucket.shard.nbytes for bucket in sharded.held if not bucket.steps_in_place)
         assert masters <= 4 * self._stepped + self.slack
         assert masters >= 4 * self._stepped * (self._dtype != torch.float32)
+        assert not any(sharded._keeps_gradients(b) and b.gradients is not None for b in sharded.held), "between steps"
         buffers = [bucket.gradients for bucket in sharded.held if bucket.gradients is not None]
         buffers += [bucket.weights for bucket in sharded.buckets if not bucket.layout.is_whole]
         num_bytes = storage_bytes([*buffers, *sharded._scratch.values()])
