@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+CROSS_ATTENTION = "cross_attention"  # name of the part through which a decoder's loss reaches the encoder
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -116,8 +117,8 @@ class Branch:
         num_outputs: 1 if the (first) body returns a tensor, n if it returns a tuple of n, of which the first is the
             branch's output.
         inner: neurons or heads; None if only the block strategy without `dense_branch_scale` is possible.
-        added_to: position of the (first) body's argument to which the body itself adds its output (BLOOM). None if the
-            layer adds it.
+        added_to: position of the (first) body's positional argument to which the body adds its output itself (BLOOM).
+            None if the layer adds it.
         handed_on: keyword arguments that a lacking body returns as its further outputs (T5's position bias); other
             outputs are None.
         uncut_reason: why there is no `inner`, for error messages.

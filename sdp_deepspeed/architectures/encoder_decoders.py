@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
+from sdp_deepspeed.architectures.branch import CROSS_ATTENTION, Branch, Cut, InnerLayers
 
 
 def _attention(name: str, layer: str, body: str, cache: str, *, when: tuple[str, bool]) -> Branch:
@@ -49,7 +49,7 @@ def _mlp(layer: str, *, when: tuple[str, bool]) -> Branch:
 _MAKES_NO_BIAS = ("layer.0.SelfAttention.has_relative_attention_bias", False)
 _T5 = (
     _attention("attention", "layer.0", "SelfAttention", "self_attention_cache", when=_MAKES_NO_BIAS),
-    _attention("cross_attention", "layer.1", "EncDecAttention", "cross_attention_cache", when=("is_decoder", True)),
+    _attention(CROSS_ATTENTION, "layer.1", "EncDecAttention", "cross_attention_cache", when=("is_decoder", True)),
     _mlp("layer.1", when=("is_decoder", False)),
     _mlp("layer.2", when=("is_decoder", True)),
 )
@@ -76,7 +76,7 @@ _WHISPER = (
     ),
 )
 _CROSS_ATTENTION = Branch(
-    "cross_attention",
+    CROSS_ATTENTION,
     norm="encoder_attn_layer_norm",
     body="encoder_attn",
     num_outputs=2,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.architectures import CROSS_ATTENTION, LocatedBranch
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.fsdp.parts import Holders, Part, split_branch
 from sdp_deepspeed.masking import Mask
@@ -83,7 +83,7 @@ def _check_encoder_is_reached(mask: Mask, blocks: Mapping[int, Sequence[LocatedB
     then be reduced in another order than on the other ranks."""
     holders = {branch.name: mask.plan.ranks_of(index) for index, members in blocks.items() for branch in members}
     everyone = range(len(mask.plan.subnetwork_of_rank))
-    crossing = [branch.name for branch in mask.branches if branch.description.name == "cross_attention"]
+    crossing = [branch.name for branch in mask.branches if branch.description.name == CROSS_ATTENTION]
     reached = {rank for name in crossing for rank in holders.get(name, everyone)}
     lacking = [rank for rank in everyone if crossing and rank not in reached]
     if lacking:

@@ -1,8 +1,8 @@
 """Block strategy, forward regime: a lacking branch adds zeros to the residual stream.
 
 Only the modules of the branch are changed: the first body returns zeros in the shape of its input, the residual
-stream; its norm, further bodies and `after` pass their input on. The layer runs its own forward on ordinary tensors, so
-compilers, checkpointing and hooks work as usual.
+stream, or the stream if it adds to that itself (BLOOM); its norm, further bodies and `after` pass their input on. The
+layer runs its own forward on ordinary tensors, so compilers, checkpointing and hooks work as usual.
 """
 
 from __future__ import annotations

@@ -289,6 +289,7 @@ class Bucket:
         self.gradient_slots = self._slots(buffer)
 
     def drop_gradients(self) -> None:
+        """Release the gradient buffer."""
         self.gradients, self.gradient_slots = None, []
 
     def _slots(self, flat: torch.Tensor) -> list[torch.Tensor]:

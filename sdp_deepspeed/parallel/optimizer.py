@@ -228,8 +228,8 @@ class ShardedOptimizer:
         return torch.zeros(size, dtype=dtype, device=self._device)
 
     def _keeps_gradients(self, bucket: Bucket) -> bool:
-        """Whether the bucket has a gradient buffer of its own, from its first gradient to the end of the step. So what
-        backward has yet to reach takes no memory, while activations take most."""
+        """Whether the bucket has a gradient buffer of its own. It lives from the bucket's first gradient to the end of
+        the step, so that it takes no memory at the peak of activations."""
         return self._takes_gradients_early(bucket) or self.stage == 0
 
     def _dtype_of(self, bucket: Bucket) -> torch.dtype:
@@ -334,7 +334,7 @@ class ShardedOptimizer:
         parameter.grad = None
 
     def _make_room(self, bucket: Bucket) -> None:
-        """For its gradients, if there is none yet."""
+        """Allocate the gradient buffer of a bucket, unless it exists."""
         if bucket.gradients is None:
             size, dtype = bucket.layout.size, self._dtype_of(bucket)
             bucket.place_gradients(torch.empty(size, dtype=dtype, device=self._device))

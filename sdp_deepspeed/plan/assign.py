@@ -10,7 +10,7 @@ sets.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations
 from math import comb, gcd
@@ -31,6 +31,7 @@ _TRIES, _WORK = 48, 12_000  # maximum number of tries; maximum of tries * leftov
 _SWEEPS, _GOOD = 4, 1.01  # of the local search: sweeps, and balance at which it ends
 _NEED = 1 << 54  # larger than any change of loads; 256 times it fits into int64
 _EXHAUSTIVE = 150_000  # maximum of candidates * k for an exhaustive search, else a local one
+_WANTED = "wanted"
 _SWAPS, _PATIENCE = 256, 6  # of the local search: candidates per step, steps without success
 
 
@@ -163,6 +164,7 @@ def assign(
     *,
     seed: int = 0,
     branches: Sequence[str | None] | None = None,
+    wanted: Collection[int] = (),
     balance_elements: bool = False,
 ) -> tuple[Holders, ...]:
     """Holders of each unit, ascending; deterministic.
@@ -177,25 +179,26 @@ def assign(
         num_subnetworks: k.
         seed: permutes the translates of equal units; the holder sets stay the same.
         branches: branch of each unit of neurons or heads, of which every subnetwork needs one; None for blocks.
+        wanted: blocks of which every subnetwork gets one if there are enough.
         balance_elements: whether to balance the elements that each subnetwork's optimizer owns, too.
     """
     k, names = num_subnetworks, [None] * len(costs) if branches is None else branches
     kinds: dict[Kind, list[int]] = {}
-    alike: dict[tuple[Kind, UnitCost], list[int]] = {}
+    alike: dict[tuple[Kind, UnitCost, bool], list[int]] = {}
     for unit, (p, name, cost) in enumerate(zip(num_holders, names, costs, strict=True)):
         kind = (p, name, cost if name is None else None)
         kinds.setdefault(kind, []).append(unit)
-        alike.setdefault((kind, cost), []).append(unit)
+        alike.setdefault((kind, cost, unit in wanted), []).append(unit)
     amounts, weights = _amounts(costs, num_holders, balance_elements), [cost.num_parameters for cost in costs]
     num_rest = sum(len(units) % k for (p, _, _), units in kinds.items() if p < k)
     best: tuple[tuple[float, ...], list[Holders]] | None = None
     for number in range(min(_TRIES, 3 + _WORK // (max(1, num_rest, len(costs) // 8) * k))):
-        deal = _Deal(kinds, amounts, k, number)
+        deal = _Deal(kinds, amounts, k, number, wanted)
         deal.balance()
         flaws = deal.flaws()
         found = (*flaws, round(1 - spectral_gap(deal.holders, weights, k), 6)), deal.holders
         best = found if best is None or found[0] < best[0] else best
-        if not num_rest and not any(flaws[2:-1]):
+        if not num_rest and not flaws[0] and not any(flaws[2:-1]):
             break
     assert best is not None
     return _permuted(best[1], list(alike.values()), k, seed)
@@ -210,20 +213,23 @@ class _Deal:
         number: of the try. Leftover units use translates of flat blocks that are even in residue classes, of the
             flattest blocks, and of windows of neighbors, in turn; from the sixth try on, random ones. In every fourth
             try other units may move, too, which helps with unequal groups of neurons.
+        wanted: as of `assign`.
     """
 
-    def __init__(self, kinds: Mapping[Kind, list[int]], amounts: Ints, k: int, number: int) -> None:
+    def __init__(
+        self, kinds: Mapping[Kind, list[int]], amounts: Ints, k: int, number: int, wanted: Collection[int]
+    ) -> None:
         self.k, self._amounts = k, amounts
-        self._needs: dict[str | None, list[int]] = {
-            None: [*range(len(amounts))]
-        }  # every subnetwork needs a unit of each
+        # Every subnetwork needs a unit of each.
+        self._needs: dict[str | None, list[int]] = {None: [*range(len(amounts))]}
+        if wanted:
+            self._needs[_WANTED] = [*wanted]
         for (_, name, _), units in kinds.items():
             if name is not None:
                 self._needs.setdefault(name, []).extend(units)
         self.holders: list[Holders] = [tuple(range(k))] * len(amounts)
-        self._movable: list[
-            tuple[int, list[Holders], Ints, str | None]
-        ] = []  # unit, its candidates, these as a table, branch
+        # unit, its candidates, these as a table, and the need that it meets
+        self._movable: list[tuple[int, list[Holders], Ints, str | None]] = []
         shuffler, numbers = random.Random(number), sorted({p for p, _, _ in kinds if p < k})
         self._max_sets = max(MAX_SETS_PER_RANK, *numbers, 0)
         for p in numbers:
@@ -244,7 +250,8 @@ class _Deal:
                 dealt += [choice[i] for i in places]
                 for unit, one in zip(units, dealt, strict=True):
                     self.holders[unit] = one
-                self._movable += [(unit, choice, table, name) for unit in units[0 if number % 4 == 3 else whole :]]
+                for unit in units[0 if number % 4 == 3 else whole :]:
+                    self._movable.append((unit, choice, table, _WANTED if unit in wanted else name))
                 num_dealt += max(whole, k)
 
     def balance(self) -> None:

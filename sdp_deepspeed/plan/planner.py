@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from sdp_deepspeed.architectures import (
+    CROSS_ATTENTION,
     LocatedBranch,
     constrained_branches,
     layers_of_units,
@@ -62,12 +63,19 @@ def plan_model(
         numbers = holders_of_units(*_given(block), k, names, layers, num_layers)
         costs, constrained = unit_costs(model, units), constrained_branches(units, branches)
         dense = [shards.dense_unit(unit) for unit in units]
-        plan = make_plan(dense, costs, numbers, block, k, data_parallel_size, constrained)
+        wanted = _crossing(units, branches)
+        plan = make_plan(dense, costs, numbers, block, k, data_parallel_size, constrained, wanted)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shapes |= {name: division.shape for name, division in shards.divisions.items()}
     check_pieces(plan.units, lambda piece: shapes.get(piece.parameter))
     return plan, _warnings(plan)
+
+
+def _crossing(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> list[int]:
+    """Blocks with cross-attention: the loss of a subnetwork without any does not reach the encoder."""
+    own = {p.parameter for b in branches if b.description.name == CROSS_ATTENTION for p in b.pieces}
+    return [index for index, unit in enumerate(units) if any(p.parameter in own and p.dim is None for p in unit.pieces)]
 
 
 def make_plan(
@@ -78,17 +86,25 @@ def make_plan(
     k: int,
     data_parallel_size: int,
     branches: Sequence[str | None] | None = None,
+    wanted: Collection[int] = (),
 ) -> Plan:
     """Compute the plan of units with given numbers of holders.
 
     Args:
         branches: branch of each unit of heads or neurons, of which every subnetwork needs one; None for blocks.
+        wanted: blocks of which every subnetwork gets one if there are enough.
 
     Raises:
         ValueError: a subnetwork would have no unit, or none of a branch.
     """
     holders = assign(
-        costs, num_holders, k, seed=block.seed, branches=branches, balance_elements=block.regime == "backward"
+        costs,
+        num_holders,
+        k,
+        seed=block.seed,
+        branches=branches,
+        wanted=wanted,
+        balance_elements=block.regime == "backward",
     )
     _check_reach(holders, k, "the model", "fewer subnetworks, or finer units")
     for branch in dict.fromkeys(name for name in branches or () if name is not None):

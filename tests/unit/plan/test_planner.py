@@ -13,6 +13,7 @@ from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers.models import SPECIMENS, llama
+from tests.helpers.more_models import ALL_SPECIMENS
 
 
 def block(**settings: Any) -> SubnetworkConfig:
@@ -93,6 +94,16 @@ def test_a_plan_by_path(tmp_path: Path) -> None:
         plan_of(6, assignment=path)
     with pytest.raises(ValueError, match="the model has no parameter named"):
         plan_of(4, 2, assignment=path)
+
+
+@pytest.mark.parametrize("granularity", ["sublayer", "layer"])
+def test_every_subnetwork_reaches_the_encoder_where_it_can(granularity: str) -> None:
+    """Of two cross-attentions with two holders each, all of three subnetworks get one, whatever the seed."""
+    model = ALL_SPECIMENS["bart"].build()
+    for seed in range(8):
+        plan, _ = plan_model(model, block(holders=2, seed=seed, granularity=granularity), 3)
+        crossing = [i for i, unit in enumerate(plan.units) if any("encoder_attn" in p.parameter for p in unit.pieces)]
+        assert {one for index in crossing for one in plan.holders[index]} == {0, 1, 2}, seed
 
 
 def test_too_few_units() -> None:
