@@ -22,8 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -35,20 +34,13 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
 
-import sdp_deepspeed
-from benchmarks.common.contestants import Contestant, train
+from benchmarks.common.contestants import DDP, FSDP2, Contestant, train
 from benchmarks.common.device import backend, device, device_name, seconds, take_device
 from benchmarks.common.models import LLAMAS, Shape
 from benchmarks.common.provenance import write_result
 from sdp_deepspeed.config import MODES
-from sdp_deepspeed.fsdp import clip_grad_norm_, param_groups
 
 ROOT = Path(__file__).parents[1]
 TESTS = ("tests/ranks",)
@@ -56,8 +48,6 @@ ON_THE_CPU = ("tests/ranks/test_gpu.py",)
 OUTCOMES = ("failure", "error", "skipped")  # as pytest's XML calls them; a test without one passed
 RANK, WORLD_SIZE = 3, 8
 BUCKET = 50_000_000  # elements; at its default of 5e8 stock ZeRO allocates a GB whatever the model
-CLIP = 1.0
-Step = Callable[[torch.Tensor], None]
 
 
 def run_tests(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -105,33 +95,6 @@ def error_in(text: str) -> str:
     return (named or lines)[-1][:200]
 
 
-def llama(shape: Shape, dtype: torch.dtype) -> Any:
-    torch.manual_seed(0)
-    with device():
-        return LlamaForCausalLM(LlamaConfig(**shape | {"use_cache": False})).to(dtype)
-
-
-def of_pytorch(model: Any, wrapped: nn.Module, optimizer: torch.optim.Optimizer, *, autocasts: bool) -> Step:
-    """Weights in fp32, compute in bf16."""
-
-    def step(tokens: torch.Tensor) -> None:
-        with torch.autocast(device().type, torch.bfloat16) if autocasts else nullcontext():
-            loss = wrapped(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        if wrapped is model and not autocasts:
-            clip_grad_norm_(model, CLIP)
-        else:
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-
-
 def averaged(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """What DDP does by itself; but it takes the result from the collective's future, and a fake one's is empty."""
     future: Any = torch.futures.Future(devices=[device()] if device().type == "cuda" else None)
@@ -142,94 +105,46 @@ def averaged(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return result
 
 
-@contextmanager
-def ddp(shape: Shape) -> Iterator[tuple[Any, Step]]:
-    model = llama(shape, torch.float32)
-    wrapped = DistributedDataParallel(model)
-    wrapped.register_comm_hook(None, lambda state, bucket: averaged(bucket))  # it reads annotations, which are text
-    yield model, of_pytorch(model, wrapped, adamw(model.parameters()), autocasts=True)
-
-
-def under_fsdp2(block: dict[str, Any] | None) -> Any:
-    """Plain FSDP2 without a block."""
-
-    @contextmanager
-    def build(shape: Shape) -> Iterator[tuple[Any, Step]]:
-        model = llama(shape, torch.float32)
-        mesh = init_device_mesh(device().type, (dist.get_world_size(),))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if block is None:
-            for part in [*model.model.layers, model]:
-                fully_shard(part, mesh=mesh, mp_policy=policy)
-            optimizer = adamw(model.parameters())
-        else:
-            sdp_deepspeed.fully_shard(model, mesh, block, mp_policy=policy)
-            optimizer = adamw(param_groups(model))
-        yield model, of_pytorch(model, model, optimizer, autocasts=False)
-
-    return build
-
-
-def under_deepspeed(contestant: Contestant) -> Any:
-    """bf16 weights, fp32 masters."""
-
-    @contextmanager
-    def build(shape: Shape) -> Iterator[tuple[Any, Step]]:
-        import deepspeed
-
-        config = contestant.config("bf16", bucket=BUCKET, fused=True) | {"gradient_clipping": CLIP}
-        model = llama(shape, torch.bfloat16)
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-
-        def step(tokens: torch.Tensor) -> None:
-            train(engine, tokens)
-
-        try:
-            yield model, step
-        finally:
-            engine.destroy()
-
-    return build
-
-
-BUILDS: dict[str, Any] = {
-    "DDP": ddp,
-    "ZeRO-1": under_deepspeed(Contestant(1)),
-    "FSDP2": under_fsdp2(None),
-    "SDP + ZeRO-1, forward x block, C=1": under_deepspeed(Contestant(1, MODES[0], 1.0)),
-    **{f"SDP + ZeRO-1, {mode}, C=0.5": under_deepspeed(Contestant(1, mode, 0.5)) for mode in MODES},
-    **{
-        f"SDP + FSDP2, forward x {strategy}, C=0.5": under_fsdp2({"strategy": strategy, "coverage": 0.5})
-        for strategy in ("block", "neuron")
-    },
+CONTESTANTS = {
+    "DDP": DDP,
+    "ZeRO-1": Contestant(1),
+    "FSDP2": FSDP2,
+    "SDP + ZeRO-1, forward x block, C=1": Contestant(1, MODES[0], 1.0),
+    **{f"SDP + ZeRO-1, {mode}, C=0.5": Contestant(1, mode, 0.5) for mode in MODES},
+    **{f"SDP + FSDP2, {mode}, C=0.5": Contestant(3, mode, 0.5, host="FSDP2") for mode in MODES[:2]},
 }
 
 
-def measure(build: Any, shape: Shape, rows: int, sequence: int, *, checkpointing: bool, repeats: int) -> dict[str, Any]:
+def measure(
+    contestant: Contestant, shape: Shape, rows: int, sequence: int, *, checkpointing: bool, repeats: int
+) -> dict[str, Any]:
     """Seconds of steps, bytes of live tensors before a step and at most in it, FLOPs of matrix products."""
     on_gpu = device().type == "cuda"
     tokens = torch.randint(0, shape["vocab_size"], (rows, sequence), device=device())
-    with build(shape) as (model, step):
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for _ in range(2):  # what is made once is there
-            step(tokens)
-        figures: dict[str, Any] = {}
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-            figures["state"] = torch.cuda.memory_allocated()
-        times = []
-        for _ in range(repeats):
-            begin = seconds()
-            step(tokens)
-            times.append(seconds() - begin)
-        if on_gpu:
-            figures["peak"] = torch.cuda.max_memory_allocated()
-        figures |= {"seconds": times, "median": median(times), "flops": flops_of(partial(step, tokens))}
+    engine = contestant.build(shape, "bf16", micro_batch=rows, bucket=BUCKET)
+    if contestant is DDP:
+        engine.runs.register_comm_hook(None, lambda state, bucket: averaged(bucket))  # it reads annotations as text
+    if checkpointing:
+        engine.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for _ in range(2):  # what is made once is there
+        train(engine, tokens)
+    figures: dict[str, Any] = {}
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        figures["state"] = torch.cuda.memory_allocated()
+    times = []
+    for _ in range(repeats):
+        begin = seconds()
+        train(engine, tokens)
+        times.append(seconds() - begin)
+    if on_gpu:
+        figures["peak"] = torch.cuda.max_memory_allocated()
+    figures |= {"seconds": times, "median": median(times), "flops": flops_of(partial(train, engine, tokens))}
+    engine.destroy()
     return figures
 
 
-def flops_of(run: Callable[[], None]) -> int | None:
+def flops_of(run: Callable[[], Any]) -> int | None:
     """None where torch (2.11) has no formula for heads that share keys."""
     try:
         with FlopCounterMode(display=False) as counter:
@@ -257,7 +172,7 @@ def run_sizes(arguments: argparse.Namespace, write: Callable[[dict[str, Any]], N
         {"size": s, "name": n, "checkpointing": c, "rows": rows, "sequence": sequence, "device": device_name()}
         for s in sizes
         for c in (False, True)
-        for n in BUILDS
+        for n in CONTESTANTS
         if re.search(arguments.select, f"{s}, {n}{', checkpointing' * c}")
     ]
     todo = [cell for cell in cells if not any(cell.items() <= result.items() for result in results)]
@@ -265,9 +180,11 @@ def run_sizes(arguments: argparse.Namespace, write: Callable[[dict[str, Any]], N
     with fake_world(RANK, WORLD_SIZE):
         while todo and time.monotonic() < end:
             cell = todo.pop(0)
-            build, shape = BUILDS[cell["name"]], LLAMAS[cell["size"]]
+            contestant, shape = CONTESTANTS[cell["name"]], LLAMAS[cell["size"]]
             try:
-                figures = measure(build, shape, rows, sequence, checkpointing=cell["checkpointing"], repeats=repeats)
+                figures = measure(
+                    contestant, shape, rows, sequence, checkpointing=cell["checkpointing"], repeats=repeats
+                )
             except torch.OutOfMemoryError as error:
                 figures = {"not_measured": str(error).partition("\n")[0]}
             collect()

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Trains a small Llama with subnetwork data parallelism on four ranks, then with plain ZeRO-1 at equal FLOPs, and prints
 # a comparison. Output is in runs/quickstart*. Run it again to resume, or to show the result again.
-# QUICKSTART_STEPS and QUICKSTART_WORKERS make it smaller; key=value arguments override the recipe (launch/test.sh uses both).
+# QUICKSTART_STEPS and QUICKSTART_WORKERS make it smaller, key=value arguments override the recipe; launch/test.sh uses
+# both.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 for argument in "$@"; do

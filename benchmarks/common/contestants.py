@@ -202,7 +202,7 @@ class PlainEngine(torch.nn.Module):
 
 def _build_ddp(shape: Shape, precision: str, *, bucket: int, checkpointing: bool) -> PlainEngine:
     """fp32 weights; autocast for bf16."""
-    model = _fresh_model(shape).to(device())
+    model = _fresh_model(shape)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     autocast = torch.autocast(device().type, torch.bfloat16) if precision != "fp32" else nullcontext()
@@ -225,7 +225,7 @@ def _build_fsdp2(shape: Shape, precision: str, block: Mapping[str, Any] | None) 
     """Plain: every layer sharded over all ranks, and the rest. With SDP's block: each unit over its holders. For bf16
     weights and gradients travel in bf16, and fp32 is stored and stepped."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision != "fp32" else None)
-    model = _fresh_model(shape).to(device())
+    model = _fresh_model(shape)
     _silence_renamed_functions()
     if block is not None:
         model = sdp_deepspeed.fully_shard(model, None, block, mp_policy=policy)
@@ -253,9 +253,10 @@ def _sharded_weights(shape: Shape) -> dict[str, int]:
 
 
 def _fresh_model(shape: Shape) -> Any:
-    """The same on all ranks."""
+    """The same on all ranks, on the device, where a large one takes no time."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**shape | {"use_cache": False}))
+    with device():
+        return LlamaForCausalLM(LlamaConfig(**shape | {"use_cache": False}))
 
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:

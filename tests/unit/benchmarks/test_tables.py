@@ -21,6 +21,8 @@ CONTESTANTS = (
     "FSDP2",
     "forward x block + ZeRO-1 C=1",
     "forward x block + ZeRO-1 C=0.5",
+    "forward x neuron + ZeRO-1 C=0.5",
+    "backward x block + ZeRO-1 C=0.5",
     "forward x block + FSDP2 C=0.5",
 )
 
@@ -65,7 +67,16 @@ def test_the_comparison_takes_the_rank_with_the_most_and_pairs_times() -> None:
     assert found[:6] == ["4.0", "16.0", "4.0", "1.75", "3", "2"]
     assert found[6] == "0.50 (0.50-0.75)", "of 0.5, 0.5 and 0.75"
     assert found[7] == "1 / 2 / 3 / 4 / 5"
-    assert row_of(tables.targets(compared(peak=2**24)), "peak of SDP C = 1/2 with ZeRO-1, of DDP's") == ["0.55", "2.00"]
+
+
+def test_goals_that_are_missed_are_said_to_be() -> None:
+    text = tables.targets(compared(peak=2**24))
+    assert row_of(text, "peak, SDP block C = 1/2 with ZeRO-1, of DDP's") == ["0.55", "2.00", "no"]
+    assert row_of(text, "step, SDP block C = 1/2, ZeRO-1, of ZeRO-1's") == ["0.48", "0.50 (0.50-0.75)", "no"]
+    better = compared()
+    better["groups"]["main"]["contestants"]["DDP"]["ranks"][0]["peak"] = 2**24
+    found = row_of(tables.targets(better), "peak, SDP block C = 1/2 with ZeRO-1, of DDP's")
+    assert found == ["0.55", "0.50", "yes"]
 
 
 def test_a_figure_is_made_of_the_same_figures() -> None:
