@@ -200,7 +200,6 @@ def micro_step(
     parameters: Mapping[str, nn.Parameter],
     *,
     ignored: Iterable[torch.Tensor],
-    stay: Collection[str] = (),
     watched: Collection[str] = (),
     reductions: Sequence[Reduction] = (),
 ) -> MicroStep:
@@ -209,7 +208,6 @@ def micro_step(
     Args:
         parameters: by name.
         ignored: tensors that are not counted.
-        stay: names of parameters that keep `.grad`.
         watched: names of parameters for `MicroStep.peak_in_units`.
         reductions: other gradients are freed at once.
     """
@@ -235,7 +233,7 @@ def micro_step(
                 counter.add(reduction.at_last)
                 for other in reduction.names if reduction.waits else ():
                     counter.free_gradient(parameters[other])
-        if name not in stay and not any(reductions[index].waits for index in indices[name]):
+        if not any(reductions[index].waits for index in indices[name]):
             counter.free_gradient(parameters[name])
 
     hooks = [
@@ -348,24 +346,18 @@ def _run_of_engine(
     """A micro-step in which gradients are kept and freed as in `ShardedOptimizer`, and the peak of the whole step."""
     setup, held = run.setup, run.held(rank)
     is_first = setup.accumulation == 1  # else gradients of earlier micro-steps exist from the start
-    waiting = [bucket for bucket in held if not run.takes_gradients_early(bucket)]
     reductions = [
         Reduction(_names(bucket), at_first=bucket.size * setup.precision.gradients * is_first)
-        for bucket in held
-        if run.takes_gradients_early(bucket)
+        for bucket in (held if setup.stage < 2 else ())
     ]
     for depth_range in sorted({bucket.depth_range for bucket in held}) if setup.stage == 2 else ():
         buckets = [bucket for bucket in held if bucket.depth_range == depth_range]
         averages = sum(owned(bucket, rank) for bucket in buckets) * FP32_BYTES * (is_first and not setup.offload)
         reductions.append(Reduction(set().union(*map(_names, buckets)), at_last=averages, waits=True))
-    stay = set().union(*map(_names, waiting)) if setup.stage < 2 and is_first else set[str]()
-    step = micro_step(model, inputs, **memory, stay=stay, reductions=reductions)
-    in_step = figures.gradients + figures.step_gradients
-    if setup.stage < 2:  # waiting gradients are freed while averages are allocated
-        waiting_bytes = sum(bucket.num_elements for bucket in waiting) * setup.precision.weights
-        in_step -= min(waiting_bytes, figures.step_gradients)
-    in_backward = step.peak + (0 if is_first else figures.gradients)
-    return step, figures.weights + figures.optimizer + figures.buffers + max(in_backward, in_step)
+    step = micro_step(model, inputs, **memory, reductions=reductions)
+    in_backward = step.peak + (0 if is_first else figures.gradients) + (figures.buffers if setup.stage == 2 else 0)
+    in_step = figures.gradients + figures.step_gradients + figures.buffers
+    return step, figures.weights + figures.optimizer + max(in_backward, in_step)
 
 
 def _names(bucket: BucketLayout) -> set[str]:

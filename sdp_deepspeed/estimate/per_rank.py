@@ -49,7 +49,7 @@ class RankEstimate:
         gradients: at the end of the backward pass; at stage 2 fp32 averages of the owned shards.
         optimizer: moments, and the fp32 master where one is kept.
         host_optimizer: the same in host memory, with its gradient (CPU offload).
-        buffers: flat buffers that buckets use in turns.
+        buffers: flat buffers of one bucket or depth range, while it is sent.
         step_gradients: gradients that exist during the step only.
         gathered: unsharded shared weights, which stay gathered until the backward pass (FSDP2).
         gathered_units: unsharded weights of two units and gradients of one unit (FSDP2).
@@ -110,15 +110,6 @@ class ShardedRun:
     def held(self, rank: int) -> list[BucketLayout]:
         return [bucket for bucket in self.buckets if rank in bucket.holders]
 
-    def keeps_gradients(self, bucket: BucketLayout) -> bool:
-        """Whether a bucket has a gradient buffer of its own."""
-        return self.setup.stage == 0 or self.takes_gradients_early(bucket)
-
-    def takes_gradients_early(self, bucket: BucketLayout) -> bool:
-        """Whether gradients move from `.grad` to the bucket as soon as they are ready."""
-        precision = self.setup.precision
-        return self.setup.stage < 2 and (bucket.is_whole or precision.gradients != precision.weights)
-
     def stepped(self, bucket: BucketLayout, rank: int) -> int:
         """Elements that a holder's optimizer steps, with padding."""
         return bucket.size if self.setup.stage == 0 else owned(bucket, rank)
@@ -162,35 +153,24 @@ class ShardedRun:
     def _gradients(self, held: Sequence[BucketLayout], stepped: int) -> int:
         if self.setup.stage == 2:
             return 0 if self.setup.offload else stepped * FP32_BYTES
-        own = sum(bucket.size for bucket in held if self.takes_gradients_early(bucket))
-        waiting = sum(bucket.num_elements for bucket in held if not self.takes_gradients_early(bucket))  # in `.grad`
-        return own * self.setup.precision.gradients + waiting * self.setup.precision.weights
+        return sum(bucket.size for bucket in held) * self.setup.precision.gradients
 
     def _step_gradients(self, held: Sequence[BucketLayout], rank: int) -> int:
-        """Averages in fp32, and at stage 0 the buffers of gradients that waited in `.grad`."""
-        setup, made = self.setup, list[int]()
-        for bucket in held if setup.stage < 2 else ():
-            averages = not self.keeps_gradients(bucket) or setup.precision.gradients != FP32_BYTES
-            buffer = self.keeps_gradients(bucket) and not self.takes_gradients_early(bucket)
-            stepped = self.stepped(bucket, rank) * FP32_BYTES * averages
-            made.append(stepped + bucket.size * setup.precision.gradients * buffer)
-        return max(made, default=0) if setup.offload else sum(made)
+        """Averages in fp32, if gradients are not."""
+        if self.setup.stage == 2 or self.setup.precision.gradients == FP32_BYTES:
+            return 0
+        made = [self.stepped(bucket, rank) * FP32_BYTES for bucket in held]
+        return max(made, default=0) if self.setup.offload else sum(made)
 
     def _buffers(self, held: Sequence[BucketLayout]) -> int:
-        """Buffers for weights of split tensors, for gradients that wait in `.grad`, for the dtype on the wire, and for
-        the all-gather of weights in the backward regime."""
+        """A packed bucket (stage 2), the same in the dtype on the wire, and the all-gather of weights in the backward
+        regime."""
         precision = self.setup.precision
-        sizes: dict[int, int] = {}  # elements, by bytes of an element: one buffer for each dtype
-        for bucket in self.buckets if self.is_backward else held:
-            if not bucket.is_whole:
-                sizes[precision.weights] = max(sizes.get(precision.weights, 0), bucket.size)
-        for bucket in held:
-            if not self.keeps_gradients(bucket):
-                sizes[precision.gradients] = max(sizes.get(precision.gradients, 0), bucket.size)
-        result = sum(width * size for width, size in sizes.items())
+        width = precision.gradients * (self.setup.stage == 2)
         if precision.wire != precision.gradients:
-            result += precision.wire * max((bucket.size for bucket in held), default=0)
-        return result + precision.weights * self.num_ranks * max(self._returned, default=0)
+            width += precision.wire
+        largest = max((bucket.size for bucket in held), default=0)
+        return width * largest + precision.weights * self.num_ranks * max(self._returned, default=0)
 
     @cached_property
     def _returned(self) -> list[int]:

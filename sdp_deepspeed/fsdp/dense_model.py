@@ -272,7 +272,7 @@ class DenseModel:
                 result[index] = flat[segment.rank, place : place + segment.num_elements]
                 if segment.source is not None:
                     result[index].view(segment.source.shape).copy_(segment.source)
-            all_gather(flat.view(-1), flat[group.position], group)
+            all_gather([flat.view(-1)], [flat[group.position]], [group])
         return [result[index] for index in range(len(segments))]
 
 

@@ -8,7 +8,8 @@ touches every layer), and a bucket is complete only when the gradient of its fir
 nothing would overlap with backward, and ZeRO stage 2 would keep all gradients.
 
 Whole tensors need no packing: they are views of their bucket's flat weight buffer, and their gradients are views of its
-flat gradient buffer. The slices of a cut tensor have several holder sets, so they are copied to and from flat buffers.
+flat gradient buffer. The slices of a cut tensor have several holder sets, so they are copied to and from flat buffers;
+the returned weights use the memory of the gradients.
 
 An optimizer that updates whole tensors (Muon) cannot step equal shards. Its tensors are assigned to the holders. Each
 bucket has the tensors of one owner, which receives their gradients and broadcasts their weights.
@@ -31,6 +32,7 @@ from sdp_deepspeed.parallel.offload import HostShard
 from sdp_deepspeed.units import Piece
 
 Pieces = Mapping[str, Sequence[tuple[Piece, Holders]]]
+BUCKET_SIZE = 50_000_000  # elements; the default
 
 
 class Slice(NamedTuple):
@@ -157,7 +159,7 @@ def _depth_ranges(
             held[name].update(dict.fromkeys(holders, piece.num_elements(shapes[name])))
     if bucket_size is None:
         total = sum(held.values(), Counter[int]())
-        bucket_size = max(50_000_000, max(total.values(), default=0) // 16)
+        bucket_size = max(BUCKET_SIZE, max(total.values(), default=0) // 16)
     ranges: list[list[str]] = []
     load: Counter[int] = Counter()
     for name in names:
@@ -253,9 +255,10 @@ class Bucket:
         layout: contents of the bucket.
         group: the holders; None if this rank is not a holder and only receives weights (backward regime).
         owns_all: whether this rank's optimizer steps the whole bucket, not only a shard (stage 0).
+        device: of the weights.
 
     Attributes:
-        weights: flat [size] in the weights' dtype.
+        weights: flat [size] in the weights' dtype; of cut tensors only while they are sent, else None.
         gradients: flat [size] in the accumulation dtype; None while there are none.
         weight_slots, gradient_slots: views of each slice into these, in the slice's shape.
         parameters: what the optimizer steps: the shard, or whole tensors.
@@ -267,12 +270,16 @@ class Bucket:
         host: host memory of `shard` and `gradient` with CPU offload.
     """
 
-    def __init__(self, layout: BucketLayout, group: HolderGroup | None, *, owns_all: bool) -> None:
-        self.layout, self.group, self.owns_all = layout, group, owns_all
+    def __init__(
+        self, layout: BucketLayout, group: HolderGroup | None, *, owns_all: bool, device: torch.device
+    ) -> None:
+        self.layout, self.group, self.owns_all, self.device = layout, group, owns_all, device
         self.names = list(dict.fromkeys(part.piece.parameter for part in layout.slices))
         self.places: list[tuple[str, int]] = []
         self.waits_for = set(self.names)
         self.filled = [False] * len(layout.slices)
+        self.weights: torch.Tensor | None = None
+        self.weight_slots: list[torch.Tensor] = []
         self.gradients: torch.Tensor | None = None
         self.gradient_slots: list[torch.Tensor] = []
         self.shard: nn.Parameter | None = None
@@ -280,13 +287,36 @@ class Bucket:
         self.gradient: torch.Tensor | None = None
         self.host: HostShard | None = None
 
-    def place_weights(self, buffer: torch.Tensor) -> None:
-        self.weights = buffer[: self.layout.size]
-        self.weight_slots = self._slots(buffer)
+    def place_weights(self, *, over_gradients: bool = False) -> None:
+        """Give `weights` memory, unless they have it.
 
-    def place_gradients(self, buffer: torch.Tensor) -> None:
-        self.gradients = buffer[: self.layout.size]
-        self.gradient_slots = self._slots(buffer)
+        Args:
+            over_gradients: whether to take that of the gradients, which must not be needed any more.
+        """
+        if self.weights is None:
+            dtype, size = self.layout.dtype, self.layout.size
+            old = self.gradients.view(dtype)[:size] if over_gradients and self.gradients is not None else None
+            if old is not None and old.numel() == size:
+                self.weights = old
+            else:
+                self.weights = torch.empty(size, dtype=dtype, device=self.device)
+            self.weight_slots = self._slots(self.weights)
+
+    def drop_weights(self) -> None:
+        """Release `weights` of cut tensors."""
+        if not self.layout.is_whole:
+            self.weights, self.weight_slots = None, []
+
+    def place_gradients(self, dtype: torch.dtype | None) -> None:
+        """Give `gradients` memory, unless they have it. It lives from the first gradient to the end of the step, so
+        that it takes none at the peak of activations; at stage 2 only while the bucket is sent.
+
+        Args:
+            dtype: default: that of the weights.
+        """
+        if self.gradients is None:
+            self.gradients = torch.empty(self.layout.size, dtype=dtype or self.layout.dtype, device=self.device)
+            self.gradient_slots = self._slots(self.gradients)
 
     def drop_gradients(self) -> None:
         """Release the gradient buffer."""
@@ -295,10 +325,20 @@ class Bucket:
     def _slots(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [flat[s.start : s.start + s.num_elements].view(s.shape) for s in self.layout.slices]
 
+    @property
+    def holder_group(self) -> HolderGroup:
+        """`group`, if this rank is a holder."""
+        assert self.group is not None
+        return self.group
+
+    @property
+    def step_dtype(self) -> torch.dtype:
+        """In which the optimizer steps."""
+        return torch.promote_types(self.layout.dtype, torch.float32)
+
     def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
         """View of the part of a flat buffer that this rank owns."""
-        assert self.group is not None
-        first, end = self.layout.shard_range(self.group.position)
+        first, end = self.layout.shard_range(self.holder_group.position)
         return flat[first:end]
 
     def stepped_part(self, flat: torch.Tensor) -> torch.Tensor:
@@ -307,13 +347,16 @@ class Bucket:
 
     def load_weights(self, view: Callable[[Piece], torch.Tensor]) -> None:
         """Copy the module's tensors to `weights`."""
+        self.place_weights()
+        assert self.weights is not None
         self.weights[self.layout.num_elements :].zero_()
         torch._foreach_copy_(self.weight_slots, [view(part.piece) for part in self.layout.slices])
 
     def make_shard(self, *, offload: bool = False, pin_memory: bool = False) -> None:
         """Create `shard` from `weights`: a copy for cut tensors and low precision; in host memory with offload."""
+        assert self.weights is not None
         values = self.stepped_part(self.weights)
-        dtype = torch.promote_types(values.dtype, torch.float32)
+        dtype = self.step_dtype
         if offload:
             self.host = HostShard(values, pin_memory=pin_memory)
             self.shard = nn.Parameter(self.host.weights)
@@ -341,8 +384,7 @@ class Bucket:
             owned: only the parts that this rank owns, so that each element is yielded by one rank. In stage 0 a rank
                 steps more than it owns.
         """
-        assert self.group is not None
-        position = self.group.position
+        position = self.holder_group.position
         ranges = self.layout.owned(position)
         if self.owns_all and not owned:
             ranges = ((part, 0, part.num_elements) for part in self.layout.slices)
@@ -361,11 +403,14 @@ class Bucket:
     def steps_in_place(self) -> bool:
         """Whether `shard` is a view of `weights`."""
         assert self.shard is not None
+        if self.weights is None:
+            return False
         return self.shard.data_ptr() == self.stepped_part(self.weights).data_ptr()
 
     def refresh_shard(self) -> None:
         """Take into `shard` the elements of `weights` that are not its rounding any more."""
         assert self.shard is not None
+        assert self.weights is not None
         if not self.steps_in_place:
             shard = self.shard.detach()
             values = self.stepped_part(self.weights).to(shard.device)
@@ -374,6 +419,7 @@ class Bucket:
     def store_shard(self) -> None:
         """Round `shard` into `weights`."""
         assert self.shard is not None
+        assert self.weights is not None
         if self.host is not None:
             self.host.send_weights(self.stepped_part(self.weights))
         elif not self.steps_in_place:

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -147,60 +147,88 @@ def timeout_of_the_run() -> timedelta | None:
     return None if options is None else options._timeout  # fake backends have none
 
 
-def exchange(arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor], group: HolderGroup) -> None:
-    """Send `leaving[i]` to the holder at position i, and receive `arriving[i]` from it, for all i but this position.
+class Messages(NamedTuple):
+    """Tensors that a holder receives from each position of its group, and sends to it; its own are unused."""
+
+    arriving: Sequence[torch.Tensor]
+    leaving: Sequence[torch.Tensor]
+    group: HolderGroup
+
+
+def exchange(messages: Sequence[Messages]) -> None:
+    """Send and receive all messages at once, and wait for them; between two ranks in the same order on both.
 
     Receives are posted first. Gloo's all-to-all posts sends first, so one direction waits for the other.
     """
-    ranks = dist.get_process_group_ranks(group.process_group)
-    peers = [
-        (group.position + step) % group.size for step in range(1, group.size)
-    ]  # staggered, so that not all send to the same rank
-    works = [group.comm.irecv(arriving[p], ranks[p], group.process_group, _TAG) for p in reversed(peers)]
-    works += [group.comm.isend(leaving[p], ranks[p], group.process_group, _TAG) for p in peers]
+    works = []
+    for post in ("irecv", "isend"):
+        for arriving, leaving, group in messages:
+            ranks = dist.get_process_group_ranks(group.process_group)
+            tensors, call = arriving if post == "irecv" else leaving, getattr(group.comm, post)
+            for step in range(1, group.size):  # staggered, so that not all send to the same rank
+                peer = (group.position + (step if post == "isend" else -step)) % group.size
+                works.append(call(tensors[peer], ranks[peer], group.process_group, _TAG))
     for work in works:
         work.wait()
 
 
-def reduce_scatter(output: torch.Tensor, flat: torch.Tensor, group: HolderGroup, received: torch.Tensor | None) -> None:
-    """Reduce-scatter (sum) `flat` over the holders. With direct exchange the sum has the dtype of `output`.
+def reduce_scatter(
+    outputs: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], groups: Sequence[HolderGroup]
+) -> None:
+    """Reduce-scatter (sum) flat tensors over their holders, in one exchange if all groups exchange directly. Then the
+    sum has the dtype of the output. All flat tensors have one dtype.
 
     Args:
-        output: [shard size], of any dtype; may be this holder's part of `flat`.
-        flat: [holders * shard size] in the communication dtype.
-        received: buffer like `flat`; required with `group.exchanges_directly`.
+        outputs: [shard size] each, of any dtype; may be this holder's part of the flat tensor.
+        flats: [holders * shard size] each, in the communication dtype.
     """
-    if group.size > 1 and not group.exchanges_directly:
-        same = output if output.dtype == flat.dtype else torch.empty_like(output, dtype=flat.dtype)
-        single = getattr(group.comm, "reduce_scatter_single", None)  # torch 2.13
-        (single or group.comm.reduce_scatter_tensor)(same, flat, group=group.process_group)
-        if same is not output:
-            output.copy_(same)
+    if not groups[0].exchanges_directly:
+        for output, flat, group in zip(outputs, flats, groups, strict=True):
+            same = output if output.dtype == flat.dtype else torch.empty_like(output, dtype=flat.dtype)
+            if group.size > 1:
+                single = getattr(group.comm, "reduce_scatter_single", None)  # torch 2.13
+                (single or group.comm.reduce_scatter_tensor)(same, flat, group=group.process_group)
+            elif same.data_ptr() != flat.data_ptr():
+                same.copy_(flat)
+            if same is not output:
+                output.copy_(same)
         return
-    leaving = flat.view(group.size, -1)
-    own = leaving[group.position]
-    if output.data_ptr() != own.data_ptr():
-        output.copy_(own)
-    if group.size > 1:
-        assert received is not None
-        arriving = received.view(group.size, -1)
-        exchange(arriving.unbind(), leaving.unbind(), group)
-        for position in range(group.size):
-            if position != group.position:
-                output.add_(arriving[position])
+    counts = [received_elements(flat.numel(), group) for flat, group in zip(flats, groups, strict=True)]
+    received = flats[0].new_empty(sum(counts)).split(counts)
+    messages = []
+    for output, flat, group, own in zip(outputs, flats, groups, received, strict=True):
+        leaving = flat.view(group.size, -1).unbind()
+        if output.data_ptr() != leaving[group.position].data_ptr():
+            output.copy_(leaving[group.position])
+        arriving = list(own.view(group.size - 1, -1).unbind())
+        arriving.insert(group.position, output)  # unused
+        messages.append(Messages(arriving, leaving, group))
+    exchange(messages)
+    for output, own, group in zip(outputs, received, groups, strict=True):
+        for part in own.view(group.size - 1, -1).unbind():
+            output.add_(part)
 
 
-def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: HolderGroup) -> None:
-    """All-gather shards into `flat` [ranks * shard size]; `shard` may be this rank's part of it."""
-    if group.size > 1 and not group.exchanges_directly:
-        single = getattr(group.comm, "all_gather_single", None)  # torch 2.13
-        (single or group.comm.all_gather_into_tensor)(flat, shard, group=group.process_group)
-        return
-    parts = flat.view(group.size, -1).unbind()
-    if parts[group.position].data_ptr() != shard.data_ptr():
-        parts[group.position].copy_(shard)
-    if group.size > 1:
-        exchange(parts, [shard] * group.size, group)
+def received_elements(size: int, group: HolderGroup) -> int:
+    """Elements that a holder receives in a direct reduce-scatter of `size` elements."""
+    return size // group.size * (group.size - 1)
+
+
+def all_gather(flats: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], groups: Sequence[HolderGroup]) -> None:
+    """All-gather shards into flat tensors [ranks * shard size], in one exchange if all groups exchange directly. A
+    shard may be this rank's part of the flat tensor."""
+    messages = []
+    for flat, shard, group in zip(flats, shards, groups, strict=True):
+        if group.size > 1 and not group.exchanges_directly:
+            single = getattr(group.comm, "all_gather_single", None)  # torch 2.13
+            (single or group.comm.all_gather_into_tensor)(flat, shard, group=group.process_group)
+            continue
+        parts = flat.view(group.size, -1).unbind()
+        if parts[group.position].data_ptr() != shard.data_ptr():
+            parts[group.position].copy_(shard)
+        if group.size > 1:
+            messages.append(Messages(parts, [shard] * group.size, group))
+    exchange(messages)
 
 
 def reduce(output: torch.Tensor, flat: torch.Tensor, group: HolderGroup, owner: int) -> None:

@@ -12,20 +12,21 @@ A step, for every bucket that this rank holds:
 4. Weights are returned. Forward regime: an all-gather over the holders. Backward regime: every rank runs the whole
    model, so for each depth range there is one all-gather over all data-parallel ranks.
 
-Order of collectives -------------------- All ranks have the same list of buckets (`plan_buckets`), sorted by (depth at
-which the last gradient is ready, holders, param group and dtype). Each rank processes the buckets that it holds in this
-order, in every phase: averages of a backward pass, the norm, weights. A bucket that is complete early waits for its
-turn; so do shared tensors. Collectives are issued with `async_op=False` on one stream: the next one starts after the
-previous one has finished, so two communicators of a rank never run at once. If ranks exchange shards directly
-(`groups.exchange`), these messages count as one collective, which has finished on a rank when all its messages there
-have.
+# Order of collectives
+
+All ranks have the same list of buckets (`plan_buckets`), sorted by (depth at which the last gradient is ready, holders,
+param group and dtype). Each rank processes the buckets that it holds in this order, in every phase: averages of a
+backward pass, the norm, weights. A bucket that is complete early waits for its turn; so do shared tensors. Collectives
+are issued with `async_op=False` on one stream: the next one starts after the previous one has finished, so two
+communicators of a rank never run at once. If ranks exchange shards directly (`groups.exchange`), the messages of a
+bucket count as one collective. A rank may post those of consecutive buckets at once, then wait for all.
 
 This cannot deadlock. Give each collective the key (number of the phase, position in the list). Its members agree on the
 key, and each rank issues its collectives in ascending order of keys. Suppose that some collective never finishes, and
 take the one with the smallest key. All collectives with smaller keys have finished, so none of its members waits in
-another one: each is inside it, or is computing and will enter it. Hence all members arrive, and it finishes: a
-contradiction. Collectives of the host between tensor-parallel ranks do not change this: these ranks hold the same
-buckets, so all of them insert such a collective at the same position.
+another one: each is inside it or has posted its messages, or is computing and will. Hence all members arrive, and it
+finishes: a contradiction. Collectives of the host between tensor-parallel ranks do not change this: these ranks hold
+the same buckets, so all of them insert such a collective at the same position.
 
 When a rank reduces a bucket may differ between ranks. If a tensor gets several gradients in one backward pass, its
 bucket is reduced at the end of the pass, on the ranks where that happened. The first pass detects such tensors. In
@@ -46,8 +47,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from sdp_deepspeed.parallel.buckets import Bucket, ShardPart, plan_buckets
-from sdp_deepspeed.parallel.groups import Groups, all_gather, broadcast, reduce, reduce_scatter
+from sdp_deepspeed.parallel.buckets import BUCKET_SIZE, Bucket, ShardPart, plan_buckets
+from sdp_deepspeed.parallel.groups import Groups, all_gather, broadcast, received_elements, reduce, reduce_scatter
 from sdp_deepspeed.parallel.norm import gradient_norm, scale_gradients
 from sdp_deepspeed.parallel.offload import Moved, move_back, move_to_host
 from sdp_deepspeed.parallel.optimizer_kinds import groups_of_whole_tensors
@@ -112,6 +113,7 @@ class ShardedOptimizer:
         self.norm: torch.Tensor | None = None
         self._offload, self._pin_memory = offload, pin_memory
         self._gradient_dtype, self._wire_dtype = gradient_dtype, wire_dtype
+        self._bucket_size = bucket_size or BUCKET_SIZE
         self.param_groups = dict(param_groups)
         self._parameters = {name: mask.parameters[name] for name in param_groups}
         self._device = next(iter(self._parameters.values())).device
@@ -124,7 +126,9 @@ class ShardedOptimizer:
             replicated=replicated,
             stepped_whole=self._stepped_whole(param_groups, replicated),
         )
-        buckets = [Bucket(layout, groups.of(layout.holders), owns_all=stage == 0) for layout in layouts]
+        buckets = [
+            Bucket(layout, groups.of(layout.holders), owns_all=stage == 0, device=self._device) for layout in layouts
+        ]
         self.buckets = [b for b in buckets if b.group is not None or regime == "backward"]
         self.held = [b for b in buckets if b.group is not None]
         self._numbers = [
@@ -136,7 +140,6 @@ class ShardedOptimizer:
         self._seen: set[str] = set()  # tensors with a gradient in this pass
         self._repeated: set[str] = set()  # tensors with several gradients in one pass
         self._num_reduced_passes = 0  # backward passes of this step that stage 2 has reduced
-        self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
 
         self._slots_of: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)  # (index in `held`, slice)
@@ -198,53 +201,16 @@ class ShardedOptimizer:
     # ---- memory ----------------------------------------------------------------------------------------------------
 
     def _place_buffers(self) -> None:
-        """Allocate flat buffers, make whole tensors views of them, and create the shards.
-
-        Weights of cut tensors, and gradients that stay in `.grad`, are in flat buffers only while their bucket is sent:
-        all buckets of a dtype share one buffer.
-        """
-        largest: defaultdict[torch.dtype, int] = defaultdict(int)
+        """Allocate flat buffers, make whole tensors views of them, and create the shards."""
         for bucket in self.buckets:
-            dtypes = [] if bucket.layout.is_whole else [bucket.layout.dtype]
-            dtypes += [] if self._keeps_gradients(bucket) else [self._dtype_of(bucket)]
-            for dtype in dtypes:
-                largest[dtype] = max(largest[dtype], bucket.layout.size)
-        pools = {dtype: self._buffer("pool", dtype, size) for dtype, size in largest.items()}
-        for bucket in self.buckets:
-            layout = bucket.layout
-            is_whole, keeps = layout.is_whole, self._keeps_gradients(bucket)
-            bucket.place_weights(self._zeros(layout.dtype, layout.size) if is_whole else pools[layout.dtype])
             with torch.no_grad():
                 bucket.load_weights(self.mask.view)
-            if is_whole:
-                for part, slot in zip(layout.slices, bucket.weight_slots, strict=True):
+            if bucket.layout.is_whole:
+                for part, slot in zip(bucket.layout.slices, bucket.weight_slots, strict=True):
                     self._parameters[part.piece.parameter].data = slot
             if bucket.group is not None:
                 bucket.make_shard(offload=self._offload, pin_memory=self._pin_memory)
-                if not keeps:
-                    bucket.place_gradients(pools[self._dtype_of(bucket)])
-
-    def _zeros(self, dtype: torch.dtype, size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=dtype, device=self._device)
-
-    def _keeps_gradients(self, bucket: Bucket) -> bool:
-        """Whether the bucket has a gradient buffer of its own. It lives from the bucket's first gradient to the end of
-        the step, so that it takes no memory at the peak of activations."""
-        return self._takes_gradients_early(bucket) or self.stage == 0
-
-    def _dtype_of(self, bucket: Bucket) -> torch.dtype:
-        return self._gradient_dtype or bucket.layout.dtype
-
-    def _takes_gradients_early(self, bucket: Bucket) -> bool:
-        """Whether gradients are accumulated in the bucket, not in `.grad`."""
-        return self.stage < 2 and (bucket.layout.is_whole or self._dtype_of(bucket) != bucket.layout.dtype)
-
-    def _buffer(self, use: str, dtype: torch.dtype, size: int) -> torch.Tensor:
-        """A cached flat buffer, with one use at a time."""
-        kept = self._scratch.get((use, dtype))
-        if kept is None or kept.numel() < size:
-            kept = self._scratch[use, dtype] = torch.empty(size, dtype=dtype, device=self._device)
-        return kept[:size]
+            bucket.drop_weights()
 
     @torch.no_grad()
     def refresh_shards(self) -> None:
@@ -256,6 +222,7 @@ class ShardedOptimizer:
             else:
                 bucket.load_weights(self.mask.view)
             bucket.refresh_shard()
+            bucket.drop_weights()
 
     def offload_states(self, *, states: bool = True, masters: bool = True, pin_memory: bool = False) -> None:
         """Move optimizer state and fp32 copies of weights to host memory, until `reload_states`. Copies that are
@@ -298,7 +265,8 @@ class ShardedOptimizer:
                 f"a gradient of {name!r} came after its average was taken; call step() before the next backward pass, "
                 "and enable activation checkpointing before deepspeed.initialize"
             )
-        self._take_early(name)
+        if self.stage < 2:
+            self._take_early(name)
         overlaps = self.overlap and self.is_last_micro_step and not self._is_first_pass
         if (self.stage == 2 or overlaps) and name not in self._repeated:
             for index in indices:
@@ -311,33 +279,27 @@ class ShardedOptimizer:
         return (tensor,) if dim is None else tensor.split(lengths, dim)
 
     def _take_early(self, name: str) -> None:
-        """Move a gradient to its slots: copy it and make `.grad` the slot, or accumulate it in another dtype."""
-        parameter = self._parameters[name]
-        for index, number in self._slots_of[name]:
-            bucket = self.held[index]
-            if not self._takes_gradients_early(bucket):
-                return
-            self._make_room(bucket)
-            slot = bucket.gradient_slots[number]
-            if parameter.grad.data_ptr() == slot.data_ptr():
-                return
-            if slot.dtype == parameter.grad.dtype:
-                slot.copy_(parameter.grad)
-                parameter.grad = slot
-                return
-            gradient = self.mask.view(bucket.layout.slices[number].piece, parameter.grad)
-            if bucket.filled[number]:
-                slot.add_(gradient)
-            else:
-                slot.copy_(gradient)
-                bucket.filled[number] = True
+        """Move a gradient to its slots. A whole one in the slot's dtype becomes a view of it, others are accumulated
+        there."""
+        parameter, places = self._parameters[name], self._slots_of[name]
+        for index, _ in places:
+            self.held[index].place_gradients(self._gradient_dtype)
+        slots = [self.held[index].gradient_slots[number] for index, number in places]
+        first, number = self.held[places[0][0]], places[0][1]
+        if first.layout.is_whole and slots[0].dtype == parameter.grad.dtype:
+            if slots[0].data_ptr() != parameter.grad.data_ptr():
+                slots[0].copy_(parameter.grad)
+                parameter.grad = slots[0]
+            return
+        slices = self._slices_of(name, parameter.grad)
+        gradients = [slices[self.held[index].places[number][1]] for index, number in places]
+        if first.filled[number]:
+            torch._foreach_add_(slots, gradients)
+        else:
+            torch._foreach_copy_(slots, gradients)
+            for index, number in places:
+                self.held[index].filled[number] = True
         parameter.grad = None
-
-    def _make_room(self, bucket: Bucket) -> None:
-        """Allocate the gradient buffer of a bucket, unless it exists."""
-        if bucket.gradients is None:
-            size, dtype = bucket.layout.size, self._dtype_of(bucket)
-            bucket.place_gradients(torch.empty(size, dtype=dtype, device=self._device))
 
     @torch.no_grad()
     def finish_backward(self) -> None:
@@ -363,15 +325,38 @@ class ShardedOptimizer:
 
     def _reduce(self, *, only_complete: bool) -> None:
         """Average buckets in order: as long as they are complete, or all that remain."""
+        if only_complete:
+            while self._next < len(self.held) and not self.held[self._next].waits_for:
+                self._reduce_together([self.held[self._next]], {})
+            return
         views: dict[str, Sequence[torch.Tensor]] = {}
-        while self._next < len(self.held):
-            bucket = self.held[self._next]
-            if only_complete and bucket.waits_for:
-                return
-            with self._beside():
-                self._pack(bucket, views)
-                self._average(bucket)
-            self._next += 1
+        for buckets in self._sent_together(self.held[self._next :]):
+            self._reduce_together(buckets, views)
+
+    def _reduce_together(self, buckets: Sequence[Bucket], views: dict[str, Sequence[torch.Tensor]]) -> None:
+        with self._beside():
+            for index, bucket in enumerate(buckets, self._next):
+                self._pack(bucket, index, views)
+            self._average(buckets)
+        self._next += len(buckets)
+
+    def _sent_together(self, buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
+        """Group consecutive buckets whose holders exchange shards directly, so that a rank waits for others less often,
+        until one of them would receive more than `bucket_size` elements. All others are sent one by one."""
+        together: list[Bucket] = []
+        num_received = 0
+        for bucket in buckets:
+            group = bucket.holder_group
+            is_direct = not bucket.owns_all and bucket.layout.owner is None and group.exchanges_directly
+            count = received_elements(bucket.layout.size, group)
+            fits = is_direct and num_received + count <= self._bucket_size
+            if together and not (fits and bucket.layout.dtype == together[0].layout.dtype):
+                yield together
+                together, num_received = [], 0
+            together.append(bucket)
+            num_received += count if is_direct else self._bucket_size
+        if together:
+            yield together
 
     def _reduce_again(self) -> None:
         """Reduce buckets again whose tensors got another gradient after their average was taken, on any rank."""
@@ -386,10 +371,7 @@ class ShardedOptimizer:
             if number in again:
                 self._next = index
                 self._repeated.update(bucket.names)
-                bucket.filled = [False] * len(bucket.filled)
-                with self._beside():
-                    self._pack(bucket, {})
-                    self._average(bucket)
+                self._reduce_together([bucket], {})
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
@@ -401,13 +383,14 @@ class ShardedOptimizer:
         with torch.cuda.stream(self._stream):
             yield
 
-    def _pack(self, bucket: Bucket, views: dict[str, Sequence[torch.Tensor]]) -> None:
+    def _pack(self, bucket: Bucket, index: int, views: dict[str, Sequence[torch.Tensor]]) -> None:
         """Fill the slots that have no gradient yet, with zeros for missing gradients; free `.grad` of finished tensors.
 
         Args:
+            index: of the bucket in `held`.
             views: cached views of gradients.
         """
-        self._make_room(bucket)
+        bucket.place_gradients(self._gradient_dtype)
         sources, targets, empty = [], [], []
         for (name, place), slot, is_filled in zip(bucket.places, bucket.gradient_slots, bucket.filled, strict=True):
             gradient = self._parameters[name].grad
@@ -430,41 +413,47 @@ class ShardedOptimizer:
             torch._foreach_zero_(empty)
         assert bucket.gradients is not None
         bucket.gradients[bucket.layout.num_elements :].zero_()
-        if not (self.stage < 2 and bucket.layout.is_whole):
+        if self.stage == 2:
             for name in bucket.names:
-                if self._slots_of[name][-1][0] == self._next:  # no later bucket contains a part of it
+                if self._slots_of[name][-1][0] == index:  # no later bucket contains a part of it
                     self._parameters[name].grad = None
 
-    def _average(self, bucket: Bucket) -> None:
-        """Average gradients over the holders: their sum, divided by their number."""
-        assert bucket.group is not None
-        assert bucket.gradients is not None
-        assert bucket.shard is not None
-        flat, num_holders, dtype = bucket.gradients, bucket.group.size, bucket.shard.dtype
-        wire = self._wire_dtype or flat.dtype
-        if wire != flat.dtype:
-            flat = self._buffer("wire", wire, bucket.layout.size).copy_(flat)
+    def _average(self, buckets: Sequence[Bucket]) -> None:
+        """Average gradients over the holders: their sum, divided by their number.
+
+        Args:
+            buckets: of one dtype, see `_sent_together`.
+        """
+        first, groups, sizes = buckets[0], [b.holder_group for b in buckets], [b.layout.size for b in buckets]
+        flats = [bucket.gradients for bucket in buckets if bucket.gradients is not None]
+        wire, step_dtype = self._wire_dtype or flats[0].dtype, first.step_dtype
+        if wire != flats[0].dtype:
+            buffers = torch.empty(sum(sizes), dtype=wire, device=self._device).split(sizes)
+            flats = [buffer.copy_(flat) for buffer, flat in zip(buffers, flats, strict=True)]
         if wire == torch.float16:  # the sum may overflow although the mean does not
-            flat.div_(num_holders)
-        if bucket.owns_all:
-            if num_holders > 1:
-                bucket.group.comm.all_reduce(flat, group=bucket.group.process_group)
-            average = flat if flat is bucket.gradients and flat.dtype == dtype else flat.to(dtype, copy=True)
+            for flat, group in zip(flats, groups, strict=True):
+                flat.div_(group.size)
+        if first.owns_all:
+            if groups[0].size > 1:
+                groups[0].comm.all_reduce(flats[0], group=groups[0].process_group)
+            averages = [flats[0].to(step_dtype)]
         else:
-            average, owner = bucket.shard_of(bucket.gradients), bucket.layout.owner
-            if not self._keeps_gradients(bucket) or average.dtype != dtype:
-                average = torch.empty_like(average, dtype=dtype)
-            if owner is not None:
-                reduce(average, flat, bucket.group, owner)
+            averages = [bucket.shard_of(bucket.gradients) for bucket in buckets if bucket.gradients is not None]
+            if self.stage == 2 or averages[0].dtype != step_dtype:
+                averages = [torch.empty_like(average, dtype=step_dtype) for average in averages]
+            if first.layout.owner is not None:
+                reduce(averages[0], flats[0], groups[0], first.layout.owner)
             else:
-                received = self._buffer("received", wire, flat.numel()) if bucket.group.exchanges_directly else None
-                reduce_scatter(average, flat, bucket.group, received)
-        if wire != torch.float16:
-            average.div_(num_holders)
-        if bucket.host is not None:
-            bucket.gradient = bucket.host.receive_gradient(average, adds=bucket.gradient is not None)
-        else:
-            bucket.gradient = average if bucket.gradient is None else bucket.gradient.add_(average)
+                reduce_scatter(averages, flats, groups)
+        for bucket, group, average in zip(buckets, groups, averages, strict=True):
+            if wire != torch.float16:
+                average.div_(group.size)
+            if bucket.host is not None:
+                bucket.gradient = bucket.host.receive_gradient(average, adds=bucket.gradient is not None)
+            else:
+                bucket.gradient = average if bucket.gradient is None else bucket.gradient.add_(average)
+            if self.stage == 2:
+                bucket.drop_gradients()
 
     @torch.no_grad()
     def average_gradients(self) -> None:
@@ -487,8 +476,7 @@ class ShardedOptimizer:
         for bucket in self.held:
             bucket.gradient = None
             bucket.set_gradients(None)
-            if self._keeps_gradients(bucket):
-                bucket.drop_gradients()
+            bucket.drop_gradients()
         self._num_reduced_passes = 0
         self._restart()
 
@@ -525,7 +513,10 @@ class ShardedOptimizer:
         for bucket, gradient in zip(self.held, gradients, strict=True):
             bucket.set_gradients(gradient)
         self.optimizer.step()
-        self._return_weights()
+        for bucket in self.held:
+            bucket.set_gradients(None)
+            bucket.gradient = None
+        self.return_weights(over_gradients=True)
         self.zero_grad()
         return True
 
@@ -537,32 +528,45 @@ class ShardedOptimizer:
     def _all_step(self, bucket: Bucket) -> bool:
         return bucket.owns_all and len(bucket.layout.holders) == self.groups.data_parallel.size
 
-    def _return_weights(self) -> None:
-        """Write updated shards to the module's tensors, of the holders, or in the backward regime of all ranks."""
+    @torch.no_grad()
+    def return_weights(self, *, over_gradients: bool = False) -> None:
+        """Write updated shards to the module's tensors, of the holders, or in the backward regime of all ranks.
+        Collective; after a step, and when a checkpoint has changed shards.
+
+        Args:
+            over_gradients: whether gradients are not needed any more, so that their memory can be used.
+        """
         if self.regime == "forward":
             views: dict[str, Sequence[torch.Tensor]] = {}
-            for bucket in self.held:
-                assert bucket.group is not None
-                bucket.store_shard()
-                if not bucket.owns_all and bucket.layout.owner is not None:
-                    broadcast(bucket.weights, bucket.group, bucket.layout.owner)
-                elif not bucket.owns_all:
-                    all_gather(bucket.weights, bucket.shard_of(bucket.weights), bucket.group)
-                if not bucket.layout.is_whole:
-                    for name in bucket.names:
-                        if name not in views:
-                            views[name] = self._slices_of(name, self._parameters[name].detach())
-                    slices = [views[name][place] for name, place in bucket.places]
-                    torch._foreach_copy_(slices, bucket.weight_slots)
+            for buckets in self._sent_together(self.held):
+                first, groups = buckets[0], [bucket.holder_group for bucket in buckets]
+                for bucket in buckets:
+                    bucket.place_weights(over_gradients=over_gradients)
+                    bucket.store_shard()
+                flats = [bucket.weights for bucket in buckets if bucket.weights is not None]
+                if not first.owns_all and first.layout.owner is not None:
+                    broadcast(flats[0], groups[0], first.layout.owner)
+                elif not first.owns_all:
+                    shards = [bucket.shard_of(flat) for bucket, flat in zip(buckets, flats, strict=True)]
+                    all_gather(flats, shards, groups)
+                for bucket in buckets:
+                    if not bucket.layout.is_whole:
+                        for name in bucket.names:
+                            if name not in views:
+                                views[name] = self._slices_of(name, self._parameters[name].detach())
+                        slices = [views[name][place] for name, place in bucket.places]
+                        torch._foreach_copy_(slices, bucket.weight_slots)
+                        bucket.drop_weights()
             return
         for bucket in self.buckets:
             if self._all_step(bucket):
+                bucket.place_weights(over_gradients=over_gradients)
                 bucket.store_shard()
                 bucket.store_weights(self.mask.view)
+                bucket.drop_weights()
         everyone = self.groups.data_parallel
         for returned in self._returns:
-            received = self._buffer("returned", returned.buckets[0].layout.dtype, returned.size * everyone.size)
-            returned.run(everyone, received, self.mask.view)
+            returned.run(everyone, self.mask.view, over_gradients=over_gradients)
 
     def has_gradients(self) -> bool:
         """Whether there are gradients of an unfinished step."""
@@ -573,7 +577,7 @@ class ShardedOptimizer:
     def gradient_tensors(self) -> list[torch.Tensor]:
         """Tensors of gradients besides `.grad`: averages and accumulation buffers."""
         averages = [bucket.gradient for bucket in self.held if bucket.gradient is not None]
-        buffers = [bucket.gradients for bucket in self.held if self._keeps_gradients(bucket)]
+        buffers = [bucket.gradients for bucket in self.held]
         return averages + [buffer for buffer in buffers if buffer is not None]
 
     def close(self) -> None:
@@ -593,8 +597,3 @@ class ShardedOptimizer:
             if bucket.layout.is_whole:
                 self._relink(bucket)
         return [part for bucket in self.held for part in bucket.parts(owned=owned)]
-
-    @torch.no_grad()
-    def return_weights(self) -> None:
-        """Write shards that a checkpoint has changed to the module's tensors, as after a step. Collective."""
-        self._return_weights()

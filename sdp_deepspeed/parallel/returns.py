@@ -46,27 +46,40 @@ class ReturnedRange:
     starts: Sequence[int]
     size: int
 
-    def run(self, group: HolderGroup, received: torch.Tensor, view: Callable[[Piece], torch.Tensor]) -> None:
+    def run(
+        self,
+        group: HolderGroup,
+        view: Callable[[Piece], torch.Tensor],
+        *,
+        over_gradients: bool,
+    ) -> None:
         """All-gather the shards, and store them in the module's tensors; a collective of the data-parallel ranks.
 
         Args:
             group: all data-parallel ranks.
-            received: buffer, flat [ranks * size].
             view: `Mask.view`.
+            over_gradients: see `Bucket.place_weights`.
         """
+        first = self.buckets[0]
+        received = torch.empty(group.size * self.size, dtype=first.layout.dtype, device=first.device)
         by_rank = received.view(group.size, -1)
         for bucket, start in zip(self.buckets, self.starts, strict=True):
             if bucket.group is not None:
+                bucket.place_weights(over_gradients=over_gradients)
                 bucket.store_shard()
+                assert bucket.weights is not None
                 shard = bucket.shard_of(bucket.weights)
                 by_rank[group.position, start : start + shard.numel()].copy_(shard)
-        all_gather(received, by_rank[group.position], group)
+        all_gather([received], [by_rank[group.position]], [group])
         for bucket, runs in zip(self.buckets, self.runs, strict=True):
+            bucket.place_weights(over_gradients=over_gradients)
+            assert bucket.weights is not None
             shards = bucket.weights.view(bucket.layout.num_shards, -1)
             for position, rank, length, start in runs:
                 values = by_rank[rank : rank + length, start : start + shards.shape[1]]
                 shards[position : position + length].copy_(values)
             bucket.store_weights(view)
+            bucket.drop_weights()
 
 
 def plan_returns(buckets: Sequence[Bucket], num_ranks: int, rank: int) -> list[ReturnedRange]:

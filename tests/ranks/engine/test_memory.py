@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.common.held_bytes import storage_bytes
 from benchmarks.common.measured_step import measured_step
 from tests.helpers.live_tensors import Watch, present_lacking, stepped_elements, stored_bytes, unit_bytes
 from tests.helpers.models import config, loss_of
@@ -112,8 +111,6 @@ class Allowance:
         self.lacking = 0 if case.regime == "backward" else sum(lacking)
         self._stored = stored_bytes(dense, engine.plan, rank)
         self._stepped = stepped_elements(dense, engine.plan, rank, stage=case.stage)
-        held = stepped_elements(dense, engine.plan, rank, stage=0)
-        self._most_buffers = 4 * held * (case.stage < 2) + 12 * max(p.numel() for p in dense.parameters())
         self._engine = engine
         self.slack = 2 * BUCKET * 4
         assert self.slack < min(self.units) // 2
@@ -135,12 +132,7 @@ class Allowance:
         masters = sum(bucket.shard.nbytes for bucket in sharded.held if not bucket.steps_in_place)
         assert masters <= 4 * self._stepped + self.slack
         assert masters >= 4 * self._stepped * (self._dtype != torch.float32)
-        assert not any(sharded._keeps_gradients(b) and b.gradients is not None for b in sharded.held), "between steps"
-        buffers = [bucket.gradients for bucket in sharded.held if bucket.gradients is not None]
-        buffers += [bucket.weights for bucket in sharded.buckets if not bucket.layout.is_whole]
-        num_bytes = storage_bytes([*buffers, *sharded._scratch.values()])
-        assert num_bytes <= self._most_buffers + self.slack
-        return self._stored + self._stepped * moments + masters + num_bytes
+        return self._stored + self._stepped * moments + masters  # no buffer outlives its step
 
 
 def evaluate(engine: Any, check: Allowance) -> None:
@@ -197,10 +189,6 @@ class Peak:
         state = figures.weights + figures.gradients + figures.optimizer
         if self.case.precision != "fp32":  # the master's gradient: a third of master and two moments
             state += figures.optimizer // 3
-        if (
-            self.case.strategy == "neuron" and self.case.regime == "backward"
-        ):  # one holder: a shard is all of its bucket
-            state += figures.gradients  # a cut tensor's waits in `.grad` for its last bucket, beside averages
         buckets = (4 if self.overlap else 3) * PEAK_BUCKET * 4  # packed, received, in fp32
         assert state - PEAK_BUCKET * 4 <= figures.peak, "the tracker is blind"  # stage 2 sums what it has sent
         assert figures.peak - figures.activations <= 1.1 * (state + buckets), (figures, state)

@@ -242,7 +242,7 @@ def a_tampered_holder_is_noticed(rank: Rank) -> None:
         if rank.rank == 1:
             with torch.no_grad():
                 engine.module.get_parameter(name).view(-1)[0] += 1e-3
-        engine.optimizer.sharded._return_weights = lambda: None
+        engine.optimizer.sharded.return_weights = lambda **_: None
         refusal(RuntimeError, partial(train, engine, num_steps=1), "holders do not agree", "diverged")
 
 

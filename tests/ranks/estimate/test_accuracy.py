@@ -115,7 +115,7 @@ class Case:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             engine = engine_of(self.config, model)
             self.step(engine)
-            with measured_step(engine, others=buffers_of(engine)) as figures:
+            with measured_step(engine) as figures:
                 self.step(engine)
         counters = sum(tensor.nbytes for tensor in optimizer_tensors(engine) if tensor.dim() == 0)
         if "optimizer" in self.extra:  # Muon's own products are not estimated
@@ -127,12 +127,6 @@ class Case:
         for _ in range(self.accumulation):
             engine.backward(loss_of(self.model, engine))
             engine.step()
-
-
-def buffers_of(engine: Any) -> list[torch.Tensor]:
-    """Which live as long as the engine; plain DeepSpeed makes its own in each step."""
-    sharded = getattr(engine.optimizer, "sharded", None)
-    return [] if sharded is None else list(sharded._scratch.values())
 
 
 @dataclass(frozen=True)

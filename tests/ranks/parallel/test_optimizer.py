@@ -533,13 +533,12 @@ class Traffic:
         for patch in self._patches:
             patch.stop()
 
-    def _exchange(
-        self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor], group: process_groups.HolderGroup
-    ) -> None:
-        ranks = tuple(dist.get_process_group_ranks(group.process_group))
-        self.log.append((ranks, "exchange", leaving[0].numel()))
-        self.sent += sum(part.numel() for position, part in enumerate(leaving) if position != group.position)
-        _exchange(arriving, leaving, group)
+    def _exchange(self, messages: Sequence[process_groups.Messages]) -> None:
+        for _, leaving, group in messages:
+            ranks = tuple(dist.get_process_group_ranks(group.process_group))
+            self.log.append((ranks, "exchange", leaving[0].numel()))
+            self.sent += sum(part.numel() for position, part in enumerate(leaving) if position != group.position)
+        _exchange(messages)
 
     def _logged(self, name: str, original: Any) -> Any:
         def call(*tensors: torch.Tensor, group: Any = None) -> Any:
