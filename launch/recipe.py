@@ -1,6 +1,6 @@
 """Read a run from one YAML file with the sections `model`, `data`, `training` and `deepspeed`.
 
-    deepspeed --num_gpus 4 launch/pretrain.py configs/recipes/134m.yaml training.max_steps=100 sdp.coverage=0.25
+    deepspeed --num_gpus 4 launch/pretrain.py configs/recipes/llama_134m.yaml training.max_steps=100 sdp.coverage=0.25
 
 `key=value` overrides a key by its dotted path. `sdp` stands for the block `subnetwork_data_parallel`; `sdp=off` trains
 with plain data parallelism and everything else equal. Unknown keys and values of the wrong type are errors.

@@ -1,4 +1,5 @@
-"""The dense model in place of a rank's subnetwork, for evaluation and export.
+"""The dense model in place of a rank's subnetwork, for evaluation and export (DeepSpeed host; FSDP2's is
+fsdp/dense_model.py).
 
 In the forward regime each lacking slice is broadcast by one of its holders to all data-parallel ranks; in the backward
 regime every rank has all weights. The dense model stays resident until `end`, so ranks may then run different numbers
@@ -19,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.masking.batch_norm import average_running_statistics, running_statistics
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.partial import PartialTensor
+from sdp_deepspeed.masking.running_statistics import average_running_statistics, running_statistics
 from sdp_deepspeed.masking.scale import scaled
 from sdp_deepspeed.parallel.groups import Groups
 from sdp_deepspeed.units import Piece

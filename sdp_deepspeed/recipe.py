@@ -12,7 +12,7 @@ import yaml
 
 from sdp_deepspeed.atomic_files import regular
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.messages import nearest
+from sdp_deepspeed.messages import did_you_mean
 
 _SECTIONS = ("model", "data", "training")
 
@@ -110,6 +110,4 @@ def check_keys(given: Iterable[Any], known: Iterable[str], where: str) -> None:
     names = list(known)
     for key in given:
         if key not in names:
-            near = nearest(str(key), names, cutoff=0.4)
-            hint = f"known: {', '.join(names)}" if near is None else f"did you mean {near!r}?"
-            raise ValueError(f"{where}: unknown key {key!r}; {hint}")
+            raise ValueError(f"{where}: unknown key {key!r}; {did_you_mean(str(key), names, cutoff=0.4)}")

@@ -21,7 +21,7 @@ CONFIG = {
     "gradient_accumulation_steps": 1,
     "gradient_clipping": 1.0,
     "zero_optimization": {"stage": 1},
-    "subnetwork_data_parallel": {"coverage": 0.5, "strategy": "neuron"},  # the block
+    "subnetwork_data_parallel": {"coverage": [{"coverage": 0.5, "whole_ends": 1}]},  # the block
 }
 
 

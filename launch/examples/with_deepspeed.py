@@ -20,7 +20,7 @@ CONFIG = {
     "gradient_clipping": 1.0,
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
     "zero_optimization": {"stage": 2},
-    "subnetwork_data_parallel": {"coverage": 0.5},  # the block
+    "subnetwork_data_parallel": {"coverage": [{"coverage": 0.5, "whole_ends": 1}]},  # the block
 }
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 

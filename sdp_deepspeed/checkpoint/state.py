@@ -20,7 +20,7 @@ from sdp_deepspeed.checkpoint.boxes import State, add_box
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.groups import Groups
-from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
+from sdp_deepspeed.plan.tensor_parallel import UNDIVIDED, TensorParallelShards
 from sdp_deepspeed.units import Piece
 
 logger = logging.getLogger("sdp_deepspeed")
@@ -96,7 +96,7 @@ class RankState:
     mask: Mask
     optimizer: SteppedModel
     groups: Groups
-    shards: Shards = UNDIVIDED
+    shards: TensorParallelShards = UNDIVIDED
 
     @property
     def model(self) -> torch.nn.Module:

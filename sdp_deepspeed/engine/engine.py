@@ -54,15 +54,15 @@ from sdp_deepspeed.engine.replan import (
 )
 from sdp_deepspeed.engine.settings import loss_scaler, sharded_options, skips_overflow
 from sdp_deepspeed.init import DeferredWeights
-from sdp_deepspeed.masking.batch_norm import (
+from sdp_deepspeed.masking.compiled import compile_in_place
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.masking.replaced import KnownParameters
+from sdp_deepspeed.masking.running_statistics import (
     average_running_statistics,
     estimate_statistics,
     tracking_norms,
     write_statistics,
 )
-from sdp_deepspeed.masking.compiled import compile_in_place
-from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.masking.replaced import KnownParameters
 from sdp_deepspeed.masking.scale import output_scales
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.agree import Meetings, check_agreement, gather_objects, run_on_all_ranks

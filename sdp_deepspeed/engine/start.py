@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import log_dist
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.messages import listed
@@ -52,6 +53,7 @@ def agreed_block(config: Any, options: Mapping[str, Any]) -> SubnetworkConfig | 
     has_optimizer = options.get("optimizer") is not None or "optimizer" in (config or {})
     if block is not None and not has_optimizer:
         block = None  # a model that is not trained, such as a reference model
+        log_dist(f"{KEY}: there is no optimizer, so the engine is plain DeepSpeed's with the whole model", ranks=[0])
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if error is not None:
             raise ValueError(error)

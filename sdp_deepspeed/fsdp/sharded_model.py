@@ -18,11 +18,11 @@ from sdp_deepspeed.fsdp.dense_model import DenseModel
 from sdp_deepspeed.fsdp.parts import Part
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.batch_norm import average_running_statistics
+from sdp_deepspeed.masking.running_statistics import average_running_statistics
 from sdp_deepspeed.parallel.agree import Meetings
 from sdp_deepspeed.parallel.groups import Groups
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
+from sdp_deepspeed.plan.tensor_parallel import UNDIVIDED, TensorParallelShards
 
 _ATTRIBUTE = "_sdp_sharded"
 # Names of the mesh axes under tensor parallelism. They differ, so that no unit's mesh equals that of shared parameters:
@@ -77,7 +77,7 @@ class ShardedModel:
         return self.groups.rank
 
     @property
-    def shards(self) -> Shards:
+    def shards(self) -> TensorParallelShards:
         return (
             UNDIVIDED if self.tensor_parallel is None else self.tensor_parallel.shards(self.groups.tensor_parallel_rank)
         )

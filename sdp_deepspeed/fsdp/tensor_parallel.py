@@ -25,7 +25,7 @@ from sdp_deepspeed.fsdp.parts import chunk
 from sdp_deepspeed.masking.partial import PartialTensor
 from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.parallel.agree import gather_objects
-from sdp_deepspeed.plan.shards import Division, Shards
+from sdp_deepspeed.plan.tensor_parallel import Division, TensorParallelShards
 
 _REFUSAL = (
     "under tensor parallelism the parts of all its ranks have one name, so only one would be saved; use "
@@ -114,10 +114,10 @@ class TensorParallel:
         self._given.clear()
         self._hooks.clear()
 
-    def shards(self, index: int) -> Shards:
+    def shards(self, index: int) -> TensorParallelShards:
         """The part of each parameter on a tensor-parallel rank."""
         divisions = {name: whole.division(self.size) for name, whole in self._wholes.items()}
-        return Shards(index, self.size, {name: known for name, known in divisions.items() if known})
+        return TensorParallelShards(index, self.size, {name: known for name, known in divisions.items() if known})
 
     def is_divided(self, name: str) -> bool:
         """Whether a parameter is sharded, not replicated, over tensor-parallel ranks."""

@@ -345,7 +345,7 @@ class Bucket:
         """View of the part of a flat buffer that this rank's optimizer steps."""
         return flat if self.owns_all else self.shard_of(flat)
 
-    def load_weights(self, view: Callable[[Piece], torch.Tensor]) -> None:
+    def weights_from_module(self, view: Callable[[Piece], torch.Tensor]) -> None:
         """Copy the module's tensors to `weights`."""
         self.place_weights()
         assert self.weights is not None
@@ -407,7 +407,7 @@ class Bucket:
             return False
         return self.shard.data_ptr() == self.stepped_part(self.weights).data_ptr()
 
-    def refresh_shard(self) -> None:
+    def shard_from_weights(self) -> None:
         """Take into `shard` the elements of `weights` that are not its rounding any more."""
         assert self.shard is not None
         assert self.weights is not None
@@ -416,7 +416,7 @@ class Bucket:
             values = self.stepped_part(self.weights).to(shard.device)
             shard.copy_(torch.where(shard.to(values.dtype) == values, shard, values.to(shard.dtype)))
 
-    def store_shard(self) -> None:
+    def shard_to_weights(self) -> None:
         """Round `shard` into `weights`."""
         assert self.shard is not None
         assert self.weights is not None
@@ -425,7 +425,7 @@ class Bucket:
         elif not self.steps_in_place:
             self.stepped_part(self.weights).copy_(self.shard.detach())
 
-    def store_weights(self, view: Callable[[Piece], torch.Tensor]) -> None:
+    def weights_to_module(self, view: Callable[[Piece], torch.Tensor]) -> None:
         """Copy `weights` into cut tensors; whole ones are views of it."""
         if not self.layout.is_whole:
             torch._foreach_copy_([view(part.piece) for part in self.layout.slices], self.weight_slots)

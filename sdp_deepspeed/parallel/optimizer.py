@@ -204,7 +204,7 @@ class ShardedOptimizer:
         """Allocate flat buffers, make whole tensors views of them, and create the shards."""
         for bucket in self.buckets:
             with torch.no_grad():
-                bucket.load_weights(self.mask.view)
+                bucket.weights_from_module(self.mask.view)
             if bucket.layout.is_whole:
                 for part, slot in zip(bucket.layout.slices, bucket.weight_slots, strict=True):
                     self._parameters[part.piece.parameter].data = slot
@@ -218,10 +218,10 @@ class ShardedOptimizer:
         round to the weight are kept."""
         for bucket in self.held:
             if bucket.layout.is_whole:
-                self._relink(bucket)
+                self._restore_views(bucket)
             else:
-                bucket.load_weights(self.mask.view)
-            bucket.refresh_shard()
+                bucket.weights_from_module(self.mask.view)
+            bucket.shard_from_weights()
             bucket.drop_weights()
 
     def offload_states(self, *, states: bool = True, masters: bool = True, pin_memory: bool = False) -> None:
@@ -238,7 +238,7 @@ class ShardedOptimizer:
         move_back(self._moved)
         self._moved, self._is_offloaded = [], False
 
-    def _relink(self, bucket: Bucket) -> None:
+    def _restore_views(self, bucket: Bucket) -> None:
         """Make tensors whose `.data` was replaced views of the bucket again, with their new values."""
         for part, slot in zip(bucket.layout.slices, bucket.weight_slots, strict=True):
             parameter = self._parameters[part.piece.parameter]
@@ -334,7 +334,7 @@ class ShardedOptimizer:
             self._reduce_together(buckets, views)
 
     def _reduce_together(self, buckets: Sequence[Bucket], views: dict[str, Sequence[torch.Tensor]]) -> None:
-        with self._beside():
+        with self._on_side_stream():
             for index, bucket in enumerate(buckets, self._next):
                 self._pack(bucket, index, views)
             self._average(buckets)
@@ -374,7 +374,7 @@ class ShardedOptimizer:
                 self._reduce_together([bucket], {})
 
     @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
+    def _on_side_stream(self) -> Iterator[None]:
         """Context on the side stream, after the work that is queued on the current stream."""
         if self._stream is None:
             yield
@@ -509,7 +509,7 @@ class ShardedOptimizer:
         scale_gradients(gradients, self.norm, self.clip, loss_scale)
         for bucket in self.buckets:
             if bucket.layout.is_whole:
-                self._relink(bucket)
+                self._restore_views(bucket)
         for bucket, gradient in zip(self.held, gradients, strict=True):
             bucket.set_gradients(gradient)
         self.optimizer.step()
@@ -542,7 +542,7 @@ class ShardedOptimizer:
                 first, groups = buckets[0], [bucket.holder_group for bucket in buckets]
                 for bucket in buckets:
                     bucket.place_weights(over_gradients=over_gradients)
-                    bucket.store_shard()
+                    bucket.shard_to_weights()
                 flats = [bucket.weights for bucket in buckets if bucket.weights is not None]
                 if not first.owns_all and first.layout.owner is not None:
                     broadcast(flats[0], groups[0], first.layout.owner)
@@ -561,8 +561,8 @@ class ShardedOptimizer:
         for bucket in self.buckets:
             if self._all_step(bucket):
                 bucket.place_weights(over_gradients=over_gradients)
-                bucket.store_shard()
-                bucket.store_weights(self.mask.view)
+                bucket.shard_to_weights()
+                bucket.weights_to_module(self.mask.view)
                 bucket.drop_weights()
         everyone = self.groups.data_parallel
         for returned in self._returns:
@@ -595,5 +595,5 @@ class ShardedOptimizer:
         """`Bucket.parts` of all held buckets, with the module's current values."""
         for bucket in self.buckets:
             if bucket.layout.is_whole:
-                self._relink(bucket)
+                self._restore_views(bucket)
         return [part for bucket in self.held for part in bucket.parts(owned=owned)]

@@ -66,7 +66,7 @@ class ReturnedRange:
         for bucket, start in zip(self.buckets, self.starts, strict=True):
             if bucket.group is not None:
                 bucket.place_weights(over_gradients=over_gradients)
-                bucket.store_shard()
+                bucket.shard_to_weights()
                 assert bucket.weights is not None
                 shard = bucket.shard_of(bucket.weights)
                 by_rank[group.position, start : start + shard.numel()].copy_(shard)
@@ -78,7 +78,7 @@ class ReturnedRange:
             for position, rank, length, start in runs:
                 values = by_rank[rank : rank + length, start : start + shards.shape[1]]
                 shards[position : position + length].copy_(values)
-            bucket.store_weights(view)
+            bucket.weights_to_module(view)
             bucket.drop_weights()
 
 

@@ -3,7 +3,7 @@ has divided (with an `mpu` object).
 
 The ranks of a tensor-parallel group train one copy of a subnetwork together: they hold the same units and see the same
 batches. Each of them has its own data-parallel ranks, and therefore its own holder groups. Plans use coordinates of the
-dense model; masks and buckets use those of a rank's tensors (`Shards.local_plan`).
+dense model; masks and buckets use those of a rank's tensors (`TensorParallelShards.local_plan`).
 
 Gradients of replicated tensors are complete on every rank: a column-parallel layer all-reduces the gradient of its
 input, and the bias of a row-parallel layer is added after the all-reduce of outputs. Ranks compute them from the same
@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.parallel.agree import gather_objects
-from sdp_deepspeed.plan.shards import UNDIVIDED, Division, Shards
+from sdp_deepspeed.plan.tensor_parallel import UNDIVIDED, Division, TensorParallelShards
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class TensorParallel:
     """
 
     branches: Sequence[LocatedBranch]
-    shards: Shards = UNDIVIDED
+    shards: TensorParallelShards = UNDIVIDED
     group: Any = None
     partial_gradients: Sequence[str] = ()
 
@@ -130,7 +130,7 @@ def of_autotp(model: nn.Module, whole: WholeModel, group: Any, control: Any) -> 
                 raise ValueError(
                     f"tensor_parallel: {name!r} of shape {dense} is divided into {shapes}, expected parts along one dim"
                 )
-    shards = Shards(dist.get_rank(group), len(every), divisions)
+    shards = TensorParallelShards(dist.get_rank(group), len(every), divisions)
     branches = [shards.local_branch(branch) for branch in whole.branches]
     _check_divided(model, branches, divisions)
     return TensorParallel(branches, shards, group, _partial_gradients(parameters, branches, divisions))
@@ -160,7 +160,7 @@ def of_author(model: nn.Module, group: Any, control: Any) -> TensorParallel:
         else:
             lengths = tuple(torch.Size(shape).numel() for shape in shapes)
             divisions[name] = Division((sum(lengths),), 0, lengths, is_known=False)
-    return TensorParallel(branches, Shards(dist.get_rank(group), len(every), divisions), group)
+    return TensorParallel(branches, TensorParallelShards(dist.get_rank(group), len(every), divisions), group)
 
 
 def _of_group(values: Sequence[Any], group: Any) -> list[Any]:

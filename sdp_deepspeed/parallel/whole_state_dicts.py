@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sdp_deepspeed.plan.shards import Division, Shards
+from sdp_deepspeed.plan.tensor_parallel import Division, TensorParallelShards
 
 
 class WholeStateDicts:
@@ -23,7 +23,7 @@ class WholeStateDicts:
         group: tensor-parallel process group.
     """
 
-    def __init__(self, model: nn.Module, shards: Shards, group: Any) -> None:
+    def __init__(self, model: nn.Module, shards: TensorParallelShards, group: Any) -> None:
         self._shards, self._group, self._are_whole = shards, group, False
         names = {id(p): name for name, p in model.named_parameters() if name in shards.divisions}
         for module in model.modules():

@@ -20,7 +20,7 @@ from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.plan.assign import MAX_SETS_PER_RANK, assign, num_components
 from sdp_deepspeed.plan.coverage import Given, default_subnetworks, holders_of_units, in_words, whole_holders
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.shards import UNDIVIDED, Shards
+from sdp_deepspeed.plan.tensor_parallel import UNDIVIDED, TensorParallelShards
 from sdp_deepspeed.units import Unit, UnitCost, check_pieces
 
 
@@ -30,7 +30,7 @@ def plan_model(
     data_parallel_size: int,
     *,
     branches: Sequence[LocatedBranch] | None = None,
-    shards: Shards | None = None,
+    shards: TensorParallelShards | None = None,
 ) -> tuple[Plan, list[str]]:
     """Compute the plan, the same on every rank, and warnings about it.
 

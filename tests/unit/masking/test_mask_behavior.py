@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from sdp_deepspeed import architectures, check_description
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.batch_norm import (
+from sdp_deepspeed.masking.running_statistics import (
     average_running_statistics,
     estimate_statistics,
     write_statistics,

@@ -14,7 +14,7 @@ from sdp_deepspeed.architectures.cut_tensors import CutTensor
 from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.plan.shards import Division, Shards
+from sdp_deepspeed.plan.tensor_parallel import Division, TensorParallelShards
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.models import family
 
@@ -23,8 +23,8 @@ DOWN = Division((4, 12), 1, (6, 6))
 BOTH = {"up": UP, "down": DOWN}
 
 
-def shards(index: int = 0, size: int = 2) -> Shards:
-    return Shards(index, size, BOTH)
+def shards(index: int = 0, size: int = 2) -> TensorParallelShards:
+    return TensorParallelShards(index, size, BOTH)
 
 
 def plan_of(*units: Unit) -> Plan:
@@ -50,7 +50,7 @@ def test_whole_tensors_keep_their_size() -> None:
     dense = shards().dense_unit(local)
     assert [piece.length for piece in dense.pieces] == [48, 7, 4]
     assert shards().local_plan(plan_of(dense)).units == (local,)
-    uneven = Shards(1, 2, {"head": Division((61, 2), 0, (31, 30))})
+    uneven = TensorParallelShards(1, 2, {"head": Division((61, 2), 0, (31, 30))})
     assert uneven.local_piece(Piece("head", None, 0, 122)).length == 60
 
 
@@ -62,7 +62,7 @@ def test_whole_tensors_keep_their_size() -> None:
 def test_there_and_back(size: int, edges: list[int], index: int) -> None:
     """Units of any cells; together they are the dense tensor, each index once."""
     division = Division((30 * size, 3), 0, (30,) * size)
-    own = Shards(index % size, size, {"w": division})
+    own = TensorParallelShards(index % size, size, {"w": division})
     stops = [*edges, 30]
     starts = [0, *edges]
     local = tuple(Unit(str(a), (Piece("w", 0, a, b - a),)) for a, b in zip(starts, stops, strict=True))
@@ -100,7 +100,7 @@ def test_a_tensor_is_cut_along_the_dim_that_is_divided() -> None:
 
 def test_without_divisions_a_plan_is_itself() -> None:
     plan = plan_of(Unit("u", (Piece("up", 0, 0, 2),)))
-    assert Shards(0, 1, {}).local_plan(plan) is plan
+    assert TensorParallelShards(0, 1, {}).local_plan(plan) is plan
 
 
 def branch(*, blocks: int = 1, dim: int = 0, num_cells: int = 12) -> LocatedBranch:
@@ -119,14 +119,14 @@ def test_a_branch_as_a_rank_has_it() -> None:
 
 
 def test_a_replicated_branch_stays_whole() -> None:
-    assert Shards(0, 2, {}).local_branch(branch()) == branch()
+    assert TensorParallelShards(0, 2, {}).local_branch(branch()) == branch()
 
 
 def test_layers_that_are_divided_otherwise_cannot_be_cut() -> None:
     """Stacked blocks, another dim, or only some of the layers."""
     for wrong in (branch(blocks=3), branch(dim=1)):
         assert "does not divide up along its neurons or heads" in shards().local_branch(wrong).uncuttable_reason
-    assert "does not divide down" in Shards(0, 2, {"up": UP}).local_branch(branch()).uncuttable_reason
+    assert "does not divide down" in TensorParallelShards(0, 2, {"up": UP}).local_branch(branch()).uncuttable_reason
 
 
 def test_uneven_shards_are_an_error() -> None:
@@ -134,12 +134,12 @@ def test_uneven_shards_are_an_error() -> None:
         ValueError, match=r"autotp_size: got 2, .*the 3 neurons of 'layer.mlp'; use a size that divides"
     ):
         shards().local_branch(branch(num_cells=3))
-    uneven = Shards(0, 2, {"up": Division((11, 4), 0, (6, 5)), "down": DOWN})
+    uneven = TensorParallelShards(0, 2, {"up": Division((11, 4), 0, (6, 5)), "down": DOWN})
     with pytest.raises(ValueError, match=r"got 2, .*\(up into \(6, 5\)\)"):
         uneven.local_branch(branch())
 
 
-def divided_llama(index: int) -> tuple[list[LocatedBranch], Shards]:
+def divided_llama(index: int) -> tuple[list[LocatedBranch], TensorParallelShards]:
     """A Llama's branches and shards, as AutoTP divides it among two ranks."""
     model = family("llama")
     divisions = {}
@@ -147,7 +147,7 @@ def divided_llama(index: int) -> tuple[list[LocatedBranch], Shards]:
         for tensor in found.cut_tensors:
             shape = tuple(model.get_parameter(tensor.parameter).shape)
             divisions[tensor.parameter] = Division(shape, tensor.dim, (shape[tensor.dim] // 2,) * 2)
-    own = Shards(index, 2, divisions)
+    own = TensorParallelShards(index, 2, divisions)
     return [own.local_branch(found) for found in locate_branches(model)], own
 
 

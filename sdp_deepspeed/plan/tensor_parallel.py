@@ -43,7 +43,7 @@ class Division:
 
 
 @dataclass(frozen=True)
-class Shards:
+class TensorParallelShards:
     """The shards of one rank of a tensor-parallel group.
 
     Args:
@@ -158,5 +158,5 @@ class Shards:
         return f"tensor parallelism does not divide {tensor.parameter} along its neurons or heads (dim {tensor.dim})"
 
 
-UNDIVIDED = Shards(0, 1, {})
+UNDIVIDED = TensorParallelShards(0, 1, {})
 """Without tensor parallelism."""
