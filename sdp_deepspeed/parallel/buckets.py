@@ -259,7 +259,7 @@ class Bucket:
 
     Attributes:
         weights: flat [size] in the weights' dtype; of cut tensors only while they are sent, else None.
-        gradients: flat [size] in the accumulation dtype; None while there are none.
+        gradients: flat [size] in the accumulation dtype; None or without memory while there are none.
         weight_slots, gradient_slots: views of each slice into these, in the slice's shape.
         parameters: what the optimizer steps: the shard, or whole tensors.
         places: tensor of each slice, and index of the slice among the held slices of the tensor.
@@ -276,6 +276,9 @@ class Bucket:
         self.layout, self.group, self.owns_all, self.device = layout, group, owns_all, device
         self.names = list(dict.fromkeys(part.piece.parameter for part in layout.slices))
         self.places: list[tuple[str, int]] = []
+        self._has_gradients = False  # whether `gradients` have memory
+        self._over_gradients: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # weights in the gradients' memory
+        self._like = [torch.zeros(()).expand(part.shape) for part in layout.slices]  # shapes, for `_slots`
         self.waits_for = set(self.names)
         self.filled = [False] * len(layout.slices)
         self.weights: torch.Tensor | None = None
@@ -293,37 +296,53 @@ class Bucket:
         Args:
             over_gradients: whether to take that of the gradients, which must not be needed any more.
         """
-        if self.weights is None:
-            dtype, size = self.layout.dtype, self.layout.size
-            old = self.gradients.view(dtype)[:size] if over_gradients and self.gradients is not None else None
-            if old is not None and old.numel() == size:
-                self.weights = old
-            else:
-                self.weights = torch.empty(size, dtype=dtype, device=self.device)
+        if self.weights is not None:
+            return
+        dtype, size = self.layout.dtype, self.layout.size
+        if over_gradients and self.gradients is not None and self.gradients.nbytes >= size * dtype.itemsize:
+            self.place_gradients(None)
+            if self._over_gradients is None:
+                weights = self.gradients.view(dtype)[:size]
+                self._over_gradients = weights, self._slots(weights)
+            self.weights, self.weight_slots = self._over_gradients
+        else:
+            self.weights = torch.empty(size, dtype=dtype, device=self.device)
             self.weight_slots = self._slots(self.weights)
 
     def drop_weights(self) -> None:
         """Release `weights` of cut tensors."""
         if not self.layout.is_whole:
+            if self._over_gradients is not None and self.weights is self._over_gradients[0]:
+                self.drop_gradients()
             self.weights, self.weight_slots = None, []
 
     def place_gradients(self, dtype: torch.dtype | None) -> None:
-        """Give `gradients` memory, unless they have it. It lives from the first gradient to the end of the step, so
-        that it takes none at the peak of activations; at stage 2 only while the bucket is sent.
+        """Give `gradients` memory, unless they have it. They have it from the first gradient to the end of the step, so
+        that they take none at the peak of activations; at stage 2 only while the bucket is sent.
 
         Args:
             dtype: default: that of the weights.
         """
+        if self._has_gradients:
+            return
         if self.gradients is None:
             self.gradients = torch.empty(self.layout.size, dtype=dtype or self.layout.dtype, device=self.device)
             self.gradient_slots = self._slots(self.gradients)
+        else:
+            self.gradients.untyped_storage().resize_(self.gradients.nbytes)
+        self._has_gradients = True
 
     def drop_gradients(self) -> None:
-        """Release the gradient buffer."""
-        self.gradients, self.gradient_slots = None, []
+        """Release the memory of the gradients. Views of those of cut tensors stay, since making thousands of them takes
+        long. Those of whole tensors were in `.grad`, so that others may refer to them."""
+        if self.layout.is_whole:
+            self.gradients, self.gradient_slots = None, []
+        elif self.gradients is not None:
+            self.gradients.untyped_storage().resize_(0)
+        self._has_gradients = False
 
     def _slots(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [flat[s.start : s.start + s.num_elements].view(s.shape) for s in self.layout.slices]
+        return [*torch._utils._unflatten_dense_tensors(flat, self._like)]
 
     @property
     def holder_group(self) -> HolderGroup:

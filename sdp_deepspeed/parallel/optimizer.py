@@ -142,19 +142,25 @@ class ShardedOptimizer:
         self._num_reduced_passes = 0  # backward passes of this step that stage 2 has reduced
         self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
 
-        self._slots_of: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)  # (index in `held`, slice)
+        slots: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         for index, bucket in enumerate(self.held):
             for number, part in enumerate(bucket.layout.slices):
-                self._slots_of[part.piece.parameter].append((index, number))
+                slots[part.piece.parameter].append((index, number))
+        self._buckets_of = {name: [*dict.fromkeys(index for index, _ in found)] for name, found in slots.items()}
         # cut dimension of each tensor, and lengths of its held slices, which are adjacent
         self._cuts: dict[str, tuple[int | None, list[int]]] = {}
         places: dict[Piece, int] = {}
-        for name in self._slots_of:
+        for name in slots:
             held = [piece for piece, holders in mask.pieces[name] if groups.rank in holders]
             self._cuts[name] = held[0].dim, [piece.length for piece in held]
             places |= {piece: place for place, piece in enumerate(held)}
         for bucket in self.held:
             bucket.places = [(part.piece.parameter, places[part.piece]) for part in bucket.layout.slices]
+        # bucket and slot of each held slice, in the order of the slices
+        self._slots_of: dict[str, list[tuple[Bucket, int]]] = {}
+        for name, found in slots.items():
+            in_order = sorted(found, key=lambda slot: self.held[slot[0]].places[slot[1]][1])
+            self._slots_of[name] = [(self.held[index], number) for index, number in in_order]
         self._place_buffers()
         returned = [bucket for bucket in self.buckets if regime == "backward" and not self._all_step(bucket)]
         self._returns = plan_returns(returned, groups.data_parallel.size, groups.rank)
@@ -254,11 +260,11 @@ class ShardedOptimizer:
             raise RuntimeError(
                 "a backward pass inside engine.dense(): use torch.autograd.grad, or leave the context first"
             )
-        indices = {index for index, _ in self._slots_of[name]}
+        indices = self._buckets_of[name]
         if name in self._seen:  # for example with reentrant activation checkpointing
             self._repeated.add(name)
         self._seen.add(name)
-        if min(indices) < self._next:
+        if indices[0] < self._next:
             if self.stage == 2 and self._is_first_pass:
                 return  # `_reduce_again` handles it
             raise RuntimeError(
@@ -273,7 +279,7 @@ class ShardedOptimizer:
                 self.held[index].waits_for.discard(name)
             self._reduce(only_complete=True)
 
-    def _slices_of(self, name: str, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _slices_of(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Views of the held slices of a parameter, or of its gradient."""
         dim, lengths = self._cuts[name]
         return (tensor,) if dim is None else tensor.split(lengths, dim)
@@ -282,23 +288,22 @@ class ShardedOptimizer:
         """Move a gradient to its slots. A whole one in the slot's dtype becomes a view of it, others are accumulated
         there."""
         parameter, places = self._parameters[name], self._slots_of[name]
-        for index, _ in places:
+        for index in self._buckets_of[name]:
             self.held[index].place_gradients(self._gradient_dtype)
-        slots = [self.held[index].gradient_slots[number] for index, number in places]
-        first, number = self.held[places[0][0]], places[0][1]
+        slots = [bucket.gradient_slots[number] for bucket, number in places]
+        first, number = places[0]
         if first.layout.is_whole and slots[0].dtype == parameter.grad.dtype:
             if slots[0].data_ptr() != parameter.grad.data_ptr():
                 slots[0].copy_(parameter.grad)
                 parameter.grad = slots[0]
             return
-        slices = self._slices_of(name, parameter.grad)
-        gradients = [slices[self.held[index].places[number][1]] for index, number in places]
+        gradients = self._slices_of(name, parameter.grad)
         if first.filled[number]:
-            torch._foreach_add_(slots, gradients)
+            torch._foreach_add_(slots, list(gradients))
         else:
             torch._foreach_copy_(slots, gradients)
-            for index, number in places:
-                self.held[index].filled[number] = True
+            for bucket, number in places:
+                bucket.filled[number] = True
         parameter.grad = None
 
     @torch.no_grad()
@@ -415,7 +420,7 @@ class ShardedOptimizer:
         bucket.gradients[bucket.layout.num_elements :].zero_()
         if self.stage == 2:
             for name in bucket.names:
-                if self._slots_of[name][-1][0] == index:  # no later bucket contains a part of it
+                if self._buckets_of[name][-1] == index:  # no later bucket contains a part of it
                     self._parameters[name].grad = None
 
     def _average(self, buckets: Sequence[Bucket]) -> None:
