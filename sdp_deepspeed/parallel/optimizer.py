@@ -40,8 +40,9 @@ remaining buckets are reduced in order, with zeros for missing gradients (expert
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -277,7 +278,8 @@ class ShardedOptimizer:
         if (self.stage == 2 or overlaps) and name not in self._repeated:
             for index in indices:
                 self.held[index].waits_for.discard(name)
-            self._reduce(only_complete=True)
+            complete = itertools.takewhile(lambda bucket: not bucket.waits_for, self.held[self._next :])
+            self._reduce([bucket] for bucket in complete)
 
     def _slices_of(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Views of the held slices of a parameter, or of its gradient."""
@@ -313,13 +315,13 @@ class ShardedOptimizer:
         is_first, self._is_first_pass = self._is_first_pass, False
         self._seen.clear()
         if self.stage == 2:
-            self._reduce(only_complete=False)
+            self._reduce(self._sent_together(self.held[self._next :]))
             if is_first:
                 self._reduce_again()
             self._num_reduced_passes += 1
             self._restart()
         elif self.overlap and self.is_last_micro_step:
-            self._reduce(only_complete=False)
+            self._reduce(self._sent_together(self.held[self._next :]))
 
     def _restart(self) -> None:
         self._next = 0
@@ -328,22 +330,15 @@ class ShardedOptimizer:
             bucket.waits_for.update(bucket.names)
             bucket.filled = [False] * len(bucket.filled)
 
-    def _reduce(self, *, only_complete: bool) -> None:
-        """Average buckets in order: as long as they are complete, or all that remain."""
-        if only_complete:
-            while self._next < len(self.held) and not self.held[self._next].waits_for:
-                self._reduce_together([self.held[self._next]], {})
-            return
+    def _reduce(self, lists: Iterable[Sequence[Bucket]]) -> None:
+        """Average the next buckets in `held`, those of one list together."""
         views: dict[str, Sequence[torch.Tensor]] = {}
-        for buckets in self._sent_together(self.held[self._next :]):
-            self._reduce_together(buckets, views)
-
-    def _reduce_together(self, buckets: Sequence[Bucket], views: dict[str, Sequence[torch.Tensor]]) -> None:
-        with self._on_side_stream():
-            for index, bucket in enumerate(buckets, self._next):
-                self._pack(bucket, index, views)
-            self._average(buckets)
-        self._next += len(buckets)
+        for buckets in lists:
+            with self._on_side_stream():
+                for index, bucket in enumerate(buckets, self._next):
+                    self._pack(bucket, index, views)
+                self._average(buckets)
+            self._next += len(buckets)
 
     def _sent_together(self, buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
         """Group consecutive buckets whose holders exchange shards directly, so that a rank waits for others less often,
@@ -376,7 +371,7 @@ class ShardedOptimizer:
             if number in again:
                 self._next = index
                 self._repeated.update(bucket.names)
-                self._reduce_together([bucket], {})
+                self._reduce([[bucket]])
 
     @contextlib.contextmanager
     def _on_side_stream(self) -> Iterator[None]:
@@ -464,7 +459,7 @@ class ShardedOptimizer:
     def average_gradients(self) -> None:
         """Average the remaining gradients after the last micro-step. Collective; called by `step`."""
         if self.stage < 2:
-            self._reduce(only_complete=False)
+            self._reduce(self._sent_together(self.held[self._next :]))
         elif not self._num_reduced_passes:
             self.finish_backward()
         if self._stream is not None:
