@@ -30,7 +30,8 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SHAPE)).to(device)
-    sdp_deepspeed.fully_shard(model, init_device_mesh(device.type, (size,)), {"coverage": 0.5})
+    block = {"coverage": [{"coverage": 0.5, "whole_ends": 1}]}
+    sdp_deepspeed.fully_shard(model, init_device_mesh(device.type, (size,)), block)
     optimizer = torch.optim.AdamW(param_groups(model), lr=3e-3)
     checkpoints = CheckpointManager(model, optimizer)
     resumed, _ = checkpoints.load_checkpoint(options.output)  # on any number of ranks

@@ -51,7 +51,7 @@ def test_accelerate_launches_the_example(tmp_path: Path) -> None:
 
 def check(output: str, exported: Path) -> None:
     """It printed its plan, and one rank of two the loss; the folder has the model."""
-    assert "2 subnetworks, 1 holders each (coverage 0.5)" in output
+    assert "plan: 8 units, 2 subnetworks" in output
     printed = re.findall(r"loss of the dense model: ([\d.]+)", output)
     assert len(printed) == 1, output
     model = AutoModelForCausalLM.from_pretrained(exported)
