@@ -48,7 +48,7 @@ class Part:
         name: of the tensor.
         shape: before sharding.
         holders: ranks that hold it.
-        unit: parts of one unit are gathered together; None for shared parts.
+        unit: parts of one unit are gathered together; of neurons and heads, those of a layer; None for shared parts.
     """
 
     name: str
@@ -107,7 +107,7 @@ def parts_of(plan: Plan, tensors: Sequence[TensorInfo], branches: Sequence[Locat
             lengths[holders] += piece.length
         for holders, length in lengths.items():
             shape = tuple(length if dim == pieces[0][0].dim else size for dim, size in enumerate(info.shape))
-            yield Part(info.name, shape, holders, unit_of[info.name].rsplit(".", 1)[0], info.trainable)
+            yield Part(info.name, shape, holders, unit_of[info.name].rsplit(".", 2)[0], info.trainable)
 
 
 def of_rank(parts: Sequence[Part], setup: ShardedSetup, rank: int) -> RankEstimate:

@@ -279,11 +279,12 @@ class DenseModel:
 def _run_cast(
     inputs: torch.dtype | None, outputs: torch.dtype | None, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    args, kwargs = _cast((args, kwargs), inputs)
-    return _cast(forward(*args, **kwargs), outputs)
+    args, kwargs = cast((args, kwargs), inputs)
+    return cast(forward(*args, **kwargs), outputs)
 
 
-def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+def cast(values: Any, dtype: torch.dtype | None) -> Any:
+    """Cast floating-point tensors in nested values, as FSDP2 does."""
     if dtype is None:
         return values
     return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)

@@ -2,18 +2,25 @@
 
 FSDP2's backward prefetch gathers the unit that ran before, which differs between ranks. Two ranks that share two units
 could then issue two collectives in opposite orders and deadlock. So backward prefetch is disabled. Forward still
-overlaps: the next gather is issued while the kernels of the current unit run. Let units be numbered in forward order,
-with the parts of a split branch one after the other.
+overlaps: the next gather is issued while the kernels of the current unit run.
 
-- Forward: a unit is gathered when it begins, so all ranks issue subsequences of AG(0), AG(1), ...
-- Backward: a unit is gathered when the gradient of its output is ready, and reduced when that of its input is. Autograd
-  runs in reverse order of recording, and a lacking unit removes nodes from the graph and adds none. So all ranks issue
-  subsequences of one sequence: ..., AG(j), RS(j), AG(j-1), RS(j-1), ... for units that run one after the other, and
-  AG(j), AG(j-1), RS(j), RS(j-1) for nested ones (parts of a branch).
+A unit is a list of modules of one layer, from a first to a last one, the same on all of its ranks: a branch, or one
+holder set's parts of split branches, which are nested in those of the other holder sets, in one order on all ranks. Let
+units be numbered by their last module, nested ones from the outside.
+
+- Forward: a unit is gathered when its first module begins, and freed when its last one ends. Modules run in one order,
+  nested ones from the outside, so all ranks issue subsequences of one sequence.
+- Backward: a unit is gathered when the gradient of its last module's output is ready, and reduced when that of its
+  first module's input is. Autograd runs in reverse order of recording, and a lacking unit removes nodes from the graph
+  and adds none. So all ranks issue subsequences of one sequence: ..., AG(j), RS(j), AG(j-1), RS(j-1), ... for units
+  that run one after the other, and AG(j), AG(j-1), RS(j), RS(j-1) for nested ones. A unit with modules in two branches
+  is gathered with those that end in the second, and reduced with those that begin in the first.
 - The root, with everything that is in no unit, is gathered first and reduced at the end of backward.
 - Activation checkpointing reruns units upwards during backward, starting at a different unit on each rank. So before
   the first of them, all units that backward has not reached yet, down to that one, are gathered downwards.
 - A unit whose input needs no gradient would be skipped on ranks where nothing before it trains: see `_need_gradient`.
+- Nested units are gathered in this order only if they return the same tensor. So the innermost one's output is copied
+  and cast before FSDP2 adds its hooks: see `_after`.
 
 Of all unfinished collectives, the first one in that sequence can finish: each of its ranks has issued everything before
 it. With tensor parallelism, the ranks of a tensor-parallel group hold the same units, so they run the same program.
@@ -28,6 +35,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from sdp_deepspeed.fsdp.dense_model import cast
+
 _HANDED_ON = "layers that pass tensors to later ones (T5) cannot checkpoint activations with FSDP2; disable it"
 
 
@@ -36,13 +45,21 @@ class CollectiveOrder:
 
     Args:
         root: the model.
-        units: modules of the units that this rank holds, in forward order; each list is one FSDP2 group.
+        units: modules of the units that this rank holds, ordered by the last one; each list is one FSDP2 group.
         can_run_again: whether activations may be checkpointed. Not if branches pass tensors to later layers (T5's
             position bias): the gradient of those is complete in a different unit on each rank.
+        output_dtype: of FSDP2's mixed precision policy.
     """
 
-    def __init__(self, root: Any, units: Sequence[Sequence[nn.Module]], *, can_run_again: bool = True) -> None:
-        self._can_run_again = can_run_again
+    def __init__(
+        self,
+        root: Any,
+        units: Sequence[Sequence[nn.Module]],
+        *,
+        can_run_again: bool = True,
+        output_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._can_run_again, self._output_dtype = can_run_again, output_dtype
         self._units: list[Any] = [modules[0] for modules in units]
         self._reached = len(units)  # the lowest unit that backward has reached
         self._pass = (-1, -1)  # the backward pass, and the forward pass that it traverses
@@ -72,14 +89,14 @@ class CollectiveOrder:
 
     def _after(self, number: int, output: Any) -> Any:
         """Called after a unit has run: installs a hook for when backward reaches it. FSDP2's own hook on the output is
-        lost if the model writes to an output that is a view."""
+        lost if the model writes to an output that is a view; and it would be on the output before the cast."""
         if not torch.is_grad_enabled():
             return None
-        copied = tree_map_only(torch.Tensor, _copied_if_view, output)
+        output = tree_map_only(torch.Tensor, _copied_if_view, cast(output, self._output_dtype))
         if not _is_in_backward():
-            for tensor in (t for t in tree_leaves(copied) if isinstance(t, torch.Tensor) and t.requires_grad):
+            for tensor in (t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad):
                 tensor.register_hook(lambda _: self._reach(number))
-        return copied
+        return output
 
     def _reach(self, number: int) -> None:
         self._reached = min(self._reached, number)

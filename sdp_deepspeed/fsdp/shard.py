@@ -197,7 +197,8 @@ def _shard(start: Start) -> ShardedModel:
     whole = {path: owners[path] for path in of_root if id(owners[path][0]._parameters[owners[path][1]]) not in of_units}
     dense.attach(groups, start.device, sharded.shard, whole)
     dense.cast_like(module.get_submodule(path) for unit in start.units for path in unit.paths)
-    CollectiveOrder(module, sharded.units, can_run_again=not any(b.description.handed_on for b in mask.branches))
+    can_run_again = not any(branch.description.handed_on for branch in mask.branches)
+    CollectiveOrder(module, sharded.units, can_run_again=can_run_again, output_dtype=options.mp_policy.output_dtype)
     return sharded
 
 

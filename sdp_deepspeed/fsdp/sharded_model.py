@@ -43,7 +43,7 @@ class ShardedModel:
         device: of the collectives.
         parts: of all parameters, by dense name.
         owners: module and name of each parameter that this rank has, by path.
-        units: modules of each unit that this rank holds, in forward order.
+        units: modules of each unit that this rank holds, ordered by the last one; each list is one FSDP2 group.
         dense: runs the dense model.
         state_names: dense name of the tensor of each key of the dense state dict.
         ignored: dense names of the parameters that FSDP2 ignores.

@@ -94,20 +94,22 @@ def _check_encoder_is_reached(mask: Mask, blocks: Mapping[int, Sequence[LocatedB
 
 
 def held_units(mask: Mask, units: Iterable[Unit], parts: Mapping[str, Sequence[Part]]) -> list[HeldUnit]:
-    """The units that this rank holds, with neurons and heads split by holder set (parts.py).
+    """The units that this rank holds. Neurons and heads are split by holder set (parts.py); the parts of a layer's
+    branches with the same holders are one unit, in the position of its last branch.
 
     Args:
         mask: applied.
         parts: by dense name.
     """
-    found = []
+    found: dict[tuple[str, Holders], tuple[nn.Module, ...]] = {}
     for unit in units:
         if unit.holders is None:
-            divided = split_branch(mask, unit.branch, parts)
-            found += [HeldUnit(holders, (module,)) for holders, module in divided.items()]
+            for holders, module in split_branch(mask, unit.branch, parts).items():
+                key = (unit.branch.layer, holders)
+                found[key] = (*found.pop(key, ()), module)
         elif mask.rank in unit.holders and unit.paths:
-            found.append(HeldUnit(unit.holders, tuple(mask.model.get_submodule(path) for path in unit.paths)))
-    return found
+            found[unit.branch.name, unit.holders] = tuple(mask.model.get_submodule(path) for path in unit.paths)
+    return [HeldUnit(holders, modules) for (_, holders), modules in found.items()]
 
 
 def _outer(mask: Mask, branch: LocatedBranch, own: set[str]) -> Sequence[str]:
