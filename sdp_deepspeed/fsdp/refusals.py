@@ -164,6 +164,14 @@ def _of_mesh(module: nn.Module, mesh: DeviceMesh | None) -> Iterator[str]:
         )
 
 
+def _is_reentrant(module: nn.Module) -> bool:
+    """Whether checkpoint_wrapper or Transformers runs the module again by reentrant checkpointing."""
+    if getattr(vars(module).get(_IMPL), "name", "") == "REENTRANT":
+        return True
+    keywords = getattr(vars(module).get("_gradient_checkpointing_func"), "keywords", {})
+    return bool(getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant"))
+
+
 def _of_model(module: nn.Module) -> Iterator[str]:
     if "_sdp_masked" in vars(module):
         yield "fully_shard: the model is masked already; build or load a new one"
@@ -172,11 +180,11 @@ def _of_model(module: nn.Module) -> Iterator[str]:
             "fully_shard: the model itself is wrapped, by checkpoint_wrapper or torch.compile; wrap its layers, or the "
             "model after fully_shard"
         )
-    reentrant = [
-        name for name, inner in module.named_modules() if getattr(vars(inner).get(_IMPL), "name", "") == "REENTRANT"
-    ]
-    if reentrant:
-        yield f"fully_shard: {quoted(reentrant)} uses reentrant checkpointing; use CheckpointImpl.NO_REENTRANT"
+    if reentrant := [name for name, inner in module.named_modules() if _is_reentrant(inner)]:
+        yield (
+            f"fully_shard: {quoted(reentrant)} uses reentrant checkpointing; use CheckpointImpl.NO_REENTRANT or "
+            "use_reentrant=False"
+        )
     sharded = [name for name, inner in module.named_modules() if isinstance(inner, FSDPModule)]
     if sharded:
         yield f"fully_shard: {quoted(sharded)} is sharded by torch's fully_shard already; pass the plain model"
