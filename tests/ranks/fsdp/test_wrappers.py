@@ -42,7 +42,7 @@ def as_without(rank: Rank) -> None:
     reentrant: Any = llama()
     reentrant.model.layers[0] = checkpoint_wrapper(reentrant.model.layers[0], checkpoint_impl=CheckpointImpl.REENTRANT)
     refusal(ValueError, lambda: sharded(reentrant, ONE), "'model.layers.0' uses reentrant")
-    by_transformers = llama()
+    by_transformers: Any = llama()
     by_transformers.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     refusal(ValueError, lambda: sharded(by_transformers, ONE), "'model.layers.0'", "uses reentrant")
     inside: Any = llama()
