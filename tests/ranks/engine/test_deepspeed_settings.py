@@ -43,6 +43,11 @@ def what_the_config_says(rank: Rank) -> None:
     for checks in (False, True):
         bf16 = {"enabled": True, "check_grad_overflow": checks}
         assert optimizer_of({"bf16": bf16}).skips_overflow is checks
+    for data_types, dtype in (({}, torch.bfloat16), ({"grad_accum_dtype": "fp32"}, torch.float32)):
+        settings = config(holders=1) | BF16 | {"data_types": data_types, "gradient_accumulation_steps": 2}
+        engine = engine_of(settings | {"zero_optimization": {"stage": 1}})
+        train(engine, num_steps=1)  # the first of two micro-steps
+        assert {gradient.dtype for gradient in engine.optimizer.sharded.gradient_tensors()} == {dtype}
 
 
 def gradients_travel_in_their_dtype(rank: Rank) -> None:
