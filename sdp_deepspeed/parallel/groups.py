@@ -28,9 +28,9 @@ class HolderGroup:
         holders: data-parallel indices in ascending order.
         process_group: of these ranks; None for a single holder.
         position: index of this rank in `holders`.
-        exchanges_directly: whether ranks send their shards to each other point-to-point: with gloo inside one node,
-            where gloo's reduce-scatter is an all-reduce on the wire, and its all-gather takes twice the time. Between
-            nodes gloo's ring crosses a slow link less often.
+        exchanges_directly: whether ranks send their shards to each other point-to-point: with gloo, whose
+            reduce-scatter is an all-reduce on the wire, if all of them are on one node, or each on another one. Where
+            nodes have several of the ranks, gloo's ring crosses the link between nodes less often.
         comm: `torch.distributed`, or a module with the same functions that logs them (`deepspeed.comm`).
     """
 
@@ -99,10 +99,11 @@ class Groups:
                 if me in members:
                     self.rank, self.tensor_parallel_rank = list(members).index(me), tensor_parallel_rank
                 if me in global_ranks:
-                    on_one_node = len({nodes[rank] for rank in global_ranks}) == 1
+                    num_nodes = len({nodes[rank] for rank in global_ranks})
+                    is_even = num_nodes in (1, len(holders))
                     is_gloo = group is not None and dist.get_backend(group) == "gloo"
                     position = global_ranks.index(me)
-                    self._groups[holders] = HolderGroup(holders, group, position, on_one_node and is_gloo, comm)
+                    self._groups[holders] = HolderGroup(holders, group, position, is_even and is_gloo, comm)
             if me in members:
                 self.data_parallel = self._groups[all_indices]
         self.num_groups = len(self._created)
