@@ -7,6 +7,7 @@ data-parallel ranks, and therefore its own process groups.
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,16 +29,17 @@ class HolderGroup:
         holders: data-parallel indices in ascending order.
         process_group: of these ranks; None for a single holder.
         position: index of this rank in `holders`.
-        exchanges_directly: whether ranks send their shards to each other point-to-point: with gloo, whose
-            reduce-scatter is an all-reduce on the wire, if all of them are on one node, or each on another one. Where
-            nodes have several of the ranks, gloo's ring crosses the link between nodes less often.
+        scatters_directly, gathers_directly: whether ranks send their shards to each other point-to-point in a
+            reduce-scatter and an all-gather: with gloo, whose reduce-scatter is an all-reduce on the wire. Between
+            nodes that have several of the ranks, gloo's ring may cross the link less often.
         comm: `torch.distributed`, or a module with the same functions that logs them (`deepspeed.comm`).
     """
 
     holders: Holders
     process_group: Any
     position: int
-    exchanges_directly: bool = False
+    scatters_directly: bool = False
+    gathers_directly: bool = False
     comm: Any = dist
 
     @property
@@ -99,11 +101,12 @@ class Groups:
                 if me in members:
                     self.rank, self.tensor_parallel_rank = list(members).index(me), tensor_parallel_rank
                 if me in global_ranks:
-                    num_nodes = len({nodes[rank] for rank in global_ranks})
-                    is_even = num_nodes in (1, len(holders))
+                    on_node = Counter(nodes[rank] for rank in global_ranks)
+                    num_together = 1 if len(on_node) == 1 else max(on_node.values())
                     is_gloo = group is not None and dist.get_backend(group) == "gloo"
+                    directly = is_gloo and num_together <= 2, is_gloo and num_together == 1
                     position = global_ranks.index(me)
-                    self._groups[holders] = HolderGroup(holders, group, position, is_even and is_gloo, comm)
+                    self._groups[holders] = HolderGroup(holders, group, position, *directly, comm)
             if me in members:
                 self.data_parallel = self._groups[all_indices]
         self.num_groups = len(self._created)
@@ -183,7 +186,7 @@ def reduce_scatter(
         outputs: [shard size] each, of any dtype; may be this holder's part of the flat tensor.
         flats: [holders * shard size] each, in the communication dtype.
     """
-    if not groups[0].exchanges_directly:
+    if not groups[0].scatters_directly:
         for output, flat, group in zip(outputs, flats, groups, strict=True):
             same = output if output.dtype == flat.dtype else torch.empty_like(output, dtype=flat.dtype)
             if group.size > 1:
@@ -220,7 +223,7 @@ def all_gather(flats: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], gr
     shard may be this rank's part of the flat tensor."""
     messages = []
     for flat, shard, group in zip(flats, shards, groups, strict=True):
-        if group.size > 1 and not group.exchanges_directly:
+        if group.size > 1 and not group.gathers_directly:
             single = getattr(group.comm, "all_gather_single", None)  # torch 2.13
             (single or group.comm.all_gather_into_tensor)(flat, shard, group=group.process_group)
             continue

@@ -340,14 +340,19 @@ class ShardedOptimizer:
                 self._average(buckets)
             self._next += len(buckets)
 
-    def _sent_together(self, buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
+    def _sent_together(self, buckets: Sequence[Bucket], *, gathers: bool = False) -> Iterator[list[Bucket]]:
         """Group consecutive buckets whose holders exchange shards directly, so that a rank waits for others less often,
-        until one of them would receive more than `bucket_size` elements. All others are sent one by one."""
+        until one of them would receive more than `bucket_size` elements. All others are sent one by one.
+
+        Args:
+            gathers: whether they are all-gathered, not reduce-scattered.
+        """
         together: list[Bucket] = []
         num_received = 0
         for bucket in buckets:
             group = bucket.holder_group
-            is_direct = not bucket.owns_all and bucket.layout.owner is None and group.exchanges_directly
+            is_direct = group.gathers_directly if gathers else group.scatters_directly
+            is_direct = is_direct and not bucket.owns_all and bucket.layout.owner is None
             count = received_elements(bucket.layout.size, group)
             fits = is_direct and num_received + count <= self._bucket_size
             if together and not (fits and bucket.layout.dtype == together[0].layout.dtype):
@@ -538,7 +543,7 @@ class ShardedOptimizer:
         """
         if self.regime == "forward":
             views: dict[str, Sequence[torch.Tensor]] = {}
-            for buckets in self._sent_together(self.held):
+            for buckets in self._sent_together(self.held, gathers=True):
                 first, groups = buckets[0], [bucket.holder_group for bucket in buckets]
                 for bucket in buckets:
                     bucket.place_weights(over_gradients=over_gradients)

@@ -455,11 +455,12 @@ def with_deepspeeds_cpu_adam(rank: Rank) -> None:
 
 
 def between_nodes(rank: Rank) -> None:
-    """Two ranks on one node and one on another: the backend's collectives for all three, direct exchanges for pairs."""
+    """Three ranks on one node and one on another, so that holders use the backend's collectives, or exchange shards
+    directly in some or all of theirs."""
     model = sliced_model(rank.size, "neuron")
-    groups = Groups(model.holder_sets, nodes=[0, 0, 1])
-    for stage, dtype in itertools.product((1, 2), (torch.float32, torch.bfloat16)):
-        check_case(rank, model, "backward", Case(stage, 2, 1.0, dtype), groups)
+    groups = Groups(model.holder_sets, nodes=[0, 0, 0, 1])
+    for regime, stage, dtype in pairwise(("forward", "backward"), (1, 2), (torch.float32, torch.bfloat16)):
+        check_case(rank, model, regime, Case(stage, 2, 1.0, dtype), groups)
     groups.close()
 
 
@@ -623,6 +624,7 @@ def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         yield "torchs_muon", torchs_muon
     if size == 4:
         yield "tensor_parallel_ranks", tensor_parallel_ranks
+        yield "between_nodes", between_nodes
     if size == 3:
         for function in (
             odd_sizes,
@@ -636,7 +638,6 @@ def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
             whole_tensors_that_no_rank_has,
             states_on_the_host_between_steps,
             with_deepspeeds_cpu_adam,
-            between_nodes,
             sends_the_least,
         ):
             yield function.__name__, function
