@@ -174,7 +174,7 @@ def links(*results: Result) -> str:
 
 
 def time_to_loss(*results: Result) -> str:
-    """Seconds until the dense loss that ZeRO-1 ends with, up to rounding, mean of the seeds; "-" where it is not reached."""
+    """Seconds until about the dense loss that ZeRO-1 ends with, mean of the seeds; "-" where it is not reached."""
     rows = []
     for name in dict.fromkeys(row["name"] for row in results[0]["results"]):
         cells = []
