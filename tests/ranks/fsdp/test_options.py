@@ -150,13 +150,10 @@ def starts_on_the_meta_device(rank: Rank) -> None:
 
 
 def steps_with_multi_tensor_kernels(rank: Rank) -> None:
-    """Which refuse DTensors of several meshes in one group; norms of any order, and one that is not finite."""
+    """Which refuse DTensors of several meshes in one group; and a norm that is not finite."""
     model = sharded(llama(), ONE)
     groups = [{"params": list(model.parameters()), "lr": 0.1}]
     loss_of(model, TOKENS).backward()
-    for order in (1.0, 3.0, float("inf")):
-        total = clip_grad_norm_(model, 1e9, order, foreach=False)
-        assert torch.isclose(total, clip_grad_norm_(model.parameters(), 1e9, order))
     assert clip_grad_norm_(model, 0.01) > 0.01
     assert abs(clip_grad_norm_(model, 1.0) - 0.01) < 1e-5
     divided = param_groups(groups)
