@@ -93,7 +93,7 @@ class SteppedShards:
             yield from ((parameter, box, True) for box in part.boxes(sharded.rank))
         for (part,) in (sharded.parts[name] for name in sharded.ignored):
             inside, zeros = tuple(slice(0, size) for size in part.shape), (0,) * len(part.shape)
-            yield sharded.parameter(part), Box(part.pieces[0], zeros, inside, part.shape), sharded.rank == 0
+            yield sharded.parameter(part), Box(part.pieces[0], zeros, inside), sharded.rank == 0
 
     def return_weights(self) -> None:
         """Does nothing: the optimizer steps the weights themselves."""

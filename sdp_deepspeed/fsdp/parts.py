@@ -38,13 +38,11 @@ class Box(NamedTuple):
         piece: the slice of a dense tensor.
         offsets: index of the first element in the slice.
         inside: index of the box in the shard.
-        shape: of the box.
     """
 
     piece: Piece
     offsets: tuple[int, ...]
     inside: tuple[slice, ...]
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Part:
             if low < high and all(a < b for a, b in columns):
                 inside = (slice(low - start, high - start), *(slice(a, b) for a, b in columns))
                 offsets = (low - first if self.dim == 0 else low, *(0 for _ in others))
-                yield Box(piece, offsets, inside, (high - low, *(b - a for a, b in columns)))
+                yield Box(piece, offsets, inside)
             first += piece.length if self.dim is not None else 0
 
 

@@ -45,8 +45,8 @@ from sdp_deepspeed.init import DeferredWeights, give
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.forwards import set_data
-from sdp_deepspeed.messages import listed, quoted
-from sdp_deepspeed.parallel.agree import Meetings, check_agreement, gather_objects, run_on_all_ranks
+from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.parallel.agree import Meetings, check_agreement, check_same_plan, gather_objects, run_on_all_ranks
 from sdp_deepspeed.parallel.groups import CONTROL, Groups, group_of_one, timeout_of_the_run
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
@@ -170,7 +170,7 @@ def _shard(start: Start) -> ShardedModel:
     start.tensor_parallel = TensorParallel(tuple(start.columns)) if start.columns else None
     with start.tensor_parallel or nullcontext():
         run_on_all_ranks(partial(_prepare, start), control)
-        _check_same_plan(start.plan, control)
+        check_same_plan(start.plan, control)
         mask, parts = start.mask, parts_of(start.mask)
         is_scaled = start.block.dense_branch_scale == "coverage"
         make = partial(DenseModel, mask, parts, is_scaled=is_scaled, policy=options.mp_policy)
@@ -289,20 +289,6 @@ def _state_names(module: nn.Module) -> dict[str, str]:
             "rename it after fully_shard"
         )
     return names
-
-
-def _check_same_plan(plan: Plan, control: Any) -> None:
-    """Compare the plan's hash, and the subnetwork of each rank, which it does not cover. Collective.
-
-    Raises:
-        RuntimeError: on all ranks, naming those with a different plan.
-    """
-    plans = gather_objects((plan.hash, plan.subnetwork_of_rank), control)
-    if different := [rank for rank, other in enumerate(plans) if other != plans[0]]:
-        raise RuntimeError(
-            f"rank {listed(different)} made another plan than rank 0 ({plans[different[0]][0][:12]}, not "
-            f"{plans[0][0][:12]}); use the same model, config and versions on all ranks"
-        )
 
 
 def _lacking(mask: Mask) -> set[str]:

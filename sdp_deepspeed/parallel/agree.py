@@ -52,6 +52,20 @@ def run_on_all_ranks(work: Callable[[], T], group: Any = None) -> T:
     return result
 
 
+def check_same_plan(plan: Any, group: Any) -> None:
+    """Compare the plan's hash, and the subnetwork of each rank, which the hash does not cover; collective.
+
+    Raises:
+        RuntimeError: on all ranks, naming those with a different plan.
+    """
+    plans = gather_objects((plan.hash, plan.subnetwork_of_rank), group)
+    if different := [rank for rank, other in enumerate(plans) if other != plans[0]]:
+        raise RuntimeError(
+            f"rank {listed(different)} made another plan than rank 0; use the same model, config and versions on all "
+            "ranks"
+        )
+
+
 def check_agreement(mask: Any, groups: Any) -> None:
     """Compare the slices of parameters that data-parallel ranks store, bit by bit. Slow; for `check_agreement`.
 
