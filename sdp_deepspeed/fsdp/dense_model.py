@@ -62,7 +62,6 @@ class DenseModel:
         self,
         mask: Mask,
         parts: Mapping[str, Sequence[Part]],
-        *,
         is_scaled: bool,
         policy: MixedPrecisionPolicy,
         tensor_parallel: TensorParallel | None,

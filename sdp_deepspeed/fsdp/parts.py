@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,6 +56,7 @@ class Part:
         pieces: in dense order.
         dim: along which the pieces are slices; None for the whole tensor.
         shape: of the parameter.
+        is_sharded: False for `ignored_params`, which every rank has as a whole.
     """
 
     name: str
@@ -64,9 +65,12 @@ class Part:
     pieces: tuple[Piece, ...]
     dim: int | None
     shape: tuple[int, ...]
+    is_sharded: bool = True
 
     def rows(self, rank: int) -> tuple[int, int]:
         """Range along dim 0 of a holder's shard, as of `torch.chunk`."""
+        if not self.is_sharded:
+            return 0, self.shape[0]
         return chunk(self.shape[0], self.holders.index(rank), len(self.holders))
 
     def boxes(self, rank: int) -> Iterator[Box]:
@@ -93,15 +97,21 @@ def chunk(length: int, position: int, number: int) -> tuple[int, int]:
     return min(position * size, length), min((position + 1) * size, length)
 
 
-def parts_of(mask: Mask) -> dict[str, list[Part]]:
-    """Parts of each parameter on all ranks, by dense name, sorted by holders."""
+def parts_of(mask: Mask, ignored: Collection[nn.Parameter]) -> dict[str, list[Part]]:
+    """Parts of each parameter on all ranks, by dense name, sorted by holders.
+
+    Args:
+        mask: not applied yet.
+        ignored: parameters that FSDP2 ignores.
+    """
     branch_of = {t.parameter: branch for branch in mask.branches for t in branch.cut_tensors}
     digests = {branch.name: _digests(mask, branch) for branch in mask.branches}
     found: dict[str, list[Part]] = {}
     for name, pieces in mask.pieces.items():
         shape, dim = list(mask.shapes[name]), pieces[0][0].dim
         if dim is None:
-            found[name] = [Part(name, name, pieces[0][1], (pieces[0][0],), None, tuple(shape))]
+            is_sharded = mask.parameters[name] not in ignored
+            found[name] = [Part(name, name, pieces[0][1], (pieces[0][0],), None, tuple(shape), is_sharded)]
             continue
         branch, by_holders = branch_of[name], dict[Holders, list[Piece]]()
         for piece, holders in pieces:

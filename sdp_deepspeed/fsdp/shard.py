@@ -35,7 +35,6 @@ from sdp_deepspeed.fsdp.refusals import (
     check_not_ignored,
     check_not_wrapped_inside,
     check_same_settings,
-    parsed,
 )
 from sdp_deepspeed.fsdp.sharded_model import OF_SHARED, OF_UNITS, ShardedModel, attach, device_type
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel, check_per_head, columns_of
@@ -101,7 +100,7 @@ def fully_shard(
     )
     control = dist.new_group(backend="gloo", timeout=timeout_of_the_run(), group_desc=CONTROL)
     try:
-        config = run_on_all_ranks(partial(_checked, module, mesh, block, options), control)
+        config = run_on_all_ranks(partial(check_call, module, mesh, block, options), control)
         check_same_settings(config, options.in_words(module), control)
         mesh = mesh or init_device_mesh(device_type(), (dist.get_world_size(),))
         columns = columns_of(module, mesh, control)
@@ -116,14 +115,6 @@ def fully_shard(
     if dist.get_rank() == 0:
         logger.info("%s: rank 0 is in %d process groups", KEY, sharded.groups.num_groups)
     return module
-
-
-def _checked(
-    module: nn.Module, mesh: DeviceMesh | None, block: Mapping[str, Any] | None, options: ShardOptions
-) -> SubnetworkConfig:
-    config = parsed(block)
-    check_call(module, mesh, config, options)
-    return config
 
 
 @dataclass
@@ -171,12 +162,11 @@ def _shard(start: Start) -> ShardedModel:
     with start.tensor_parallel or nullcontext():
         run_on_all_ranks(partial(_prepare, start), control)
         check_same_plan(start.plan, control)
-        mask, parts = start.mask, parts_of(start.mask)
+        mask, parts = start.mask, parts_of(start.mask, options.ignored_params)
         is_scaled = start.block.dense_branch_scale == "coverage"
-        make = partial(DenseModel, mask, parts, is_scaled=is_scaled, policy=options.mp_policy)
-        dense = run_on_all_ranks(partial(make, tensor_parallel=start.tensor_parallel), control)
+        make = partial(DenseModel, mask, parts, is_scaled, options.mp_policy, start.tensor_parallel)
+        dense = run_on_all_ranks(make, control)
     coverage = start.plan.mean_coverage([cost.flops for cost in unit_costs(module, mask.plan.units)])
-    ignored = {name for name, parameter in mask.parameters.items() if parameter in options.ignored_params}
     holder_sets = {part.holders for own in parts.values() for part in own}
     groups = Groups(holder_sets, ranks=start.columns or None, control=control)
     _cut(start, groups)
@@ -190,7 +180,7 @@ def _shard(start: Start) -> ShardedModel:
     }
     sharded = ShardedModel(
         *(module, start.block, start.plan, mask, groups, start.mesh, start.device, parts, owners),
-        *([unit.modules for unit in units], dense, start.state_names, frozenset(ignored), coverage),
+        *([unit.modules for unit in units], dense, start.state_names, coverage),
         *(start.tensor_parallel, Meetings(f"sdp_deepspeed/fsdp/{next(_numbers)}")),
     )
     of_root = {part.path for own in parts.values() for part in own if len(part.holders) == groups.data_parallel.size}

@@ -46,7 +46,6 @@ class ShardedModel:
         units: modules of each unit that this rank holds, ordered by the last one; each list is one FSDP2 group.
         dense: runs the dense model.
         state_names: dense name of the tensor of each key of the dense state dict.
-        ignored: dense names of the parameters that FSDP2 ignores.
         coverage: C of the plan, weighted by FLOPs.
         tensor_parallel: None without tensor parallelism.
     """
@@ -63,7 +62,6 @@ class ShardedModel:
     units: Sequence[Sequence[Any]]
     dense: DenseModel
     state_names: Mapping[str, str]
-    ignored: frozenset[str]
     coverage: float
     tensor_parallel: TensorParallel | None
     meetings: Meetings
@@ -83,10 +81,8 @@ class ShardedModel:
         )
 
     def held_parts(self) -> Iterator[Part]:
-        """Yield the parts of which this rank has a shard."""
-        for name, parts in self.parts.items():
-            if name not in self.ignored:
-                yield from (part for part in parts if self.rank in part.holders)
+        """Yield the parts of which this rank has a shard, or the whole (`ignored_params`)."""
+        return (part for parts in self.parts.values() for part in parts if self.rank in part.holders)
 
     def parameter(self, part: Part) -> Any:
         """The current parameter of a held part, sharded or gathered."""

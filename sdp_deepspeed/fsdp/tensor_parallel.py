@@ -127,19 +127,13 @@ def check_per_head(module: nn.Module, branches: Sequence[LocatedBranch]) -> None
     plain: list[str] = []
     for branch in branches:
         own = [piece.parameter for piece in branch.pieces if piece.parameter in parameters]
-        inner = branch.description.inner
-        if inner is not None and any(_is_divided(parameters[name]) for name in own):
-            inside = tuple(f"{branch.root}.{norm}." for norm in inner.per_head)
-            plain += [name for name in own if name.startswith(inside) and not isinstance(parameters[name], DTensor)]
+        if any(isinstance(p := parameters[name], DTensor) and _Whole.of(p).is_divided for name in own):
+            plain += [name for name in branch.per_head_parameters if not isinstance(parameters[name], DTensor)]
     if plain:
         raise ValueError(
             f"fully_shard: {quoted(plain)} is applied to the heads of one rank, so its gradient is partial; "
             "parallelize its module, for example with SequenceParallel(sequence_dim=2, use_local_output=True)"
         )
-
-
-def _is_divided(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor) and _Whole.of(tensor).is_divided
 
 
 def columns_of(module: nn.Module, mesh: DeviceMesh, control: Any) -> tuple[tuple[int, ...], ...]:

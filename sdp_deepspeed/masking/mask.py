@@ -262,8 +262,8 @@ class Mask:
                 bias, is_sum = outputs.get(owner, ("", False))
                 module = self.model.get_submodule(owner)
                 compact = branch.description.inner.heads is None  # attention keeps its own output
-                parts = ({}, rests[owner])  # the held slices are the module's own parameters
-                split_layer(module, parts, cuts[owner], output_bias=bias, is_sum=is_sum, compact=compact)
+                held_and_frozen: tuple[dict[str, torch.Tensor], ...] = ({}, rests[owner])  # held: the module's own
+                split_layer(module, held_and_frozen, cuts[owner], output_bias=bias, is_sum=is_sum, compact=compact)
                 self._masked.append(module)
 
     def output_biases(self) -> dict[str, tuple[str, bool]]:

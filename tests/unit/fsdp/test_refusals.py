@@ -43,19 +43,18 @@ def test_a_wrong_block(block: Any, words: tuple[str, ...]) -> None:
 )
 def test_what_of_the_block_is_not_possible(more: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        check_call(llama(1), None, parsed(HALF | more), ShardOptions())
+        check_call(llama(1), None, HALF | more, ShardOptions())
 
 
 def test_a_model_or_option_that_is_not_possible() -> None:
-    block = parsed(HALF)
-    check_call(llama(1), None, block, ShardOptions(reshard_after_forward=False))
+    check_call(llama(1), None, HALF, ShardOptions(reshard_after_forward=False))
     options: Any = 2
     with pytest.raises(ValueError, match="reshard_after_forward"):
-        check_call(llama(1), None, block, ShardOptions(options))
+        check_call(llama(1), None, HALF, ShardOptions(options))
     model = llama(1)
     model.scale = nn.Parameter(torch.ones(()))
     with pytest.raises(ValueError, match="scale"):
-        check_call(model, None, block, ShardOptions())
+        check_call(model, None, HALF, ShardOptions())
 
 
 def test_parameters_of_units_cannot_be_ignored() -> None:
