@@ -117,7 +117,8 @@ def split_layer(
         output_bias: name of the parameter that is added to the output once; empty if there is none.
         is_sum: whether the layer's output is a sum over neurons (experts).
     """
-    cut, inputs, dim, sizes = cuts.get("weight"), input_dim(layer), -1, [dict[str, int]() for _ in parts]
+    cut, inputs = cuts.get("weight"), input_dim(layer)
+    dim, sizes = -1, [dict[str, int]() for _ in parts]
     if is_sum:
         function: Callable[..., Any] = _add_experts
     elif cut is None or inputs is None:

@@ -47,7 +47,8 @@ def compiled(rank: Rank) -> None:
         for layer in model.model.layers:
             layer.compile(backend="eager")
 
-    check_against_reference(rank, llama(), ONE, prepare=compile_layers)
+    for block in (ONE, ONE | {"strategy": "neuron"}):
+        check_against_reference(rank, llama(), block, prepare=compile_layers)
     check_against_reference(rank, llama(), ONE, parallelize=lambda model: model.compile(backend="eager"))
 
 
