@@ -69,47 +69,47 @@ def check_call(
     return config
 
 
-def check_not_ignored(module: nn.Module, plan: Plan, ignored: Collection[nn.Parameter]) -> None:
-    """Raise ValueError if `ignored_params` has a parameter of a unit: units must be averaged over their holders."""
+def check_plan(
+    module: nn.Module,
+    plan: Plan,
+    branches: Sequence[LocatedBranch],
+    ignored: Collection[nn.Parameter],
+    wrapped: Collection[str] = (),
+) -> None:
+    """Checks that need a plan.
+
+    Args:
+        ignored: `ignored_params`; those of units must be averaged over their holders.
+        wrapped: names of wrapped modules. The pieces of a split layer are copies without the wrapper.
+
+    Raises:
+        ValueError: everything that is refused, one line each.
+    """
+    lines = []
     of_units = {piece.parameter for unit in plan.units for piece in unit.pieces}
+    some = {index for index in range(len(plan.units)) if plan.coverage_of(index) < 1}  # units that some ranks lack
     names = sorted(name for name, parameter in module.named_parameters() if name in of_units and parameter in ignored)
     if names:
-        raise ValueError(
+        lines.append(
             f"fully_shard: ignored_params: {quoted(names)} is of a unit, which is averaged over its holders; remove "
             "it, or match its unit in `shared`"
         )
-
-
-def check_buffers(module: nn.Module, plan: Plan) -> None:
-    """Raise ValueError for buffers that are DTensors and sharded, or of a unit that some ranks lack."""
-    lacking = [unit for index, unit in enumerate(plan.units) if plan.coverage_of(index) < 1]
-    some = {piece.parameter for unit in lacking for piece in unit.pieces}
+    lacking = {piece.parameter for index in some for piece in plan.units[index].pieces}
     dtensors = {name: buffer for name, buffer in module.named_buffers() if isinstance(buffer, DTensor)}
-    odd = [name for name, buffer in dtensors.items() if name in some or tuple(buffer.placements) != (Replicate(),)]
-    if odd:
-        raise ValueError(
+    if odd := [name for name, b in dtensors.items() if name in lacking or tuple(b.placements) != (Replicate(),)]:
+        lines.append(
             f"fully_shard: buffer {quoted(odd)} is a DTensor that is sharded, or of a unit that some ranks lack; "
             "exclude its module from parallelize_module"
         )
-
-
-def check_not_wrapped_inside(plan: Plan, branches: Sequence[LocatedBranch], wrapped: Collection[str]) -> None:
-    """Raise ValueError for wrapped modules inside of branches that are split by neurons or heads.
-
-    The pieces of a split layer are copies without the wrapper.
-
-    Args:
-        wrapped: names of modules.
-    """
-    names = branches_of_units(plan.units, branches)
-    cut = {name for index, name in enumerate(names) if plan.coverage_of(index) < 1}
+    cut = {name for index, name in enumerate(branches_of_units(plan.units, branches)) if index in some}
     bodies = tuple(f"{body}." for branch in branches if branch.name in cut for body in branch.bodies)
-    inside = [name for name in wrapped if name.startswith(bodies)]
-    if inside:
-        raise ValueError(
+    if inside := [name for name in wrapped if name.startswith(bodies)]:
+        lines.append(
             f"fully_shard: {quoted(inside)} is wrapped inside of a branch whose neurons or heads are split; wrap the "
             "whole layer"
         )
+    if lines:
+        raise ValueError("\n".join(lines))
 
 
 def check_same_settings(config: SubnetworkConfig, options: str, control: Any) -> None:

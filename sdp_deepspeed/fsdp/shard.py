@@ -29,13 +29,7 @@ from sdp_deepspeed.fsdp.dense_model import DenseModel
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.order import CollectiveOrder
 from sdp_deepspeed.fsdp.parts import Holders, parts_of
-from sdp_deepspeed.fsdp.refusals import (
-    check_buffers,
-    check_call,
-    check_not_ignored,
-    check_not_wrapped_inside,
-    check_same_settings,
-)
+from sdp_deepspeed.fsdp.refusals import check_call, check_plan, check_same_settings
 from sdp_deepspeed.fsdp.sharded_model import OF_SHARED, OF_UNITS, ShardedModel, attach, device_type
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel, check_per_head, columns_of
 from sdp_deepspeed.fsdp.units import HeldUnit, Unit, held_units, units_of
@@ -172,19 +166,14 @@ def _shard(start: Start) -> ShardedModel:
     _cut(start, groups)
     units = held_units(mask, start.units, parts)
     of_units = _wrap(start, units, groups)
-    owners = {
-        part.path: (module.get_submodule(part.path.rpartition(".")[0]), part.path.rpartition(".")[2])
-        for own in parts.values()
-        for part in own
-        if mask.rank in part.holders
-    }
     sharded = ShardedModel(
-        *(module, start.block, start.plan, mask, groups, start.mesh, start.device, parts, owners),
+        *(module, start.block, start.plan, mask, groups, start.mesh, start.device, parts),
         *([unit.modules for unit in units], dense, start.state_names, coverage),
         *(start.tensor_parallel, Meetings(f"sdp_deepspeed/fsdp/{next(_numbers)}")),
     )
     of_root = {part.path for own in parts.values() for part in own if len(part.holders) == groups.data_parallel.size}
-    whole = {path: owners[path] for path in of_root if id(owners[path][0]._parameters[owners[path][1]]) not in of_units}
+    places = {path: sharded.owners[path] for path in of_root}
+    whole = {path: (own, name) for path, (own, name) in places.items() if id(own._parameters[name]) not in of_units}
     dense.attach(groups, start.device, sharded.shard, whole)
     dense.cast_like(module.get_submodule(path) for unit in start.units for path in unit.paths)
     can_run_again = not any(branch.description.handed_on for branch in mask.branches)
@@ -204,8 +193,7 @@ def _prepare(start: Start) -> None:
         start.deferred = DeferredWeights(module)
     branches = locate_branches(module)
     start.plan, warnings = plan_model(module, start.block, start.mesh.size(), branches=branches)
-    check_not_ignored(module, start.plan, options.ignored_params)
-    check_buffers(module, start.plan)
+    check_plan(module, start.plan, branches, options.ignored_params, start.wrapped)
     plan = start.plan
     if start.tensor_parallel is not None:
         check_per_head(module, branches)
@@ -215,7 +203,6 @@ def _prepare(start: Start) -> None:
         plan = start.tensor_parallel.shards(column).local_plan(plan)
     start.mask = Mask(module, plan, start.mesh.get_local_rank(), branches=branches)
     start.units = list(units_of(start.mask))
-    check_not_wrapped_inside(start.plan, branches, start.wrapped)
     if dist.get_rank() == 0:
         for warning in warnings:
             logger.warning("%s: %s", KEY, warning)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,12 +42,15 @@ class ShardedModel:
         mesh: of the data-parallel ranks.
         device: of the collectives.
         parts: of all parameters, by dense name.
-        owners: module and name of each parameter that this rank has, by path.
         units: modules of each unit that this rank holds, ordered by the last one; each list is one FSDP2 group.
         dense: runs the dense model.
         state_names: dense name of the tensor of each key of the dense state dict.
         coverage: C of the plan, weighted by FLOPs.
         tensor_parallel: None without tensor parallelism.
+
+    Attributes:
+        owners: module and name of each parameter that this rank has, by path when it was sharded: modules may be
+            wrapped later.
     """
 
     module: nn.Module
@@ -58,7 +61,6 @@ class ShardedModel:
     mesh: DeviceMesh
     device: torch.device
     parts: Mapping[str, Sequence[Part]]
-    owners: Mapping[str, tuple[nn.Module, str]]
     units: Sequence[Sequence[Any]]
     dense: DenseModel
     state_names: Mapping[str, str]
@@ -68,6 +70,12 @@ class ShardedModel:
     is_dense: bool = False  # inside `dense(model)`
     has_warned: bool = False
     has_trained: bool = True  # since the last average of running statistics
+    owners: dict[str, tuple[nn.Module, str]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        for part in self.held_parts():
+            owner, _, name = part.path.rpartition(".")
+            self.owners[part.path] = self.module.get_submodule(owner), name
 
     @property
     def rank(self) -> int:
