@@ -214,6 +214,11 @@ class SubnetworkConfig(BaseModel):
         """Path of the plan in `assignment`, or None."""
         return self.assignment if self.assignment.endswith(".json") else None
 
+    def comparable(self) -> dict[str, Any]:
+        """The settings that must be equal on all ranks. The path of a plan may differ between nodes; the plan itself is
+        compared later."""
+        return self.model_dump() | ({} if self.plan_path is None else {"assignment": "<a plan>"})
+
 
 class Combination(NamedTuple):
     """A refused combination of keys; docs/config.md lists all of them."""

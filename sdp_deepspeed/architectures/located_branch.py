@@ -59,6 +59,13 @@ class LocatedBranch:
         inside = {piece.parameter for piece in self.pieces}
         return tuple(name for path in self.description.parameters if (name := f"{self.layer}.{path}") in inside)
 
+    @property
+    def per_head_parameters(self) -> list[str]:
+        """Dense names of parameters that are applied to each head, such as Qwen3's norms of queries and keys."""
+        inner = self.description.inner
+        inside = tuple(f"{self.root}.{norm}." for norm in inner.per_head) if inner else ()
+        return [p.parameter for p in self.pieces if p.kind == "parameter" and p.parameter.startswith(inside)]
+
     def pieces_of_cells(self, cells: range) -> tuple[Piece, ...]:
         """Pieces of a range of cells, in model order."""
         return tuple(piece for tensor in self.cut_tensors for piece in tensor.pieces(cells, self.num_cells))

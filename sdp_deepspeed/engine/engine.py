@@ -65,7 +65,13 @@ from sdp_deepspeed.masking.running_statistics import (
 )
 from sdp_deepspeed.masking.scale import output_scales
 from sdp_deepspeed.messages import quoted
-from sdp_deepspeed.parallel.agree import Meetings, check_agreement, gather_objects, run_on_all_ranks
+from sdp_deepspeed.parallel.agree import (
+    Meetings,
+    check_agreement,
+    check_same_plan,
+    gather_objects,
+    run_on_all_ranks,
+)
 from sdp_deepspeed.parallel.groups import CONTROL, Groups
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
@@ -197,11 +203,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             return plan, mask
 
         plan, mask = run_on_all_ranks(make, self._control)
-        hashes = gather_objects(plan.hash, self._control)
-        if other := [rank for rank, found in enumerate(hashes) if found != hashes[0]]:
-            raise RuntimeError(
-                f"rank {other[0]} made another plan than rank 0; use the same model, config and versions on all ranks"
-            )
+        check_same_plan(plan, self._control)
         return plan, mask
 
     def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:

@@ -19,6 +19,7 @@ from deepspeed.utils import log_dist
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.messages import listed
+from sdp_deepspeed.parallel.agree import difference
 from sdp_deepspeed.version import __version__
 
 # Keys of the DeepSpeed config that affect training. Logging and profiling may differ between ranks.
@@ -84,16 +85,13 @@ def _check(texts: Sequence[str]) -> None:
         where = f" [on rank {listed(failed)}]" if len(failed) < len(found) else ""
         raise ValueError(found[failed[0]]["error"] + where)
     if len(set(texts)) > 1:
-        raise ValueError(_difference([one["values"] for one in found]))
+        raise ValueError(difference([one["values"] for one in found]))
 
 
 def _comparable(block: SubnetworkConfig, config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, str]:
     """The settings that must be equal on all ranks: JSON values by JSON path."""
-    own = block.model_dump()
-    if block.plan_path is not None:  # the path may differ between nodes; the plan itself is compared later
-        own["assignment"] = "<a plan>"
     tree = {
-        KEY: own | {"schedule": config[KEY].get("schedule")},
+        KEY: block.comparable() | {"schedule": config[KEY].get("schedule")},
         **{key: config[key] for key in _COMPARED if key in config},
         "lr_scheduler (argument)": type(options.get("lr_scheduler")).__qualname__,
         "version of sdp_deepspeed": __version__,
@@ -113,18 +111,3 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
             yield from _leaves(tree[key], f"{path}{key}.")
         else:
             yield f"{path}{key}", tree[key]
-
-
-def _difference(values: Sequence[Mapping[str, str]]) -> str:
-    """The error message for the settings of each rank, by JSON path."""
-    lines = []
-    for path in sorted({path for own in values for path in own}):
-        ranks: dict[str, list[int]] = {}
-        for rank, own in enumerate(values):
-            ranks.setdefault(own.get(path, "absent"), []).append(rank)
-        if len(ranks) > 1:
-            lines.append(f"{path} is {' and '.join([f'{v} on rank {listed(own)}' for v, own in ranks.items()][:5])}")
-    return (
-        f"ranks have different settings: {listed(lines, separator='; ')}. Pass the same config and arguments on all "
-        "ranks"
-    )

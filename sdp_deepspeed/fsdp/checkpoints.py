@@ -13,7 +13,7 @@ from torch import nn
 from sdp_deepspeed.checkpoint import manager
 from sdp_deepspeed.checkpoint.hugging_face import load_pretrained
 from sdp_deepspeed.checkpoint.state import NUMBER, Other, RankState, group_facts
-from sdp_deepspeed.fsdp.parts import Box, Part
+from sdp_deepspeed.fsdp.parts import Box
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, local_of, sharded_model_of
 from sdp_deepspeed.fsdp.wrappers import without_wrappers
 from sdp_deepspeed.parallel.agree import gather_objects, run_on_all_ranks
@@ -59,7 +59,7 @@ class SteppedShards:
         self.param_groups = {name: every[name] for name in sharded.parts if name in every}
 
     def _numbers_by_name(self) -> dict[str, int]:
-        names = {id(self.sharded.parameter(part)): part.name for part in self._own_parts()}
+        names = {id(self.sharded.parameter(part)): part.name for part in self.sharded.held_parts()}
         lacking = {id(parameter) for parameter in self.sharded.module.parameters() if not parameter.numel()}
         result = {}
         for number, group in zip(self.group_numbers, self.optimizer.param_groups, strict=True):
@@ -73,10 +73,6 @@ class SteppedShards:
                     )
         return result
 
-    def _own_parts(self) -> Iterator[Part]:
-        yield from self.sharded.held_parts()
-        yield from (self.sharded.parts[name][0] for name in self.sharded.ignored)
-
     def shard_parts(self, *, owned: bool) -> list[SteppedBox]:
         """The boxes that this rank steps. Each element is owned by one rank; rank 0 owns ignored parameters."""
         return [
@@ -89,11 +85,8 @@ class SteppedShards:
         """Yield for each box of this rank the parameter, the box, and whether the rank owns it."""
         sharded = self.sharded
         for part in sharded.held_parts():
-            parameter = sharded.parameter(part)
-            yield from ((parameter, box, True) for box in part.boxes(sharded.rank))
-        for (part,) in (sharded.parts[name] for name in sharded.ignored):
-            inside, zeros = tuple(slice(0, size) for size in part.shape), (0,) * len(part.shape)
-            yield sharded.parameter(part), Box(part.pieces[0], zeros, inside, part.shape), sharded.rank == 0
+            parameter, is_owned = sharded.parameter(part), part.is_sharded or sharded.rank == 0
+            yield from ((parameter, box, is_owned) for box in part.boxes(sharded.rank))
 
     def return_weights(self) -> None:
         """Does nothing: the optimizer steps the weights themselves."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -19,9 +18,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
-from sdp_deepspeed.fsdp.parts import Part, bare_copy, wrap_forward
+from sdp_deepspeed.fsdp.parts import Part, bare_copy
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
 from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.masking.forwards import Forward, replace_forward
 from sdp_deepspeed.masking.scale import output_scales
 from sdp_deepspeed.parallel.groups import Groups, all_gather
 
@@ -62,7 +62,6 @@ class DenseModel:
         self,
         mask: Mask,
         parts: Mapping[str, Sequence[Part]],
-        *,
         is_scaled: bool,
         policy: MixedPrecisionPolicy,
         tensor_parallel: TensorParallel | None,
@@ -91,7 +90,7 @@ class DenseModel:
         self._estimates = False  # do not gather statistics while they are estimated
         self._of_layers, self._of_root = self._names_by_layer()
         for path in self._of_layers:
-            wrap_forward(self.module.get_submodule(path), partial(self._run_layer, path))
+            replace_forward(self.module.get_submodule(path), _run_layer, (self, path))
 
     def _copy(self, module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
         if id(module) not in made:
@@ -146,7 +145,7 @@ class DenseModel:
         for own, copied in self._pairs:
             if id(own) in found:
                 inputs = policy.param_dtype if policy.cast_forward_inputs else None
-                wrap_forward(copied, partial(_run_cast, inputs, policy.output_dtype))
+                replace_forward(copied, _run_cast, (inputs, policy.output_dtype))
 
     # ---- forward passes -----------------------------------------------------------------------------------------
 
@@ -182,11 +181,13 @@ class DenseModel:
                 if self._mask.is_held(piece) and dense is not None:
                     self._mask.view(piece, live).copy_(piece.narrow(dense))
 
-    def _run_layer(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def layer_weights(self, path: str) -> Iterator[None]:
+        """Context in which a layer has its dense weights. Collective."""
         names = [name for name in self._of_layers[path] if name not in self._whole]
         self._set(self.gather(names))
         try:
-            return forward(*args, **kwargs)
+            yield
         finally:
             self._drop(names)
 
@@ -276,11 +277,16 @@ class DenseModel:
         return [result[index] for index in range(len(segments))]
 
 
-def _run_cast(
-    inputs: torch.dtype | None, outputs: torch.dtype | None, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _run_layer(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    dense, path = forward.state
+    with dense.layer_weights(path):
+        return forward.previous(*args, **kwargs)
+
+
+def _run_cast(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    inputs, outputs = forward.state
     args, kwargs = cast((args, kwargs), inputs)
-    return cast(forward(*args, **kwargs), outputs)
+    return cast(forward.previous(*args, **kwargs), outputs)
 
 
 def cast(values: Any, dtype: torch.dtype | None) -> Any:

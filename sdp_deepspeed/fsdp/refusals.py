@@ -18,8 +18,8 @@ from sdp_deepspeed.engine.refusals import refuse_model
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.parts import chunk
 from sdp_deepspeed.fsdp.wrappers import is_wrapper
-from sdp_deepspeed.messages import listed, quoted
-from sdp_deepspeed.parallel.agree import gather_objects
+from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.parallel.agree import difference, gather_objects
 from sdp_deepspeed.plan.plan import Plan
 
 _IMPL = "checkpoint_impl"  # of torch's checkpoint_wrapper
@@ -52,64 +52,64 @@ def parsed(block: Mapping[str, Any] | None) -> SubnetworkConfig:
     return config
 
 
-def check_call(module: nn.Module, mesh: DeviceMesh | None, config: SubnetworkConfig, options: ShardOptions) -> None:
-    """Checks that do not need a plan.
+def check_call(
+    module: nn.Module, mesh: DeviceMesh | None, block: Mapping[str, Any] | None, options: ShardOptions
+) -> SubnetworkConfig:
+    """Parse the block, and check what does not need a plan.
 
     Raises:
         ValueError: everything that is refused, one line each.
     """
+    config = parsed(block)
     lines = [*refused_of_block(config), *_of_mesh(module, mesh), *_of_model(module), *_of_options(options)]
     lines += _of_tensor_parallelism(module, config, options)
     if lines:
         raise ValueError("\n".join(lines))
     refuse_model(module)
+    return config
 
 
-def check_not_ignored(module: nn.Module, plan: Plan, ignored: Collection[nn.Parameter]) -> None:
-    """Raise ValueError if `ignored_params` has a parameter of a unit: units must be averaged over their holders."""
+def check_plan(
+    module: nn.Module,
+    plan: Plan,
+    branches: Sequence[LocatedBranch],
+    ignored: Collection[nn.Parameter],
+    wrapped: Collection[str] = (),
+) -> None:
+    """Checks that need a plan.
+
+    Args:
+        ignored: `ignored_params`; those of units must be averaged over their holders.
+        wrapped: names of wrapped modules. The pieces of a split layer are copies without the wrapper.
+
+    Raises:
+        ValueError: everything that is refused, one line each.
+    """
+    lines = []
     of_units = {piece.parameter for unit in plan.units for piece in unit.pieces}
+    some = {index for index in range(len(plan.units)) if plan.coverage_of(index) < 1}  # units that some ranks lack
     names = sorted(name for name, parameter in module.named_parameters() if name in of_units and parameter in ignored)
     if names:
-        raise ValueError(
+        lines.append(
             f"fully_shard: ignored_params: {quoted(names)} is of a unit, which is averaged over its holders; remove "
             "it, or match its unit in `shared`"
         )
-
-
-def check_buffers(module: nn.Module, plan: Plan) -> None:
-    """Raise ValueError for buffers that are DTensors and sharded, or of a unit that some ranks lack."""
-    some = _that_some_ranks_lack(plan)
+    lacking = {piece.parameter for index in some for piece in plan.units[index].pieces}
     dtensors = {name: buffer for name, buffer in module.named_buffers() if isinstance(buffer, DTensor)}
-    odd = [name for name, buffer in dtensors.items() if name in some or tuple(buffer.placements) != (Replicate(),)]
-    if odd:
-        raise ValueError(
+    if odd := [name for name, b in dtensors.items() if name in lacking or tuple(b.placements) != (Replicate(),)]:
+        lines.append(
             f"fully_shard: buffer {quoted(odd)} is a DTensor that is sharded, or of a unit that some ranks lack; "
             "exclude its module from parallelize_module"
         )
-
-
-def check_not_wrapped_inside(plan: Plan, branches: Sequence[LocatedBranch], wrapped: Collection[str]) -> None:
-    """Raise ValueError for wrapped modules inside of branches that are split by neurons or heads.
-
-    The pieces of a split layer are copies without the wrapper.
-
-    Args:
-        wrapped: names of modules.
-    """
-    names = branches_of_units(plan.units, branches)
-    cut = {name for index, name in enumerate(names) if plan.coverage_of(index) < 1}
+    cut = {name for index, name in enumerate(branches_of_units(plan.units, branches)) if index in some}
     bodies = tuple(f"{body}." for branch in branches if branch.name in cut for body in branch.bodies)
-    inside = [name for name in wrapped if name.startswith(bodies)]
-    if inside:
-        raise ValueError(
+    if inside := [name for name in wrapped if name.startswith(bodies)]:
+        lines.append(
             f"fully_shard: {quoted(inside)} is wrapped inside of a branch whose neurons or heads are split; wrap the "
             "whole layer"
         )
-
-
-def _that_some_ranks_lack(plan: Plan) -> set[str]:
-    lacking = (unit for index, unit in enumerate(plan.units) if plan.coverage_of(index) < 1)
-    return {piece.parameter for unit in lacking for piece in unit.pieces}
+    if lines:
+        raise ValueError("\n".join(lines))
 
 
 def check_same_settings(config: SubnetworkConfig, options: str, control: Any) -> None:
@@ -119,20 +119,12 @@ def check_same_settings(config: SubnetworkConfig, options: str, control: Any) ->
         options: as text.
 
     Raises:
-        RuntimeError: on all ranks, naming a setting that differs and its values.
+        RuntimeError: on all ranks, naming the settings that differ and their values.
     """
-    own = config.model_dump() | {"options": options}
-    if config.plan_path is not None:  # the path may differ between nodes; the plan itself is compared later
-        own["assignment"] = "<a plan>"
+    own = {name: f"{value}" for name, value in config.comparable().items()} | {"options": options}
     every = gather_objects(own, control)
-    different = [name for name in own if any(other[name] != every[0][name] for other in every)]
-    if different:
-        first = different[0]
-        values = {rank: other[first] for rank, other in enumerate(every)}
-        raise RuntimeError(
-            f"fully_shard: ranks have different settings: {first} is {listed(values.values())} on ranks "
-            f"{listed(values)}; pass the same block and arguments on all ranks"
-        )
+    if any(other != own for other in every):
+        raise RuntimeError(f"fully_shard: {difference(every)}")
 
 
 def refused_of_block(config: SubnetworkConfig) -> Iterator[str]:

@@ -29,14 +29,7 @@ from sdp_deepspeed.fsdp.dense_model import DenseModel
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.order import CollectiveOrder
 from sdp_deepspeed.fsdp.parts import Holders, parts_of
-from sdp_deepspeed.fsdp.refusals import (
-    check_buffers,
-    check_call,
-    check_not_ignored,
-    check_not_wrapped_inside,
-    check_same_settings,
-    parsed,
-)
+from sdp_deepspeed.fsdp.refusals import check_call, check_plan, check_same_settings
 from sdp_deepspeed.fsdp.sharded_model import OF_SHARED, OF_UNITS, ShardedModel, attach, device_type
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel, check_per_head, columns_of
 from sdp_deepspeed.fsdp.units import HeldUnit, Unit, held_units, units_of
@@ -45,8 +38,8 @@ from sdp_deepspeed.init import DeferredWeights, give
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.forwards import set_data
-from sdp_deepspeed.messages import listed, quoted
-from sdp_deepspeed.parallel.agree import Meetings, check_agreement, gather_objects, run_on_all_ranks
+from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.parallel.agree import Meetings, check_agreement, check_same_plan, gather_objects, run_on_all_ranks
 from sdp_deepspeed.parallel.groups import CONTROL, Groups, group_of_one, timeout_of_the_run
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
@@ -101,7 +94,7 @@ def fully_shard(
     )
     control = dist.new_group(backend="gloo", timeout=timeout_of_the_run(), group_desc=CONTROL)
     try:
-        config = run_on_all_ranks(partial(_checked, module, mesh, block, options), control)
+        config = run_on_all_ranks(partial(check_call, module, mesh, block, options), control)
         check_same_settings(config, options.in_words(module), control)
         mesh = mesh or init_device_mesh(device_type(), (dist.get_world_size(),))
         columns = columns_of(module, mesh, control)
@@ -116,14 +109,6 @@ def fully_shard(
     if dist.get_rank() == 0:
         logger.info("%s: rank 0 is in %d process groups", KEY, sharded.groups.num_groups)
     return module
-
-
-def _checked(
-    module: nn.Module, mesh: DeviceMesh | None, block: Mapping[str, Any] | None, options: ShardOptions
-) -> SubnetworkConfig:
-    config = parsed(block)
-    check_call(module, mesh, config, options)
-    return config
 
 
 @dataclass
@@ -170,31 +155,25 @@ def _shard(start: Start) -> ShardedModel:
     start.tensor_parallel = TensorParallel(tuple(start.columns)) if start.columns else None
     with start.tensor_parallel or nullcontext():
         run_on_all_ranks(partial(_prepare, start), control)
-        _check_same_plan(start.plan, control)
-        mask, parts = start.mask, parts_of(start.mask)
+        check_same_plan(start.plan, control)
+        mask, parts = start.mask, parts_of(start.mask, options.ignored_params)
         is_scaled = start.block.dense_branch_scale == "coverage"
-        make = partial(DenseModel, mask, parts, is_scaled=is_scaled, policy=options.mp_policy)
-        dense = run_on_all_ranks(partial(make, tensor_parallel=start.tensor_parallel), control)
+        make = partial(DenseModel, mask, parts, is_scaled, options.mp_policy, start.tensor_parallel)
+        dense = run_on_all_ranks(make, control)
     coverage = start.plan.mean_coverage([cost.flops for cost in unit_costs(module, mask.plan.units)])
-    ignored = {name for name, parameter in mask.parameters.items() if parameter in options.ignored_params}
     holder_sets = {part.holders for own in parts.values() for part in own}
     groups = Groups(holder_sets, ranks=start.columns or None, control=control)
     _cut(start, groups)
     units = held_units(mask, start.units, parts)
     of_units = _wrap(start, units, groups)
-    owners = {
-        part.path: (module.get_submodule(part.path.rpartition(".")[0]), part.path.rpartition(".")[2])
-        for own in parts.values()
-        for part in own
-        if mask.rank in part.holders
-    }
     sharded = ShardedModel(
-        *(module, start.block, start.plan, mask, groups, start.mesh, start.device, parts, owners),
-        *([unit.modules for unit in units], dense, start.state_names, frozenset(ignored), coverage),
+        *(module, start.block, start.plan, mask, groups, start.mesh, start.device, parts),
+        *([unit.modules for unit in units], dense, start.state_names, coverage),
         *(start.tensor_parallel, Meetings(f"sdp_deepspeed/fsdp/{next(_numbers)}")),
     )
     of_root = {part.path for own in parts.values() for part in own if len(part.holders) == groups.data_parallel.size}
-    whole = {path: owners[path] for path in of_root if id(owners[path][0]._parameters[owners[path][1]]) not in of_units}
+    places = {path: sharded.owners[path] for path in of_root}
+    whole = {path: (own, name) for path, (own, name) in places.items() if id(own._parameters[name]) not in of_units}
     dense.attach(groups, start.device, sharded.shard, whole)
     dense.cast_like(module.get_submodule(path) for unit in start.units for path in unit.paths)
     can_run_again = not any(branch.description.handed_on for branch in mask.branches)
@@ -214,8 +193,7 @@ def _prepare(start: Start) -> None:
         start.deferred = DeferredWeights(module)
     branches = locate_branches(module)
     start.plan, warnings = plan_model(module, start.block, start.mesh.size(), branches=branches)
-    check_not_ignored(module, start.plan, options.ignored_params)
-    check_buffers(module, start.plan)
+    check_plan(module, start.plan, branches, options.ignored_params, start.wrapped)
     plan = start.plan
     if start.tensor_parallel is not None:
         check_per_head(module, branches)
@@ -225,7 +203,6 @@ def _prepare(start: Start) -> None:
         plan = start.tensor_parallel.shards(column).local_plan(plan)
     start.mask = Mask(module, plan, start.mesh.get_local_rank(), branches=branches)
     start.units = list(units_of(start.mask))
-    check_not_wrapped_inside(start.plan, branches, start.wrapped)
     if dist.get_rank() == 0:
         for warning in warnings:
             logger.warning("%s: %s", KEY, warning)
@@ -289,20 +266,6 @@ def _state_names(module: nn.Module) -> dict[str, str]:
             "rename it after fully_shard"
         )
     return names
-
-
-def _check_same_plan(plan: Plan, control: Any) -> None:
-    """Compare the plan's hash, and the subnetwork of each rank, which it does not cover. Collective.
-
-    Raises:
-        RuntimeError: on all ranks, naming those with a different plan.
-    """
-    plans = gather_objects((plan.hash, plan.subnetwork_of_rank), control)
-    if different := [rank for rank, other in enumerate(plans) if other != plans[0]]:
-        raise RuntimeError(
-            f"rank {listed(different)} made another plan than rank 0 ({plans[different[0]][0][:12]}, not "
-            f"{plans[0][0][:12]}); use the same model, config and versions on all ranks"
-        )
 
 
 def _lacking(mask: Mask) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,13 +42,15 @@ class ShardedModel:
         mesh: of the data-parallel ranks.
         device: of the collectives.
         parts: of all parameters, by dense name.
-        owners: module and name of each parameter that this rank has, by path.
         units: modules of each unit that this rank holds, ordered by the last one; each list is one FSDP2 group.
         dense: runs the dense model.
         state_names: dense name of the tensor of each key of the dense state dict.
-        ignored: dense names of the parameters that FSDP2 ignores.
         coverage: C of the plan, weighted by FLOPs.
         tensor_parallel: None without tensor parallelism.
+
+    Attributes:
+        owners: module and name of each parameter that this rank has, by path when it was sharded: modules may be
+            wrapped later.
     """
 
     module: nn.Module
@@ -59,17 +61,21 @@ class ShardedModel:
     mesh: DeviceMesh
     device: torch.device
     parts: Mapping[str, Sequence[Part]]
-    owners: Mapping[str, tuple[nn.Module, str]]
     units: Sequence[Sequence[Any]]
     dense: DenseModel
     state_names: Mapping[str, str]
-    ignored: frozenset[str]
     coverage: float
     tensor_parallel: TensorParallel | None
     meetings: Meetings
     is_dense: bool = False  # inside `dense(model)`
     has_warned: bool = False
     has_trained: bool = True  # since the last average of running statistics
+    owners: dict[str, tuple[nn.Module, str]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        for part in self.held_parts():
+            owner, _, name = part.path.rpartition(".")
+            self.owners[part.path] = self.module.get_submodule(owner), name
 
     @property
     def rank(self) -> int:
@@ -83,10 +89,8 @@ class ShardedModel:
         )
 
     def held_parts(self) -> Iterator[Part]:
-        """Yield the parts of which this rank has a shard."""
-        for name, parts in self.parts.items():
-            if name not in self.ignored:
-                yield from (part for part in parts if self.rank in part.holders)
+        """Yield the parts of which this rank has a shard, or the whole (`ignored_params`)."""
+        return (part for parts in self.parts.values() for part in parts if self.rank in part.holders)
 
     def parameter(self, part: Part) -> Any:
         """The current parameter of a held part, sharded or gathered."""

@@ -50,11 +50,10 @@ class _Whole:
     def is_divided(self) -> bool:
         return any(isinstance(placement, Shard) for placement in self.placements)
 
-    def division(self, size: int) -> Division | None:
-        """How `torch.chunk` divides the tensor among ranks; None if it is replicated."""
+    def division(self, size: int) -> Division:
+        """How `torch.chunk` divides the tensor among ranks."""
         (placement,) = self.placements
-        if not isinstance(placement, Shard):
-            return None
+        assert isinstance(placement, Shard)
         dim = placement.dim % len(self.shape)
         ends = [chunk(self.shape[dim], place, size) for place in range(size)]
         return Division(tuple(self.shape), dim, tuple(stop - start for start, stop in ends))
@@ -77,10 +76,6 @@ class TensorParallel:
     _given: list[tuple[nn.Module, str, Any]] = field(default_factory=list)  # the original DTensors
     _wholes: dict[str, _Whole] = field(default_factory=dict)  # by name in the model
     _hooks: list[Any] = field(default_factory=list)
-
-    @property
-    def size(self) -> int:
-        return len(self.columns)
 
     def take_local(self, module: Any) -> None:
         """Replace all DTensors of a model by their local parts; tied parameters stay tied."""
@@ -116,12 +111,9 @@ class TensorParallel:
 
     def shards(self, index: int) -> TensorParallelShards:
         """The part of each parameter on a tensor-parallel rank."""
-        divisions = {name: whole.division(self.size) for name, whole in self._wholes.items()}
-        return TensorParallelShards(index, self.size, {name: known for name, known in divisions.items() if known})
-
-    def is_divided(self, name: str) -> bool:
-        """Whether a parameter is sharded, not replicated, over tensor-parallel ranks."""
-        return name in self._wholes and self._wholes[name].is_divided
+        size = len(self.columns)
+        divisions = {name: whole.division(size) for name, whole in self._wholes.items() if whole.is_divided}
+        return TensorParallelShards(index, size, divisions)
 
     def around(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """The DTensor of a local part; the part itself if the parameter was not a DTensor."""
@@ -135,19 +127,13 @@ def check_per_head(module: nn.Module, branches: Sequence[LocatedBranch]) -> None
     plain: list[str] = []
     for branch in branches:
         own = [piece.parameter for piece in branch.pieces if piece.parameter in parameters]
-        inner = branch.description.inner
-        if inner is not None and any(_is_divided(parameters[name]) for name in own):
-            inside = tuple(f"{branch.root}.{norm}." for norm in inner.per_head)
-            plain += [name for name in own if name.startswith(inside) and not isinstance(parameters[name], DTensor)]
+        if any(isinstance(p := parameters[name], DTensor) and _Whole.of(p).is_divided for name in own):
+            plain += [name for name in branch.per_head_parameters if not isinstance(parameters[name], DTensor)]
     if plain:
         raise ValueError(
             f"fully_shard: {quoted(plain)} is applied to the heads of one rank, so its gradient is partial; "
             "parallelize its module, for example with SequenceParallel(sequence_dim=2, use_local_output=True)"
         )
-
-
-def _is_divided(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor) and _Whole.of(tensor).is_divided
 
 
 def columns_of(module: nn.Module, mesh: DeviceMesh, control: Any) -> tuple[tuple[int, ...], ...]:

@@ -1,12 +1,13 @@
 """Replace the `forward` of a module instance, as Accelerate's hooks do.
 
-The new forward is a method bound to the module, and its state is an attribute of the module, so that a deep copy of a
+The new forward is bound to a `Forward`, which refers to the module and its previous forward, so that a deep copy of a
 masked module is an independent masked module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -14,25 +15,31 @@ import torch
 from torch import nn
 
 
-def replace_forward(module: nn.Module, function: Callable[..., Any], state: Any) -> None:
-    """Make `module.forward` call `function(module, *args, **kwargs)`.
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """A replaced forward.
 
     Args:
-        function: uses `module._sdp_state` and the previous forward, `module._sdp_forward`.
-        state: stored as `module._sdp_state`.
+        module: whose forward is replaced.
+        previous: the forward before.
+        state: of the function that replaces it.
     """
-    assert "_sdp_state" not in vars(module), "a module belongs to one branch and is masked once"
-    vars(module).update(_sdp_own=vars(module).get("forward"), _sdp_forward=module.forward, _sdp_state=state)
-    vars(module)["forward"] = MethodType(function, module)
+
+    module: Any
+    previous: Callable[..., Any]
+    state: Any
+
+
+def replace_forward(module: nn.Module, function: Callable[..., Any], state: Any = None) -> None:
+    """Make `module.forward` call `function(Forward(...), *args, **kwargs)`. It may be replaced several times."""
+    vars(module)["forward"] = MethodType(function, Forward(module, module.forward, state))
 
 
 def restore_forward(module: nn.Module) -> None:
-    """Undo `replace_forward`."""
-    own = vars(module).pop("_sdp_own")
-    for name in ("forward", "_sdp_forward", "_sdp_state"):
-        del vars(module)[name]
-    if own is not None:
-        vars(module)["forward"] = own
+    """Undo the last `replace_forward`."""
+    previous = vars(module).pop("forward").__self__.previous
+    if getattr(previous, "__func__", None) is not type(module).forward:
+        vars(module)["forward"] = previous
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from sdp_deepspeed.masking.experts import check_experts, router_refusal
 from sdp_deepspeed.masking.forwards import restore_forward, set_data
 from sdp_deepspeed.masking.lacking_blocks import skip_branch
 from sdp_deepspeed.masking.narrow_layers import Sizes, select_heads
-from sdp_deepspeed.masking.split_layers import FrozenPart, Ranges, set_sizes, split_layer
+from sdp_deepspeed.masking.split_layers import Cut, Ranges, set_sizes, split_layer
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, pieces_by_tensor
 from sdp_deepspeed.units import Piece
@@ -115,9 +115,8 @@ class Mask:
 
     def tensors(self) -> list[torch.Tensor]:
         """Parameters, buffers, and the frozen parts of split layers."""
-        frozen = [tensor for module in self._masked for tensor in getattr(module._sdp_state, "frozen", {}).values()]
-        rest = [tensor for tensor, _ in self._where.values()]
-        every = (*self.parameters.values(), *self.buffers.values(), *frozen, *rest)
+        stored = [tensor for tensor, _ in self._where.values()]
+        every = (*self.parameters.values(), *self.buffers.values(), *stored)
         return list({id(tensor): tensor for tensor in every}.values())
 
     def _locate_whole(self) -> None:
@@ -237,7 +236,8 @@ class Mask:
     def _apply_backward(self) -> None:
         """Freeze the weights of lacking units, and split cut layers. Buffers are unchanged, since every rank runs the
         whole model."""
-        parts: dict[str, dict[str, FrozenPart]] = defaultdict(dict)
+        cuts: dict[str, dict[str, Cut]] = defaultdict(dict)  # by name of the module and of its parameter
+        rests: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)  # frozen slices
         for name, pieces in self.pieces.items():
             held = [piece for piece, _ in pieces if self.is_held(piece)]
             frozen = [piece for piece, _ in pieces if not self.is_held(piece)]
@@ -253,16 +253,17 @@ class Mask:
             self._reshaped.append(name)
             owner, _, own_name = name.rpartition(".")
             ranges = Ranges(tuple(p.length for p, _ in pieces), tuple(int(not self.is_held(p)) for p, _ in pieces))
-            parts[owner][own_name] = FrozenPart(rest, dim, ranges.merged())
+            cuts[owner][own_name], rests[owner][own_name] = Cut(dim, ranges.merged()), rest
         outputs = self.output_biases()
         for branch in self._cut_branches():
             assert branch.description.inner is not None
             owners = dict.fromkeys(tensor.parameter.rpartition(".")[0] for tensor in branch.cut_tensors)
-            for owner in (owner for owner in owners if owner in parts):
+            for owner in (owner for owner in owners if owner in cuts):
                 bias, is_sum = outputs.get(owner, ("", False))
                 module = self.model.get_submodule(owner)
                 compact = branch.description.inner.heads is None  # attention keeps its own output
-                split_layer(module, parts[owner], bias, sums=is_sum, compact=compact)
+                held_and_frozen: tuple[dict[str, torch.Tensor], ...] = ({}, rests[owner])  # held: the module's own
+                split_layer(module, held_and_frozen, cuts[owner], output_bias=bias, is_sum=is_sum, compact=compact)
                 self._masked.append(module)
 
     def output_biases(self) -> dict[str, tuple[str, bool]]:

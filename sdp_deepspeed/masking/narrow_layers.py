@@ -12,7 +12,7 @@ from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.branch import attribute
-from sdp_deepspeed.masking.forwards import replace_forward
+from sdp_deepspeed.masking.forwards import Forward, replace_forward
 from sdp_deepspeed.masking.lacking_blocks import around
 from sdp_deepspeed.masking.split_layers import set_sizes
 
@@ -96,13 +96,13 @@ def select_heads(body: nn.Module, branch: LocatedBranch, heads: Sequence[int]) -
     replace_forward(body, _run_held_heads, state)
 
 
-def _run_held_heads(self: Any, *args: Any, **kwargs: Any) -> Any:
-    state: HeldHeads = self._sdp_state
+def _run_held_heads(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    state: HeldHeads = forward.state
     own = dict(kwargs)
     for name in state.by_head:
         if isinstance(value := kwargs.get(name), torch.Tensor):
             heads = value.unflatten(1, (state.num_heads, -1))
             own[name] = torch.cat([heads[:, head] for head in state.heads], 1)
-    output = self._sdp_forward(*args, **own)
+    output = forward.previous(*args, **own)
     first = output[0] if state.num_outputs > 1 else output
     return around(first, state.num_outputs, state.handed_on, kwargs)

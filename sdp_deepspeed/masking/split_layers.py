@@ -1,12 +1,15 @@
-"""Neuron strategy, backward regime: layers with a trained and a frozen part.
+"""Neuron strategy: layers whose parameters are divided into parts.
 
-Each rank runs the whole model and propagates the exact activation gradient, but computes weight gradients of its own
-neurons, heads and channels only. The parameter of a split layer consists of the held slices, concatenated in dense
-order; the other slices are a frozen tensor. The layer runs its own forward with each of them, and combines the results:
+- Backward regime: each rank runs the whole model and propagates the exact activation gradient, but computes weight
+  gradients of its own neurons, heads and channels only. The parameter of a split layer consists of the held slices,
+  concatenated in dense order; the other slices are a frozen tensor.
+- FSDP2: the slices of each holder set are one parameter, which is sharded over them.
+
+The layer runs its own forward with each part, and combines the results:
 
 - cut along outputs (`q_proj`, `up_proj`): outputs are concatenated;
 - cut along inputs (`o_proj`, `down_proj`): each part reads its inputs; outputs are added, and the bias once;
-- experts, cut inside: both parts read the whole input; outputs are added;
+- experts, cut inside: each part reads the whole input; outputs are added;
 - other modules (batch norms, attention sinks, position tables): run once with concatenated parameters, which are small.
 
 Activations have the dense model's order everywhere. So operations between two split layers (products of gates and ups,
@@ -16,15 +19,17 @@ fused projections, positions of heads) are unaffected, and a body runs once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
 from torch import nn
 
 from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS
-from sdp_deepspeed.masking.forwards import replace_forward
+from sdp_deepspeed.masking.forwards import Forward, replace_forward
 
 # DeepSpeed's AutoTP: layers with an all-reduce inside, and weights like those of nn.Linear.
 _TENSOR_PARALLEL = ("LinearLayer", "LinearAllreduce")
@@ -36,7 +41,7 @@ class Ranges:
 
     Args:
         lengths: of runs of indices, in dense order.
-        parts: part of each run. In the backward regime 0 is held, 1 is frozen.
+        parts: part of each run.
     """
 
     lengths: tuple[int, ...]
@@ -67,69 +72,66 @@ class Ranges:
 
 
 @dataclass(frozen=True)
-class FrozenPart:
-    """The frozen slices of one parameter.
+class Cut:
+    """How a parameter is divided into parts: along `dim`, in `ranges`."""
 
-    Args:
-        tensor: the slices, concatenated along `dim` in dense order.
-        dim: the cut dimension.
-        ranges: of the dense parameter along `dim`.
-    """
-
-    tensor: torch.Tensor
     dim: int
     ranges: Ranges
 
 
-@dataclass
+@dataclass(frozen=True)
 class SplitState:
     """State of a split layer's forward.
 
     Args:
+        parts: parameters of each part, by name; empty for the layer's own ones. Read at each call, since FSDP2 replaces
+            gathered parameters.
+        cuts: of these parameters.
+        sizes: size attributes of each part.
         dim: dimension of the activations that contains neurons, heads or channels.
-        ranges: along `dim`.
-        frozen: replacements of the parameters for the frozen part.
-        sizes: size attributes for the frozen part.
-        parts: frozen parts by parameter name, for layers that run once with concatenated parameters.
-        compact: whether to copy the held inputs, so that autograd does not keep the frozen ones alive.
+        bias: name of a parameter that is not cut, and added by the first part only; empty if there is none.
+        compact: whether to copy the first part's inputs, so that autograd does not keep the others' alive.
     """
 
-    dim: int = -1
-    ranges: Ranges | None = None
-    frozen: dict[str, torch.Tensor] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
-    parts: dict[str, FrozenPart] = field(default_factory=dict)
-    compact: bool = False
+    parts: Sequence[Mapping[str, Any]]
+    cuts: Mapping[str, Cut]
+    sizes: Sequence[Mapping[str, int]]
+    dim: int
+    bias: str
+    compact: bool
 
 
-def split_layer(module: Any, parts: Mapping[str, FrozenPart], output_bias: str, *, sums: bool, compact: bool) -> None:
-    """Split a module whose parameters consist of their held slices.
+def split_layer(
+    layer: Any,
+    parts: Sequence[Mapping[str, Any]],
+    cuts: Mapping[str, Cut],
+    *,
+    output_bias: str,
+    is_sum: bool,
+    compact: bool = False,
+) -> None:
+    """Make a layer run with each part of its parameters, and combine the outputs.
 
     Args:
-        parts: frozen slices, by parameter name in the module.
-        output_bias: name of a parameter that is not cut, and added once; empty if there is none.
-        sums: whether the module's output is a sum over neurons (experts).
-        compact: see `SplitState`.
+        parts, cuts, compact: see `SplitState`. A layer with own parameters has the size of these.
+        output_bias: name of the parameter that is added to the output once; empty if there is none.
+        is_sum: whether the layer's output is a sum over neurons (experts).
     """
-    frozen = {name: part.tensor for name, part in parts.items()}
-    weight = parts.get("weight")
-    if sums:
-        replace_forward(module, _add_outputs, SplitState(frozen=frozen | _no_bias(module, output_bias)))
-    elif weight is None or (inputs := input_dim(module)) is None:
-        replace_forward(module, _join_parameters, SplitState(parts=dict(parts)))
+    cut, inputs = cuts.get("weight"), input_dim(layer)
+    dim, sizes = -1, [dict[str, int]() for _ in parts]
+    if is_sum:
+        function: Callable[..., Any] = _add_experts
+    elif cut is None or inputs is None:
+        function = _join_parameters
     else:
-        dim, sizes = -max(1, weight.tensor.dim() - 1), sizes_of(module, weight.tensor)
-        set_sizes(module)
-        if weight.dim == inputs and sizes.get("groups", 1) == 1:
-            frozen |= _no_bias(module, output_bias)
-            replace_forward(module, _split_inputs, SplitState(dim, weight.ranges, frozen, sizes, compact=compact))
+        dim = -max(1, layer.weight.dim() - 1)
+        if isinstance(layer, CONVOLUTIONS) and layer.groups > 1:
+            function = _join_channels
         else:
-            replace_forward(module, _join_outputs, SplitState(dim, weight.ranges, frozen, sizes))
-
-
-def _no_bias(module: nn.Module, name: str) -> dict[str, torch.Tensor]:
-    bias = module._parameters.get(name)
-    return {} if bias is None else {name: bias.new_zeros(()).expand_as(bias)}
+            function = _add_outputs if cut.dim == inputs else _join_outputs
+        sizes = [sizes_of(layer, part["weight"]) if part else {} for part in parts]
+        set_sizes(layer)
+    replace_forward(layer, function, SplitState(parts, cuts, sizes, dim, output_bias, compact))
 
 
 def input_dim(module: Any) -> int | None:
@@ -145,48 +147,69 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def _join_outputs(self: Any, x: torch.Tensor) -> torch.Tensor:
-    state: SplitState = self._sdp_state
-    assert state.ranges is not None
-    inputs = state.ranges.split(x, state.dim) if state.sizes.get("groups", 1) > 1 else (x, x)
-    held = self._sdp_forward(inputs[0])
-    return state.ranges.join((held, _run_with(self, state.frozen, state.sizes, inputs[1])), state.dim)
+def _join_outputs(forward: Forward, x: torch.Tensor) -> torch.Tensor:
+    """Forward of a layer that is cut along its outputs, such as `up_proj`."""
+    state: SplitState = forward.state
+    outputs = [_run_part(forward, number, x) for number in range(len(state.parts))]
+    return state.cuts["weight"].ranges.join(outputs, state.dim)
 
 
-def _split_inputs(self: Any, x: torch.Tensor) -> torch.Tensor:
-    state: SplitState = self._sdp_state
-    assert state.ranges is not None
-    held, frozen = state.ranges.split(x, state.dim)
+def _join_channels(forward: Forward, x: torch.Tensor) -> torch.Tensor:
+    """Forward of a depthwise convolution: each part reads its channels."""
+    state: SplitState = forward.state
+    ranges = state.cuts["weight"].ranges
+    inputs = ranges.split(x, state.dim)
+    return ranges.join([_run_part(forward, number, own) for number, own in enumerate(inputs)], state.dim)
+
+
+def _add_outputs(forward: Forward, x: torch.Tensor) -> torch.Tensor:
+    """Forward of a layer that is cut along its inputs, such as `down_proj`."""
+    state: SplitState = forward.state
+    inputs = state.cuts["weight"].ranges.split(x, state.dim)
     if state.compact:
-        held = held.contiguous()
-    result: torch.Tensor = self._sdp_forward(held) + _run_with(self, state.frozen, state.sizes, frozen)
+        inputs[0] = inputs[0].contiguous()
+    return reduce(add, [_run_part(forward, number, own) for number, own in enumerate(inputs)])
+
+
+def _add_experts(forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Forward of experts, cut inside: every part reads the whole input."""
+    outputs = [_run_part(forward, number, *args, **kwargs) for number in range(len(forward.state.parts))]
+    return reduce(add, outputs)
+
+
+def _join_parameters(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Forward of a module with small parameters: it runs once with concatenated ones."""
+    state, joined = forward.state, dict[str, Any]()
+    for name, cut in state.cuts.items():
+        own = [part[name] if part else getattr(forward.module, name) for part in state.parts]
+        joined[name] = cut.ranges.join(own, cut.dim)
+    return _run_with(forward, joined, *args, **kwargs)
+
+
+def _run_part(forward: Forward, number: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Run a layer's own forward with one part of its parameters."""
+    state: SplitState = forward.state
+    values = {**state.parts[number], **state.sizes[number]}
+    bias = getattr(forward.module, state.bias, None) if number and state.bias else None
+    if bias is not None:
+        values[state.bias] = bias.new_zeros(()).expand_as(bias)
+    result: torch.Tensor = _run_with(forward, values, *args, **kwargs)
     return result
 
 
-def _add_outputs(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    held: torch.Tensor = self._sdp_forward(*args, **kwargs)
-    return held + _run_with(self, self._sdp_state.frozen, {}, *args, **kwargs)
-
-
-def _join_parameters(self: Any, *args: Any, **kwargs: Any) -> Any:
-    parts: dict[str, FrozenPart] = self._sdp_state.parts
-    joined = {name: part.ranges.join((self._parameters[name], part.tensor), part.dim) for name, part in parts.items()}
-    return _run_with(self, joined, {}, *args, **kwargs)
-
-
-def _run_with(self: Any, tensors: Mapping[str, Any], sizes: Mapping[str, int], *args: Any, **kwargs: Any) -> Any:
-    """Run a module's own forward with replaced parameters and size attributes."""
-    parameters = {name: self._parameters[name] for name in tensors}
-    own_sizes = {name: getattr(self, name) for name in sizes}
-    self._parameters.update(tensors)
-    for name, size in sizes.items():
-        setattr(self, name, size)
+def _run_with(forward: Forward, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a module's own forward with other values of its attributes. Instance attributes precede parameters."""
+    attributes = vars(forward.module)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
     try:
-        return self._sdp_forward(*args, **kwargs)
+        return forward.previous(*args, **kwargs)
     finally:
-        self._parameters.update(parameters)
-        for name, size in own_sizes.items():
-            setattr(self, name, size)
+        for name in values:
+            if name in before:
+                attributes[name] = before[name]
+            else:
+                del attributes[name]
 
 
 def sizes_of(layer: Any, weight: torch.Tensor) -> dict[str, int]:

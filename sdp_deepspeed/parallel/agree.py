@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -50,6 +50,35 @@ def run_on_all_ranks(work: Callable[[], T], group: Any = None) -> T:
         error = problem
     raise_on_all_ranks(error, group)
     return result
+
+
+def difference(values: Sequence[Mapping[str, str]]) -> str:
+    """An error message that names the settings that differ, from the settings of each rank."""
+    lines = []
+    for name in sorted({name for own in values for name in own}):
+        ranks: dict[str, list[int]] = {}
+        for rank, own in enumerate(values):
+            ranks.setdefault(own.get(name, "absent"), []).append(rank)
+        if len(ranks) > 1:
+            lines.append(f"{name} is {' and '.join([f'{v} on rank {listed(own)}' for v, own in ranks.items()][:5])}")
+    return (
+        f"ranks have different settings: {listed(lines, separator='; ')}. Pass the same config and arguments on all "
+        "ranks"
+    )
+
+
+def check_same_plan(plan: Any, group: Any) -> None:
+    """Compare the plan's hash, and the subnetwork of each rank, which the hash does not cover; collective.
+
+    Raises:
+        RuntimeError: on all ranks, naming those with a different plan.
+    """
+    plans = gather_objects((plan.hash, plan.subnetwork_of_rank), group)
+    if different := [rank for rank, other in enumerate(plans) if other != plans[0]]:
+        raise RuntimeError(
+            f"rank {listed(different)} made another plan than rank 0; use the same model, config and versions on all "
+            "ranks"
+        )
 
 
 def check_agreement(mask: Any, groups: Any) -> None:

@@ -26,7 +26,7 @@ def gradient_norm(owned: Sequence[torch.Tensor], device: torch.device) -> torch.
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if owned:
-        squares += torch.stack(torch._foreach_norm([*owned])).double().square().sum().to(device)
+        squares += torch.stack(torch._foreach_norm([*owned], 2, torch.float32)).double().square().sum().to(device)
     if dist.get_world_size() > 1:
         dist.all_reduce(squares)
     return squares.sqrt()

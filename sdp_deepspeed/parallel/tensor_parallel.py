@@ -188,10 +188,8 @@ def _partial_gradients(
     """Norms of single heads in divided branches, unless AutoTP itself sums their gradients."""
     names: list[str] = []
     for branch in branches:
-        inner = branch.description.inner
-        if inner is not None and any(tensor.parameter in divided for tensor in branch.cut_tensors):
-            inside = tuple(f"{branch.root}.{norm}." for norm in inner.per_head)
-            names += [piece.parameter for piece in branch.pieces if piece.parameter.startswith(inside)]
+        if any(tensor.parameter in divided for tensor in branch.cut_tensors):
+            names += branch.per_head_parameters
     return [name for name in names if not getattr(parameters[name], "_ds_grad_allreduce_registered", False)]
 
 

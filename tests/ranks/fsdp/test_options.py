@@ -47,7 +47,8 @@ def compiled(rank: Rank) -> None:
         for layer in model.model.layers:
             layer.compile(backend="eager")
 
-    check_against_reference(rank, llama(), ONE, prepare=compile_layers)
+    for block in (ONE, ONE | {"strategy": "neuron"}):
+        check_against_reference(rank, llama(), block, prepare=compile_layers)
     check_against_reference(rank, llama(), ONE, parallelize=lambda model: model.compile(backend="eager"))
 
 
@@ -111,6 +112,7 @@ def leaves_nothing_gathered(rank: Rank) -> None:
 def leaves_out_what_is_ignored(rank: Rank) -> None:
     """Of what is shared: rank 0's own is exported. Of units it is refused, and so are other ones on each rank."""
     model, name = llama(), "model.norm.weight"
+    model.get_parameter(name).data += rank.rank
     full = full_state_dict(sharded(model, ONE, ignored_params=[model.get_parameter(name)]))
     assert (rank.rank == 0) == torch.equal(full.get(name, torch.zeros(1)), llama().get_parameter(name))
     other = llama()
@@ -150,13 +152,10 @@ def starts_on_the_meta_device(rank: Rank) -> None:
 
 
 def steps_with_multi_tensor_kernels(rank: Rank) -> None:
-    """Which refuse DTensors of several meshes in one group; norms of any order, and one that is not finite."""
+    """Which refuse DTensors of several meshes in one group; and a norm that is not finite."""
     model = sharded(llama(), ONE)
     groups = [{"params": list(model.parameters()), "lr": 0.1}]
     loss_of(model, TOKENS).backward()
-    for order in (1.0, 3.0, float("inf")):
-        total = clip_grad_norm_(model, 1e9, order, foreach=False)
-        assert torch.isclose(total, clip_grad_norm_(model.parameters(), 1e9, order))
     assert clip_grad_norm_(model, 0.01) > 0.01
     assert abs(clip_grad_norm_(model, 1.0) - 0.01) < 1e-5
     divided = param_groups(groups)

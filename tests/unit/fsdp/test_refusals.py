@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.fsdp.options import ShardOptions
-from sdp_deepspeed.fsdp.refusals import check_call, check_not_ignored, parsed
+from sdp_deepspeed.fsdp.refusals import check_call, check_plan, parsed
 from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers.models import llama
 
@@ -43,19 +44,18 @@ def test_a_wrong_block(block: Any, words: tuple[str, ...]) -> None:
 )
 def test_what_of_the_block_is_not_possible(more: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        check_call(llama(1), None, parsed(HALF | more), ShardOptions())
+        check_call(llama(1), None, HALF | more, ShardOptions())
 
 
 def test_a_model_or_option_that_is_not_possible() -> None:
-    block = parsed(HALF)
-    check_call(llama(1), None, block, ShardOptions(reshard_after_forward=False))
+    check_call(llama(1), None, HALF, ShardOptions(reshard_after_forward=False))
     options: Any = 2
     with pytest.raises(ValueError, match="reshard_after_forward"):
-        check_call(llama(1), None, block, ShardOptions(options))
+        check_call(llama(1), None, HALF, ShardOptions(options))
     model = llama(1)
     model.scale = nn.Parameter(torch.ones(()))
     with pytest.raises(ValueError, match="scale"):
-        check_call(model, None, block, ShardOptions())
+        check_call(model, None, HALF, ShardOptions())
 
 
 def test_parameters_of_units_cannot_be_ignored() -> None:
@@ -66,7 +66,8 @@ def test_parameters_of_units_cannot_be_ignored() -> None:
     whole, _ = plan_model(model, parsed(block | {"coverage": 1.0}), 2)
     shared = model.get_parameter("model.norm.weight")
     cut = model.get_parameter("model.layers.1.mlp.down_proj.weight")
-    check_not_ignored(model, plan, {shared})
+    branches = locate_branches(model)
+    check_plan(model, plan, branches, {shared})
     for each in (plan, whole):
         with pytest.raises(ValueError, match=r"ignored_params: 'model.layers.1.mlp.down_proj.weight' is of a unit"):
-            check_not_ignored(model, each, {shared, cut})
+            check_plan(model, each, branches, {shared, cut})
