@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM
 from sdp_deepspeed.checkpoint.hugging_face import save_pretrained
 from tests.helpers.models import SPECIMENS
 
-SIZES = {"whole": "1GB", "few shards": "40KB", "many shards": "10KB"}
+SIZES = {"whole": "1GB", "few shards": "20KB", "many shards": "10KB"}
+OLD, NEW, STALE = 0.5, 0.25, 0.125  # values of all weights
+BOTH = "whole, beside shards"  # as Transformers leaves a folder; it reads the whole one
 
 
 class Faults:
@@ -42,27 +44,33 @@ def model(value: float) -> Any:
     with torch.no_grad():
         for parameter in result.parameters():
             parameter.fill_(value)
+    result.config.initializer_range = value
     return result
 
 
 def values_in(folder: Path) -> set[float]:
-    """Values of weights; empty if the folder has no model."""
+    """Values of weights and in the config; empty if the folder has no model."""
     try:
         found = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError):
         return set()
-    return {float(value) for tensor in found.state_dict().values() for value in tensor.unique()}
+    values = {float(value) for tensor in found.state_dict().values() for value in tensor.unique()}
+    return values | {found.config.initializer_range}
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("whole", "many shards"), ("many shards", "whole"), ("many shards", "few shards"), ("few shards", "many shards")],
+    [("whole", "many shards"), ("many shards", "whole"), ("few shards", "many shards"), (BOTH, "many shards")],
 )
 def test_all_moments(old: str, new: str, tmp_path: Path) -> None:
     older, folder = tmp_path / "older", tmp_path / "out"
-    model(1.0).save_pretrained(older, max_shard_size=SIZES[old])
+    model(OLD).save_pretrained(older, max_shard_size=SIZES["whole" if old == BOTH else old])
+    if old == BOTH:
+        model(STALE).save_pretrained(older, max_shard_size=SIZES["few shards"])
+        model(OLD).config.save_pretrained(older)
     (older / "notes.txt").write_text("kept")
-    seen, faults = [], Faults(0)
+    seen: list[set[float]] = []
+    faults = Faults(0)
     while not seen or faults.happened:
         shutil.copytree(older, folder)
         faults = Faults(len(seen) + 1)
@@ -72,29 +80,29 @@ def test_all_moments(old: str, new: str, tmp_path: Path) -> None:
             mock.patch("os.fsync"),
             suppress(OSError),
         ):
-            save_pretrained(model(2.0), folder, max_shard_size=SIZES[new])
+            save_pretrained(model(NEW), folder, max_shard_size=SIZES[new])
         seen.append(values_in(folder))
         assert (folder / "notes.txt").is_file()
         shards = list(folder.glob("*.safetensors"))
         shutil.rmtree(folder)
-    assert seen[0] == {1.0}
-    assert seen[-1] == {2.0}
-    assert all(values in ({1.0}, {2.0}, set()) for values in seen)
-    model(2.0).save_pretrained(folder, max_shard_size=SIZES[new])
+    assert seen[0] == {OLD}
+    assert seen[-1] == {NEW}
+    assert all(values in ({OLD}, {NEW}, set()) for values in seen)
+    model(NEW).save_pretrained(folder, max_shard_size=SIZES[new])
     assert {path.name for path in shards} == {path.name for path in folder.glob("*.safetensors")}
 
 
 def test_an_error_keeps_the_older_export(tmp_path: Path) -> None:
-    save_pretrained(model(1.0), tmp_path, max_shard_size="10KB")
+    save_pretrained(model(OLD), tmp_path, max_shard_size="10KB")
     with pytest.raises(AttributeError):
-        save_pretrained(model(2.0), tmp_path, object(), max_shard_size="10KB")
-    assert values_in(tmp_path) == {1.0}
+        save_pretrained(model(NEW), tmp_path, object(), max_shard_size="10KB")
+    assert values_in(tmp_path) == {OLD}
     assert not list(tmp_path.glob(".*"))
 
 
 def test_other_weights_are_kept(tmp_path: Path) -> None:
-    save_pretrained(model(1.0), tmp_path, variant="fp16", max_shard_size="10KB")
-    save_pretrained(model(2.0), tmp_path)
-    assert values_in(tmp_path) == {2.0}
+    save_pretrained(model(OLD), tmp_path, variant="fp16", max_shard_size="10KB")
+    save_pretrained(model(NEW), tmp_path)
+    assert values_in(tmp_path) == {NEW}
     found = AutoModelForCausalLM.from_pretrained(tmp_path, variant="fp16", local_files_only=True)
-    assert {float(value) for value in found.state_dict()["lm_head.weight"].unique()} == {1.0}
+    assert {float(value) for value in found.state_dict()["lm_head.weight"].unique()} == {OLD}
