@@ -40,7 +40,7 @@ class Faults:
 
 
 def model(value: float) -> Any:
-    result = SPECIMENS["llama"].build()
+    result: Any = SPECIMENS["llama"].build()
     with torch.no_grad():
         for parameter in result.parameters():
             parameter.fill_(value)
