@@ -260,7 +260,7 @@ def problem_of(file: Path, expected: Sequence[int], *, read: bool = True) -> str
                 own.update(block)
     except OSError as error:
         return f"{file} cannot be read: {error.strerror}"
-    return None if own.intdigest() == checksum else f"{file} is damaged: its checksum is not the one it was written with"
+    return None if own.intdigest() == checksum else f"{file} is damaged: its checksum is another than when written"
 
 
 class _ChecksummedFile:
