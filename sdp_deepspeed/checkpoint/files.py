@@ -12,7 +12,6 @@ import os
 import pickle
 import shutil
 import time
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +21,7 @@ from typing import Any
 
 import filelock
 import torch
+import xxhash
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
@@ -32,7 +32,7 @@ from sdp_deepspeed.atomic_files import sync, write_text
 FORMAT = 1
 CHECKSUMS, INDEX, LATEST, LOCK = "checksums.json", ".metadata", "latest", ".lock"
 WRITING, REPLACED = ".tmp", ".old"
-Checksums = dict[str, list[int]]  # size in bytes and CRC-32 of each file
+Checksums = dict[str, list[int]]  # size in bytes and XXH3 of each file
 
 
 # ---- the folder -----------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def publish(folder: Path, tag: str, checksums: Checksums, *, latest: bool, keep_
     """
     written, final, replaced = folder / f"{tag}{WRITING}", folder / tag, folder / f"{tag}{REPLACED}"
     content = {"format": FORMAT, "saved_at": time.time_ns(), "files": checksums}
-    write_text(written / CHECKSUMS, json.dumps(content | {"own": _crc_of(content)}))
+    write_text(written / CHECKSUMS, json.dumps(content | {"own": _hash_of(content)}))
     if final.exists():
         os.rename(final, replaced)
     os.rename(written, final)
@@ -211,7 +211,7 @@ def read_checksums(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         own, names, found = content.pop("own"), content["files"], content["format"]
-        if own != _crc_of(content) or any("/" in name for name in names) or INDEX not in names:
+        if own != _hash_of(content) or any("/" in name for name in names) or INDEX not in names:
             raise ValueError("its checksum does not match")
     except FileNotFoundError:
         raise ValueError(f"{path} is not a complete checkpoint: {CHECKSUMS} is missing") from None
@@ -222,8 +222,8 @@ def read_checksums(path: Path) -> dict[str, Any]:
     return content
 
 
-def _crc_of(content: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+def _hash_of(content: Mapping[str, Any]) -> int:
+    return xxhash.xxh3_64_intdigest(json.dumps(content, sort_keys=True).encode())
 
 
 def problems_in(path: Path, *, rank: int = 0, size: int = 1, read: bool = True) -> list[str]:
@@ -244,7 +244,7 @@ def problem_of(file: Path, expected: Sequence[int], *, read: bool = True) -> str
     """Check a file of a checkpoint. Returns the problem, or None.
 
     Args:
-        expected: size in bytes and CRC-32.
+        expected: size in bytes and XXH3.
     """
     size, checksum = expected
     try:
@@ -254,13 +254,13 @@ def problem_of(file: Path, expected: Sequence[int], *, read: bool = True) -> str
             return f"{file} is damaged: it has {found} bytes and was written with {size}"
         if not read:
             return None
+        own = xxhash.xxh3_64()
         with file.open("rb") as stream:
-            crc = 0
-            while block := stream.read(2**22):
-                crc = zlib.crc32(block, crc)
+            while block := stream.read(2**20):
+                own.update(block)
     except OSError as error:
         return f"{file} cannot be read: {error.strerror}"
-    return None if crc == checksum else f"{file} is damaged: its checksum is not the one it was written with"
+    return None if own.intdigest() == checksum else f"{file} is damaged: its checksum is another than when written"
 
 
 class _ChecksummedFile:
@@ -271,7 +271,7 @@ class _ChecksummedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.size = self.crc = 0
+        self.size, self.hash = 0, xxhash.xxh3_64()
         self.error: OSError | None = None
         self._file = path.open("wb")
 
@@ -281,7 +281,8 @@ class _ChecksummedFile:
         except OSError as error:
             self.error = error
             raise
-        self.crc, self.size = zlib.crc32(data, self.crc), self.size + len(data)
+        self.hash.update(data)
+        self.size += len(data)
         return len(data)
 
     def tell(self) -> int:
@@ -316,7 +317,7 @@ class _ChecksummedFiles(FileSystem):
         except Exception as error:
             cause = file.error or error
             raise OSError(cause.errno, cause.strerror, str(path)) if isinstance(cause, OSError) else cause from None
-        self.checksums[Path(path).name.removesuffix(WRITING)] = [file.size, file.crc]
+        self.checksums[Path(path).name.removesuffix(WRITING)] = [file.size, file.hash.intdigest()]
 
 
 class Writer(FileSystemWriter):

@@ -7,8 +7,11 @@ the meta device, which does this; imports apply Transformers' renamings.
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from sdp_deepspeed.atomic_files import sync
 from sdp_deepspeed.checkpoint.boxes import LoadPlanner, State, add_box
 from sdp_deepspeed.checkpoint.files import Reader, new_folder
 from sdp_deepspeed.checkpoint.peers import Offers, fill
@@ -159,6 +163,61 @@ def _save(tensors: dict[str, torch.Tensor], model: Facts, folder: Path, max_shar
     if model["generation_config"] is not None:
         empty.generation_config = transformers.GenerationConfig.from_dict(json.loads(model["generation_config"]))
     empty.save_pretrained(folder, state_dict=tensors, max_shard_size=max_shard_size)
+
+
+def save_pretrained(model: Any, folder: Path, tokenizer: Any = None, **options: Any) -> None:
+    """Export a dense model with its own `save_pretrained`, in one process. At any moment the folder has the weights of
+    an older export, none, or the new ones; other files in it are kept.
+
+    Args:
+        tokenizer: saved to the same folder.
+        options: passed to the model's `save_pretrained`.
+    """
+    with _replaced_export(folder) as written:
+        model.save_pretrained(str(written), **options)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(written))
+
+
+@contextmanager
+def _replaced_export(folder: Path) -> Iterator[Path]:
+    """Context with an empty folder to write to, whose files then replace those of an older export in `folder`.
+
+    What makes weights loadable goes first and comes last: the index, or the only file of weights.
+    """
+    unfinished = folder / ".unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    written = unfinished / folder.name  # of the same name, which `push_to_hub` uses
+    written.mkdir(parents=True)
+    try:
+        yield written
+        new = sorted((path for path in written.rglob("*") if path.is_file()), key=_visibility)
+        for path in new:
+            sync(path)
+        weights = {_weights_of(path.name) for path in new} - {None}
+        for old in sorted(folder.iterdir(), key=_visibility, reverse=True):
+            if _weights_of(old.name) in weights:
+                old.unlink()
+                sync(folder)
+        for path in new:
+            final = folder / path.relative_to(written)
+            final.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, final)
+            sync(final.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _weights_of(name: str) -> str | None:
+    """Common name of the files of one set of weights, such as "model" and "model.fp16" (a variant): of the only file,
+    or of the shards and the index. None for other files."""
+    found = re.fullmatch(r"(.+?)(-\d{5}-of-\d{5})?\.safetensors(\.index(\..+)?\.json)?", name)
+    return found and found[1] + (found[4] or "")
+
+
+def _visibility(path: Path) -> int:
+    """Order in which files are added: the index is last."""
+    return 2 if ".safetensors.index." in path.name else 1 if path.suffix == ".safetensors" else 0
 
 
 # ---- in -------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import io
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ from sdp_deepspeed.checkpoint.state import (
     restore_optimizer,
     written_state,
 )
-from sdp_deepspeed.parallel.agree import gather_objects, run_on_all_ranks
+from sdp_deepspeed.parallel.agree import gather_objects, gather_results, run_on_all_ranks
 
 logger = logging.getLogger("sdp_deepspeed")
 COMMON, RANK = "common", "rank"
@@ -106,9 +106,8 @@ class CheckpointManager:
             RuntimeError: on all ranks, if this or a previous asynchronous save fails. Earlier checkpoints are intact.
         """
         control, is_first = state.groups.control, dist.get_rank() == 0
-        _refuse_difference(f"save {tag!r} in {folder}", control)
         self.wait()
-        numbers = gather_objects(run_on_all_ranks(lambda: group_facts(state), control), control)
+        numbers = _gather(f"save {tag!r} in {folder}", lambda: group_facts(state), control)
 
         def prepare() -> State:
             files.check_tag(tag)
@@ -202,7 +201,6 @@ class CheckpointManager:
         Raises:
             ValueError: on all ranks, if the checkpoint is missing or damaged.
         """
-        _refuse_difference(f"load {tag!r} from {folder}", control)
         self.wait()
         path = self._choose(folder, tag, control)
         if path is None:
@@ -259,8 +257,9 @@ class CheckpointManager:
     def _choose(self, folder: Path, tag: str | None, control: Any) -> Path | None:
         """Choose the folder of the checkpoint to load."""
         is_first, problems = dist.get_rank() == 0, list[str]()
-        tags = run_on_all_ranks(lambda: files.tags_to_try(folder) if tag is None and is_first else [tag], control)
-        for name in gather_objects(tags, control)[0]:
+        call = f"load {tag!r} from {folder}"
+        tags = _gather(call, lambda: files.tags_to_try(folder) if tag is None and is_first else [tag], control)
+        for name in tags[0]:
             path = files.path_of(folder, name)
             share = {"rank": dist.get_rank(), "size": dist.get_world_size()}
             of_ranks = gather_objects(files.problems_in(path, read=self._verify, **share), control)
@@ -275,13 +274,14 @@ class CheckpointManager:
         return None
 
 
-def _refuse_difference(call: str, control: Any) -> None:
-    """Raise ValueError on all ranks if their calls differ."""
-    calls = gather_objects(f"{call}", control)
+def _gather(call: str, work: Callable[[], Any], control: Any) -> list[Any]:
+    """`gather_results` of ranks that make the same call; otherwise raise ValueError on all ranks."""
+    calls, results = zip(*gather_results(lambda: (call, work()), control), strict=True)
     if other := next((rank for rank, found in enumerate(calls) if found != calls[0]), None):
         raise ValueError(
             f"checkpoint: rank 0 called {calls[0]}, rank {other} called {calls[other]}; do the same on all ranks"
         )
+    return list(results)
 
 
 def _facts(state: RankState, numbers: Sequence[Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ optimizer, then `give_state`. The result equals saving under the old plan and lo
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ from sdp_deepspeed.checkpoint.state import (
     restore_optimizer,
     written_state,
 )
-from sdp_deepspeed.parallel.agree import gather_objects, run_on_all_ranks
+from sdp_deepspeed.parallel.agree import gather_objects, gather_results, run_on_all_ranks
 
 _BYTES = 2**28  # of dense tensors per exchange
 
@@ -57,7 +58,7 @@ class TakenState:
 def take_state(state: RankState) -> TakenState:
     """Take the state of the old layout; collective."""
     control = state.groups.control
-    numbers = gather_objects(run_on_all_ranks(lambda: group_facts(state), control), control)
+    numbers = gather_results(lambda: group_facts(state), control)
 
     def take() -> TakenState:
         buffers = {name: buffer.clone() for name, buffer in live_buffers(state).items()}
@@ -167,12 +168,14 @@ def _offset(index: MetadataIndex) -> torch.Size:
 
 def _exchanged(asked: list[list[ReadItem]], control: Any) -> list[list[ReadItem]]:
     """Exchange requests: those that each rank has for this one."""
-    result = []
-    for rank in range(len(asked)):
-        found: list[Any] = [None]
-        dist.scatter_object_list(found, asked if rank == dist.get_rank() else None, src=rank, group=control)
-        result.append(found[0])
-    return result
+    sent = [torch.frombuffer(bytearray(pickle.dumps(of_rank)), dtype=torch.uint8) for of_rank in asked]
+    out_sizes = torch.tensor([part.numel() for part in sent], device="cpu")
+    in_sizes = torch.empty_like(out_sizes)
+    dist.all_to_all_single(in_sizes, out_sizes, group=control)
+    sizes = in_sizes.tolist()
+    received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+    dist.all_to_all_single(received, torch.cat(sent), sizes, out_sizes.tolist(), group=control)
+    return [pickle.loads(part.numpy().tobytes()) for part in received.split(sizes)]
 
 
 def _batches(metadata: Metadata) -> Iterator[tuple[set[str], torch.dtype]]:

@@ -190,19 +190,6 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states")
 # ---- load -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Everything in a universal checkpoint but tensors.
-
-    Args:
-        counters: of the engine, by attribute name.
-    """
-
-    counters: dict[str, int]
-    lr_scheduler: Any
-    client_state: dict[str, Any]
-
-
 def is_universal(path: Path) -> bool:
     """Whether a folder is a checkpoint in the universal format."""
     return (path / ZERO).is_dir() and any(path.glob(_MODEL))
@@ -253,8 +240,10 @@ def refuse_foreign(folder: Path, tag: str | None) -> None:
         raise ValueError(f"{folder / name} is in DeepSpeed's universal format; set checkpoint.load_universal")
 
 
-def load_universal(state: RankState, path: Path, *, optimizer_states: bool = True, strict: bool = True) -> Progress:
-    """Load masters, weights, moments and step counts; collective.
+def load_universal(
+    state: RankState, path: Path, *, optimizer_states: bool = True, strict: bool = True
+) -> dict[str, Any]:
+    """Load masters, weights, moments and step counts; collective. Returns the `common` state of `manager.py`.
 
     Args:
         path: folder of a checkpoint in the universal format.
@@ -283,7 +272,7 @@ def load_universal(state: RankState, path: Path, *, optimizer_states: bool = Tru
     model = stored.model
     counters = {name: int(model[name]) for name in COUNTERS if name in model}
     client_state = {key: value for key, value in model.items() if key not in _OF_DEEPSPEED}
-    return Progress(counters, model.get("lr_scheduler"), client_state)
+    return {"counters": counters, "lr_scheduler": model.get("lr_scheduler"), "client_state": client_state}
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,10 @@ from typing import Any
 from deepspeed.utils import log_dist
 
 from sdp_deepspeed.checkpoint.manager import CheckpointManager
-from sdp_deepspeed.checkpoint.universal import load_universal, refuse_foreign, universal_tag
+from sdp_deepspeed.checkpoint.universal import COUNTERS, load_universal, refuse_foreign, universal_tag
 from sdp_deepspeed.engine.replan import follow_schedule, rank_state
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.agree import run_on_all_ranks
-
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def new_manager(engine: Any) -> CheckpointManager:
@@ -34,7 +32,7 @@ def save(engine: Any, folder: Path, tag: str | None, client_state: Mapping[str, 
     scheduler = engine.lr_scheduler
     scaler = {name: value for name, value in vars(engine.optimizer.loss_scaler).items() if _is_number(value)}
     common = {
-        "counters": {name: getattr(engine, name) for name in _COUNTERS},
+        "counters": {name: getattr(engine, name) for name in COUNTERS},
         "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
         "loss_scaler": scaler,
         "client_state": dict(client_state),
@@ -87,10 +85,11 @@ def _load_universal(
 ) -> tuple[str, dict[str, Any]]:
     engine.checkpoints.wait()
     engine.optimizer.zero_grad()
-    found = load_universal(rank_state(engine), path, **options)
+    common = load_universal(rank_state(engine), path, **options)
     if not module_only:
-        _restore_progress(engine, found.counters, found.lr_scheduler if scheduler else None)
-    return str(path), found.client_state
+        _restore_progress(engine, common["counters"], common["lr_scheduler"] if scheduler else None)
+        follow_schedule(engine, engine.global_steps)
+    return str(path), common["client_state"]
 
 
 def _restore_progress(engine: Any, counters: Mapping[str, int], scheduler: Any) -> None:

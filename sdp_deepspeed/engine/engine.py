@@ -34,7 +34,7 @@ from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.batch_norm import batches_of
-from sdp_deepspeed.checkpoint.hugging_face import load_pretrained
+from sdp_deepspeed.checkpoint.hugging_face import load_pretrained, save_pretrained
 from sdp_deepspeed.checkpoint.manager import CheckpointManager
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.config import KEY, SubnetworkConfig
@@ -510,7 +510,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         """Export the dense model with the module's `save_pretrained`. Collective; rank 0 writes.
 
         Args:
-            folder: output folder.
+            folder: output folder. An older export in it is replaced: at any moment its weights are complete or absent.
             tokenizer: saved to the same folder.
             options: passed to the module's `save_pretrained`.
         """
@@ -518,9 +518,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         def write() -> None:
             state = {} if self._state_dicts is None else {"state_dict": self.module.state_dict()}  # a collective
             if dist.get_rank() == 0:
-                self.module.save_pretrained(str(folder), **state, **options)
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(str(folder))
+                save_pretrained(self.module, Path(folder), tokenizer, **state, **options)
 
         with self.dense_view.resident("save_pretrained"), self._whole_state_dicts():
             run_on_all_ranks(write, self._control)

@@ -20,7 +20,7 @@ from sdp_deepspeed.checkpoint.state import RankState
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.engine.refusals import refuse_config
 from sdp_deepspeed.messages import quoted
-from sdp_deepspeed.parallel.agree import gather_objects, run_on_all_ranks
+from sdp_deepspeed.parallel.agree import gather_objects, gather_results, run_on_all_ranks
 from sdp_deepspeed.schedule import FIXED, OF_SCHEDULE, Schedule, merged, with_stage
 
 _STAGES = (0, 1, 2)
@@ -80,19 +80,20 @@ def replan(engine: Any, config: Mapping[str, Any], stage: int | None) -> Replann
     before = int(engine.zero_optimization_stage())
     after = before if stage is None else stage
 
-    def check() -> SubnetworkConfig:
+    def check() -> tuple[SubnetworkConfig, int]:
         _refuse_run(engine)
         engine.refuse_stage(after)
         found = _block_of(config)
         refuse_config(config, engine._config)
-        return found
+        return found, after
 
-    block = run_on_all_ranks(check, control)
-    asked = gather_objects(f"{block!r}, stage {after}", control)
+    asked = gather_results(check, control)
     if other := [rank for rank, found in enumerate(asked) if found != asked[0]]:
+        texts = [f"{block!r}, stage {after}" for block, after in (asked[other[0]], asked[0])]
         raise ValueError(
-            f"engine.replan: rank {other[0]} got {asked[other[0]]}, rank 0 got {asked[0]}; pass the same on all ranks"
+            f"engine.replan: rank {other[0]} got {texts[0]}, rank 0 got {texts[1]}; pass the same on all ranks"
         )
+    block, _ = asked[0]
     engine.checkpoints.wait()
     engine.dense_view.make_resident("engine.replan", scales=False)
     try:
@@ -108,7 +109,7 @@ def replan(engine: Any, config: Mapping[str, Any], stage: int | None) -> Replann
         sent = give_state(taken, rank_state(engine), engine.device)
     del taken
     engine.config = dict(config)
-    result = Replanned(max(gather_objects(sent, control)), max(gather_objects(time.monotonic() - begin, control)))
+    result = Replanned(*map(max, zip(*gather_objects((sent, time.monotonic() - begin), control), strict=True)))
     log_dist(f"{KEY}: {result}", ranks=[0])
     return result
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sdp_deepspeed.batch_norm import batches_of
-from sdp_deepspeed.checkpoint.hugging_face import dense_state_dict
+from sdp_deepspeed.checkpoint import hugging_face
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.fsdp.checkpoints import state_of
@@ -57,7 +57,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     sharded = sharded_model_of(module)
     sharded.begin_evaluation("full_state_dict")
     with without_wrappers(module):
-        values = dense_state_dict(state_of(sharded), sharded.device)
+        values = hugging_face.dense_state_dict(state_of(sharded), sharded.device)
         own = dict(module.named_buffers())
     for piece, scale in sharded.dense.scales.items():
         if piece.parameter in values:
@@ -73,7 +73,7 @@ def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None
 
     Args:
         module: a model that `fully_shard` returned, of a class with `save_pretrained`.
-        folder: output folder.
+        folder: output folder. An older export in it is replaced: at any moment its weights are complete or absent.
         tokenizer: saved to the same folder.
         options: passed to the model's `save_pretrained`, such as `max_shard_size`.
 
@@ -86,9 +86,7 @@ def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None
         if dist.get_rank() == 0:
             model: Any = sharded.dense.module  # of the original class, which the config names
             try:
-                model.save_pretrained(str(folder), state_dict=state, **options)
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(str(folder))
+                hugging_face.save_pretrained(model, Path(folder), tokenizer, state_dict=state, **options)
             except Exception as error:
                 raise RuntimeError(f"save_pretrained: cannot write {folder}: {error}") from error
 

@@ -29,27 +29,46 @@ def gather_objects(value: object, group: Any = None) -> list[Any]:
 def raise_on_all_ranks(error: Exception | None, group: Any = None) -> None:
     """Raise the first rank's error on every rank, if any rank has one; collective. The message names the ranks with an
     error unless all have one."""
+    _raise_first(gather_objects(_report(error), group), error)
+
+
+def run_on_all_ranks(work: Callable[[], T], group: Any = None) -> T:
+    """Run `work` on every rank of a group; an error on some of them is raised on all."""
+    result, error = _attempt(work)
+    raise_on_all_ranks(error, group)
+    return result
+
+
+def gather_results(work: Callable[[], T], group: Any = None) -> list[T]:
+    """As `run_on_all_ranks`, but returns the results of all ranks in rank order; they must be small and picklable."""
+    result, error = _attempt(work)
+    found = gather_objects((_report(error), result), group)
+    _raise_first([report for report, _ in found], error)
+    return [of_rank for _, of_rank in found]
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:  # of any kind, since other ranks wait
+        return None, error
+
+
+def _report(error: Exception | None) -> tuple[str, str] | None:
+    if error is None:
+        return None
     kind = next((known for known in _KINDS if isinstance(error, known)), None)
-    text = f"{error}" if kind else f"{type(error).__name__}: {error}"
-    reports = gather_objects(None if error is None else ((kind or RuntimeError).__name__, text), group)
+    return (kind.__name__, f"{error}") if kind else ("RuntimeError", f"{type(error).__name__}: {error}")
+
+
+def _raise_first(reports: Sequence[tuple[str, str] | None], own: Exception | None) -> None:
     failed = {rank: report for rank, report in enumerate(reports) if report is not None}
     if not failed:
         return
     name, text = failed[min(failed)]
     if len(failed) < len(reports):
         text = f"{text} [on rank {listed(failed)}]"
-    raise next(known for known in _KINDS if known.__name__ == name)(text) from error
-
-
-def run_on_all_ranks(work: Callable[[], T], group: Any = None) -> T:
-    """Run `work` on every rank of a group; an error on some of them is raised on all."""
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as problem:  # of any kind, since other ranks wait
-        error = problem
-    raise_on_all_ranks(error, group)
-    return result
+    raise next(known for known in _KINDS if known.__name__ == name)(text) from own
 
 
 def difference(values: Sequence[Mapping[str, str]]) -> str:
@@ -138,15 +157,12 @@ class Meetings:
         """
         if self._size == 1:
             return
-        key = f"{self._name}/meeting/{self._num_meetings}"
-        self._store.set(f"{key}/{self._rank}", what)
-        if self._store.add(key, 1) == self._size:
-            calls = [self._store.get(f"{key}/{rank}").decode() for rank in range(self._size)]
-            self._store.set(f"{key}/all", "; ".join(dict.fromkeys(calls)))
+        keys = [f"{self._name}/meeting/{self._num_meetings}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], what)
         deadline, pause = time.monotonic() + self._store.timeout.total_seconds(), 0.001  # seconds
-        while not self._store.check([f"{key}/all"]):
+        while not self._store.check(keys):
             if time.monotonic() > deadline:
-                missing = [rank for rank in range(self._size) if not self._store.check([f"{key}/{rank}"])]
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise RuntimeError(
                     f"{what}: rank {listed(missing)} has not come within the process group's time limit; look there "
                     "for an error or a hang"
@@ -154,14 +170,18 @@ class Meetings:
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
             if pause == 0.1 and (gone := self._gone()):
+                self._store.delete_key(keys[self._rank])  # the others may come without this rank
                 raise RuntimeError(
                     f"{what}: rank {listed(gone)} went on with training while rank {self._rank} waits; all ranks must "
                     "call it"
                 )
         self._num_meetings += 1
         self._num_passes = 0
-        if (calls := self._store.get(f"{key}/all").decode()) != what:
-            raise RuntimeError(f"ranks do not call the same, but {calls}; all ranks must call each of them together")
+        calls = dict.fromkeys(call.decode() for call in self._store.multi_get(keys))
+        if len(calls) > 1:
+            raise RuntimeError(
+                f"ranks do not call the same, but {'; '.join(calls)}; all ranks must call each of them together"
+            )
 
     def _gone(self) -> list[int]:
         """Ranks that have begun more passes since the last meeting than this rank."""

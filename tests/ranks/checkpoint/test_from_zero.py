@@ -97,6 +97,10 @@ def options(folder: Path, rank: Rank) -> None:
     engine = our_engine(accumulation=2)  # a step begins anew, in as many micro-batches as here
     engine.load_checkpoint(path)
     assert engine.micro_steps == 6
+    engine = our_engine(schedule=[{"until_step": 2}, {"holders": 2}])
+    engine.load_checkpoint(path)
+    assert engine.plan.is_whole  # step 4 is in the second phase
+    train(engine, num_steps=1)
 
 
 def mistakes(folder: Path, rank: Rank) -> None:

@@ -78,9 +78,9 @@ def read(name: str, source: str, folder: Path, rank: Rank) -> None:
     expected = torch.load(folder / f"{source}.pt")
     with training(READERS[name], model=model_with_buffer(as_saved=False)) as run:
         run.train(1, seed=7)
-        progress = load_universal(run.state, folder / "universal" / source / "global_step3_universal")
-        assert progress.counters == {"global_steps": 3, "global_samples": 12, "skipped_steps": 0}
-        assert (progress.client_state, progress.lr_scheduler["last_batch_iteration"]) == ({"position": 3}, 2)
+        common = load_universal(run.state, folder / "universal" / source / "global_step3_universal")
+        assert common["counters"] == {"global_steps": 3, "global_samples": 12, "skipped_steps": 0}
+        assert (common["client_state"], common["lr_scheduler"]["last_batch_iteration"]) == ({"position": 3}, 2)
         parts = gathered(written_state(run.state))
         if rank.rank == 0:
             assert_identical({key: value.float() for key, value in dense_of(parts).items()}, expected)
