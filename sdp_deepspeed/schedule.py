@@ -116,7 +116,7 @@ class Schedule:
         return f"{self.key}.redraw_interval" if given is None else f"{self.key}.schedule[{phase}]"
 
     def in_words(self) -> str:
-        """Text to compare over ranks."""
+        """Text that is equal on all ranks if the schedules are."""
         return f"{self.phases}, redraw_interval {self.redraw_interval}"
 
     def phase_after(self, steps: int) -> int:
