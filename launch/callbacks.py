@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerState
 
 
 class StopSignal:
-    """Whether any rank should stop: after SIGTERM or Ctrl-C, or because its launcher is gone.
+    """Whether any rank should stop: it received SIGTERM or Ctrl-C, or its launcher is gone.
 
     Repeated signals are ignored: Ctrl-C in a terminal reaches a rank twice, since `torchrun` forwards it. The launcher
     kills ranks that do not exit in time.

@@ -32,8 +32,8 @@ _ERROR = 2  # exit code
 
 app = typer.Typer(
     name="sdp",
-    help="Subnetwork data parallelism: plans, estimates and checkpoints, without a training job.",
-    epilog="A run is started by a launcher: deepspeed --num_gpus 4 launch/pretrain.py RECIPE",
+    help="Subnetwork data parallelism: inspect plans, memory and checkpoints without a training job.",
+    epilog="To train, use a launcher: deepspeed --num_gpus 4 launch/pretrain.py RECIPE",
     add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: without the program's name. Default: those of this process. None at all show the help.
+        arguments: without the program's name. Default: those of this process. Without arguments, the help is shown.
 
     Returns:
         The exit code; 2 for an error, which is one line on stderr.
@@ -102,7 +102,8 @@ def _byte_count(text: str) -> int:
 
 _Ranks = Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")]
 _Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as of the programs: sdp.coverage=0.25")
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the recipe, such as sdp.coverage=0.25."),
 ]
 
 
@@ -111,10 +112,10 @@ def plan(
     source: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file of a run, or a saved plan (.json).")],
     overrides: _Overrides = None,
     ranks: _Ranks = 8,
-    save: Annotated[Path | None, typer.Option(help="Write the plan as JSON, for `assignment`.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the table: a .png, .svg or .pdf file.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the plan as JSON, for the key `assignment`.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the table to a .png, .svg or .pdf file.")] = None,
 ) -> None:
-    """Show which subnetwork holds which unit, the balance and the spectral gap; of a schedule the first phase."""
+    """Show which subnetwork holds which unit, the balance and the spectral gap (of a schedule's first phase)."""
     costs: Sequence[UnitCost] | None = None
     warnings: Sequence[str] = ()
     if source.suffix == ".json":
@@ -141,7 +142,7 @@ def _planned(source: Path, overrides: Sequence[str], ranks: int) -> tuple[Plan, 
     run = read_run(source, overrides)
     block = parse(run.phases[0])
     if block is None:
-        raise ValueError(f"{source}: has no {KEY}, or it is disabled; add it, such as sdp.coverage=0.5")
+        raise ValueError(f"{source}: {KEY} is missing or disabled; add it, such as sdp.coverage=0.5")
     with run.model.fake:
         found, warnings = plan_model(run.model.module, block, ranks)
         return found, unit_costs(run.model.module, found.units), warnings
@@ -174,14 +175,15 @@ def estimate(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory of a GPU, such as 24GiB: adds the largest micro-batch. Exit code 1 if too small.",
+            help="GPU memory, such as 24GiB: show the largest micro-batch. Exit code 1 if the recipe does not fit.",
         ),
     ] = None,
 ) -> None:
     """Estimate memory, traffic and FLOPs of an optimizer step on one rank, beside ZeRO and FSDP2 without subnetworks.
 
-    For each phase, the rank whose subnetwork has most FLOPs. Nothing is allocated, and no GPU is needed. The peak is of
-    live tensors: workspaces of kernels, fragmentation and the GPU's context come on top. Flash attention is assumed.
+    Each phase is estimated on the rank whose subnetwork has most FLOPs. Nothing is allocated, and no GPU is needed. The
+    peak is that of live tensors, without kernel workspaces, fragmentation and the CUDA context. Flash attention is
+    assumed.
     """
     limit = None if fit is None else _byte_count(fit)
     from sdp_deepspeed.config import parse
@@ -243,16 +245,16 @@ def _buffers(rank: RankEstimate) -> int:
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 _Checkpoint = Annotated[
-    Path, typer.Argument(metavar="CHECKPOINT", help="Its folder, or the folder above (then the latest).")
+    Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a checkpoint, or its parent (the latest).")
 ]
-_Tag = Annotated[str | None, typer.Option(help="Which checkpoint of the folder.")]
+_Tag = Annotated[str | None, typer.Option(help="Name of the checkpoint in the parent folder.")]
 
 
 def _find(path: Path, tag: str | None) -> tuple[Path, list[str]]:
-    """The folder of a complete checkpoint, and a problem if it is not the one that `latest` names.
+    """The folder of a complete checkpoint, and a problem if `latest` names another one.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no checkpoint is complete.
     """
     from sdp_deepspeed.checkpoint import files
 
@@ -326,8 +328,8 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
     tag: _Tag = None,
     dtype: Annotated[Dtype, typer.Option(help="fp32: the optimizer's master weights.")] = Dtype.AS_TRAINED,
-    max_shard_size: Annotated[str, typer.Option(help="Of a file, which is also the memory needed.")] = "5GB",
-    tokenizer: Annotated[Path | None, typer.Option(help="Folder of a tokenizer to add.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Maximum size of a file, and the memory needed.")] = "5GB",
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder of a tokenizer to include.")] = None,
 ) -> None:
     """Write the dense model of a checkpoint as a Hugging Face folder, for `from_pretrained`."""
     _byte_count(max_shard_size)
@@ -353,17 +355,17 @@ def export(
 
 @checkpoint.command("import")
 def import_(
-    path: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Its folder, or the folder above with `latest`.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a checkpoint, or its parent with the file `latest`.")
+    ],
     out: Annotated[
         Path,
-        typer.Argument(
-            metavar="OUT", help="A new folder, for engine.load_checkpoint with checkpoint.load_universal set."
-        ),
+        typer.Argument(metavar="OUT", help="A new folder, for engine.load_checkpoint with checkpoint.load_universal."),
     ],
     tag: _Tag = None,
 ) -> None:
     """Convert a ZeRO checkpoint of DeepSpeed (stages 1 to 3) to its universal format, which engines with subnetworks
-    load. A Hugging Face folder needs no conversion: engine.load_pretrained reads it."""
+    load. Hugging Face folders need no conversion: use engine.load_pretrained."""
     from sdp_deepspeed.checkpoint.universal import convert
 
     print(convert(path, out, tag=tag))

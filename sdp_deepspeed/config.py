@@ -32,7 +32,7 @@ class Mode(NamedTuple):
 
 MODES = tuple(Mode(*names) for names in itertools.product(get_args(Regime), get_args(StrategyName)))
 
-# Other names that users may try; difflib finds misspellings of KEY.
+# Other names that users may try. Misspellings of KEY are found by difflib.
 _OTHER_NAMES = frozenset(
     {"sdp", "sdpconfig", "subnetwork", "subnetworks", "subnetworkparallel", "subnetworkparallelism", "sdpdeepspeed"}
 )
@@ -40,31 +40,30 @@ _NEAR_MISS_RATIO = 0.8  # every top-level key of DeepSpeed stays below 0.7 (test
 
 
 class CheckpointOptions(BaseModel):
-    """`checkpoint` in the block. A field's title is what its error message expects; its description is for the docs."""
+    """`checkpoint` in the block. Titles of fields are in error messages, descriptions in docs/config.md."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     asynchronous: bool = Field(
         default=False,
         title="true or false",
-        description="Return from `save_checkpoint` once the state is in host memory, and write the files in the "
-        "background.",
+        description="Copy the state to host memory, and write the files in the background.",
     )
     keep_last: int | None = Field(
         default=None,
         ge=1,
         title="a whole number of checkpoints to keep, at least 1",
-        description="Delete all but the newest checkpoints. By default all are kept.",
+        description="Delete older checkpoints. By default all are kept.",
     )
     verify: bool = Field(
         default=True,
         title="true or false",
-        description="Compare checksums before anything is loaded, which reads each file twice.",
+        description="Compare checksums before loading, which reads each file twice.",
     )
 
 
 class SubnetworkConfig(BaseModel):
-    """The parsed block. A field's title is what its error message expects; its description is for the docs."""
+    """The parsed block. Titles of fields are in error messages, descriptions in docs/config.md."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -72,52 +71,52 @@ class SubnetworkConfig(BaseModel):
         default=None,
         title='a number above 0 and at most 1, or rules such as [{"units": "mlp", "coverage": 0.5}]',
         description="Share C of the subnetworks that hold each unit: one number, or [rules](#rules) by depth and name. "
-        "C times the number of subnetworks must be a whole number. Required, unless `holders` or a plan is given.",
+        "C times the number of subnetworks must be a whole number. Required without `holders` or a plan.",
     )
     holders: Holders | None = Field(
         default=None,
         title='a whole number of holders per unit, at least 1, or rules such as [{"units": "mlp", "holders": 2}]',
-        description="The same as a number of subnetworks, in place of `coverage`.",
+        description="In place of `coverage`: number of subnetworks that hold each unit.",
     )
     regime: Regime = Field(
         default="forward",
         title='"forward" or "backward"',
-        description="`forward`: a rank runs only its own units. `backward`: a rank runs the whole model and computes "
-        "weight gradients for its own units only.",
+        description="`forward`: a rank runs only its own units. `backward`: it runs the whole model, and computes "
+        "weight gradients of its own units.",
     )
     strategy: StrategyName | dict[str, StrategyName] = Field(
         default="block",
         title='"block", "neuron", or a mapping by part such as {"attention": "neuron", "mlp": "block"}',
-        description="What a unit is: a residual branch (`block`), or a group of neurons, heads or channels (`neuron`). "
-        "With a mapping, parts that it does not name are shared.",
+        description="A unit is a residual branch (`block`), or a group of neurons, heads or channels (`neuron`). Parts "
+        "that a mapping does not name are shared.",
     )
     subnetworks: Literal["auto"] | int = Field(
         default="auto",
         title='"auto" (one per data-parallel rank, fewer above eight holders) or a whole number of at least 1',
-        description="Number k of subnetworks, a divisor of the number of data-parallel ranks D; D / k ranks train each "
-        "one. `auto` is D, or the largest divisor with at most eight holders per unit.",
+        description="Number k of subnetworks, a divisor of the number D of data-parallel ranks; D / k ranks train each"
+        " one.",
     )
     granularity: Literal["sublayer", "layer"] = Field(
         default="sublayer",
         title='"sublayer" or "layer"',
-        description="Strategy `block`: a unit is a residual branch (`sublayer`), or a layer with all its branches.",
+        description="Strategy `block`: a unit is a residual branch (`sublayer`), or all branches of a layer (`layer`).",
     )
     neuron_groups: int | None = Field(
         default=None,
         ge=1,
         title="a whole number of groups, at least 1",
-        description="Strategy `neuron`: number of groups of hidden neurons in each MLP. By default one per subnetwork.",
+        description="Strategy `neuron`: groups of neurons in each MLP. By default one per subnetwork.",
     )
     shared: tuple[str, ...] = Field(
         default=(),
         strict=False,
         title="a list of regular expressions of parameter names (Python's re)",
-        description="Every rank holds the units whose name, or all of whose parameters, match one of these.",
+        description="Every rank holds units whose name, or all of whose parameters, match one of these.",
     )
     assignment: str = Field(
         default="auto",
         title='"auto" or the path of a plan ending in .json',
-        description="`auto` computes a balanced plan. A path reads one that `engine.plan.save` or your program wrote.",
+        description="Compute a balanced plan, or read one that `engine.plan.save` or your program wrote.",
     )
     seed: int = Field(
         default=0,
@@ -129,42 +128,40 @@ class SubnetworkConfig(BaseModel):
         default=None,
         ge=1,
         title="a whole number of steps, at least 1",
-        description="Draw a new plan with the next seed after this many steps.",
+        description="Number of steps between two plans; each takes the next seed.",
     )
     schedule: tuple[dict[str, Any], ...] | None = Field(
         default=None,
         strict=False,
         min_length=1,
         title='a list of phases such as [{"until_step": 1000, "coverage": 0.5}, {"coverage": 1.0}]',
-        description="[Phases](#phases), each with the keys that it changes, until a step or a share of all steps.",
+        description="[Phases](#phases) with other keys, until a step or a share of all steps.",
     )
     total_steps: Literal["auto"] | int | None = Field(
         default=None,
         title='the number of steps of the whole run, or "auto" where the host fills it in',
-        description="Number of steps of the whole run, for phases that end at a share of it. The Trainer fills it in; "
-        "else it is `scheduler.params.total_num_steps`.",
+        description="For phases that end at a share of all steps. By default that of the Trainer, or "
+        "`scheduler.params.total_num_steps`.",
     )
     dense_branch_scale: Literal["none", "coverage"] = Field(
         default="none",
         title='"none" or "coverage"',
-        description="Regime `forward`: `coverage` multiplies each branch of the dense model by its coverage, in "
-        "evaluation and export.",
+        description="Regime `forward`: `coverage` multiplies each branch of the dense model by its coverage.",
     )
     allow_optimizer: bool = Field(
         default=False,
         title="true or false",
-        description="Allow an optimizer that is not known to be elementwise. Set it only if the optimizer updates each "
-        "element independently of the others.",
+        description="Allow an unknown optimizer. It must update each element independently of the others.",
     )
     checkpoint: CheckpointOptions = Field(
         default=CheckpointOptions(),
         title='a mapping such as {"asynchronous": true, "keep_last": 3}',
-        description="[Options](#checkpoint) of checkpoints.",
+        description="[Options of checkpoints](#checkpoint).",
     )
     check_agreement: bool = Field(
         default=False,
         title="true or false",
-        description="Debugging aid: compare the weights of all holders bit by bit after each step.",
+        description="For debugging: compare the weights of all holders bit by bit after each step.",
     )
     enabled: bool = Field(
         default=True, title="true or false", description="`false` trains as if the block were absent."

@@ -24,7 +24,7 @@ def normalized(name: str) -> str:
 
 
 def explain(error: ValidationError, block: Mapping[str, Any], root: str, models: Models) -> str:
-    """All problems of a block, one line each.
+    """Describe all problems of a block, one line each.
 
     Args:
         error: of the block's model.

@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 _CHUNK_ELEMENTS = 2**24  # per broadcast
 _PARTIAL = (
-    "this rank does not hold all of it, so the state dict is partial; take it inside `with engine.dense():` on all "
-    "ranks, or use engine.save_checkpoint or save_pretrained"
+    "this rank holds only a part, so the state dict is partial; use `with engine.dense():` on all ranks, "
+    "engine.save_checkpoint or save_pretrained"
 )
 
 

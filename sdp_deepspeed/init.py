@@ -32,7 +32,7 @@ _GET_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 class Init:
-    """Context in which a model is built without storage.
+    """Context manager in which a model is built without storage.
 
     `deepspeed.initialize` or `fully_shard` then initializes the weights that each rank holds, as the model's
     constructors would. Parameters have the same distribution as without this context, but other random numbers, derived

@@ -31,14 +31,14 @@ class PhaseEnd(BaseModel):
         default=None,
         ge=1,
         title="the number of the phase's last step, at least 1",
-        description="Number of the last step of the phase.",
+        description="Last step of the phase.",
     )
     until: float | None = Field(
         default=None,
         gt=0,
         lt=1,
         title="a share of all steps, above 0 and below 1",
-        description="The same as a share of `total_steps`.",
+        description="The same, as a share of `total_steps`.",
     )
     stage: Literal[0, 1, 2] | None = Field(
         default=None, title="one of ZeRO's stages 0, 1 and 2", description="ZeRO stage of the phase."
@@ -116,7 +116,7 @@ class Schedule:
         return f"{self.key}.redraw_interval" if given is None else f"{self.key}.schedule[{phase}]"
 
     def in_words(self) -> str:
-        """Text to compare over ranks."""
+        """Text that is equal on all ranks if the schedules are."""
         return f"{self.phases}, redraw_interval {self.redraw_interval}"
 
     def phase_after(self, steps: int) -> int:

@@ -86,7 +86,7 @@ def _count_or_warn(model: nn.Module) -> dict[str, Fraction] | None:
     except Exception as problem:  # of user code with other inputs, or that reads values
         warnings.warn(
             f"FLOPs per layer could not be counted ({type(problem).__name__}: {problem}), so units are balanced by "
-            f"weights; {KEY}.assignment with a plan of your own may balance them better",
+            f"weights; a plan of your own in {KEY}.assignment may be better",
             stacklevel=4,
         )
         return None

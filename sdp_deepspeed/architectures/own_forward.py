@@ -54,7 +54,7 @@ def check_own_forward(name: str, layer: nn.Module, described: type, code: Mappin
         if own is not None and _unwrapped(own) is not _unwrapped(function):
             raise ValueError(
                 f"{name!r}: this {layer_class.__name__} has its own method {method!r}, so its description may not "
-                "apply; use functools.wraps if it calls the original one, else describe a separate class"
+                "apply; wrap the original with functools.wraps, or describe a separate class"
             )
 
 

@@ -1,6 +1,6 @@
 """Memory, traffic and FLOPs of an optimizer step on one rank, without allocating anything.
 
-The model consists of fake tensors. It is reduced to a rank's subnetwork by the mask that the engine applies, and runs
+The model consists of meta tensors. It is reduced to a rank's subnetwork by the mask that the engine applies, and runs
 forward and backward once while a dispatch mode counts FLOPs and the bytes of live tensors. Model state, buffers and
 traffic come from per_rank.py, or from sharded.py for FSDP2.
 """
@@ -11,15 +11,17 @@ import textwrap
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -76,7 +78,7 @@ class Forecast:
 
 
 class Model:
-    """A Transformers model of fake tensors.
+    """A Transformers model of tensors without storage.
 
     Args:
         shape: config with `model_type`, of a causal language model or an image classifier.
@@ -97,30 +99,33 @@ class Model:
         gradient_checkpointing: bool = False,
         autocast: torch.dtype | None = None,
     ) -> None:
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.sequence_length, self.autocast = sequence_length, autocast
         images = classifies_images(shape)
         auto_class: Any = AutoModelForImageClassification if images else AutoModelForCausalLM
         try:
-            with torch.device("meta"):  # faster than fake tensors; some models read values here
+            with torch.device("meta"):
                 self.module: Any = auto_class.from_config(AutoConfig.for_model(**dict(shape)), dtype=dtype)
         except Exception as error:  # Transformers validates few values, so this may be anything
             reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
             raise ValueError(f"model: Transformers cannot build {shape['model_type']!r}: {reason}") from error
         if gradient_checkpointing:
             self.module.activation_checkpointing_enable({"use_reentrant": False})
-        with self.fake:
-            self.module = self.module.to_empty(device="cpu")
-            self.module.tie_weights()  # to_empty unties them
+        self.device = "meta"
+        self.fake: AbstractContextManager[Any] = nullcontext()
+        if autocast is not None:  # which ignores meta tensors; fake tensors on the CPU are slower
+            self.device, self.fake = "cpu", FakeTensorMode(allow_non_fake_inputs=True)
+            with self.fake:
+                self.module = self.module.to_empty(device="cpu")
+                self.module.tie_weights()  # to_empty unties them
 
     def inputs(self, rows: int) -> dict[str, Any]:
         """Arguments of a forward pass of `rows` samples."""
         if not takes_images(self.module):
-            tokens = torch.zeros((rows, self.sequence_length or 0), dtype=torch.long, device="cpu")
+            tokens = torch.zeros((rows, self.sequence_length or 0), dtype=torch.long, device=self.device)
             return {"input_ids": tokens, "labels": tokens, "use_cache": False}
         dtype = next(self.module.parameters()).dtype
-        images = torch.zeros((rows, *image_shape(self.module)), dtype=dtype, device="cpu")
-        return {"pixel_values": images, "labels": torch.zeros(rows, dtype=torch.long, device="cpu")}
+        images = torch.zeros((rows, *image_shape(self.module)), dtype=dtype, device=self.device)
+        return {"pixel_values": images, "labels": torch.zeros(rows, dtype=torch.long, device=self.device)}
 
 
 @dataclass(frozen=True)
@@ -167,9 +172,23 @@ class _LiveBytes(FlopCounter):
         self.now = self.peak = self.peak_keeping = 0
         self.freed_gradients = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in ignored}
+        self._seen: dict[Any, tuple[int, Any]] = {}  # FLOPs, and description of the result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return args[0].dtype is torch.bool  # "all tokens are in one sequence", "no token is padding"
+        if any(value.alias_info for value in (*func._schema.arguments, *func._schema.returns)):
+            return super().__torch_dispatch__(func, types, args, kwargs)  # a view, or in place
+        key = (func, _described(args), _described(list((kwargs or {}).items())))
+        if key in self._seen:  # most layers are alike
+            flops, described = self._seen[key]
+            self.total += flops
+            result = _created(described)
+        else:
+            before = self.total
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if all(tensor.is_meta for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)):
+                self._seen[key] = self.total - before, _described(result)
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
@@ -192,6 +211,51 @@ class _LiveBytes(FlopCounter):
     def _free(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
         self.now -= num_bytes
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A tensor without storage."""
+
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+
+def _described(value: Any) -> Any:
+    """Hashable description of an operation's arguments or result."""
+    if isinstance(value, torch.Tensor):
+        return _Shape(tuple(value.shape), value.stride(), value.dtype, value.device.type)
+    return tuple(map(_described, value)) if isinstance(value, list | tuple) else (type(value), value)
+
+
+def _created(described: Any) -> Any:
+    """Meta tensors of a description."""
+    if isinstance(described, _Shape):
+        return torch.empty_strided(described.size, described.strides, dtype=described.dtype, device="meta")
+    return described[1] if isinstance(described[0], type) else tuple(map(_created, described))
+
+
+def _fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` as on a CPU: for meta tensors PyTorch's takes the form that stores scores."""
+    if query.device.type != "meta" or (attn_mask is not None and attn_mask.requires_grad):
+        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    result: torch.Tensor = fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return result
 
 
 def micro_step(
@@ -243,7 +307,8 @@ def micro_step(
     ]
     model.module.train()
     autocast = nullcontext() if model.autocast is None else torch.autocast("cpu", model.autocast)
-    with model.fake, counter:
+    fused = patch.object(nn.functional, "scaled_dot_product_attention", _fused_attention)
+    with model.fake, fused, counter:
         with autocast:
             output = model.module(**inputs)
         activations, loss = counter.now - input_bytes, output.loss

@@ -21,7 +21,7 @@ _TRAINER_BATCH = 8  # per_device_train_batch_size of TrainingArguments
 class Run:
     """
     Args:
-        model: of fake tensors.
+        model: without storage.
         phases: DeepSpeed config of each phase, without "auto". An FSDP2 run gets an equivalent one.
         host: "deepspeed" or "fsdp2".
         items: "tokens" or "images".

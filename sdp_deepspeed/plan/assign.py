@@ -210,7 +210,7 @@ class _Deal:
     Args:
         kinds: units by p, branch (None for blocks) and cost (of blocks).
         amounts: to balance, [U, m].
-        number: of the try. Leftover units use translates of flat blocks that are even in residue classes, of the
+        number: index of the try. Leftover units use translates of flat blocks that are even in residue classes, of the
             flattest blocks, and of windows of neighbors, in turn; from the sixth try on, random ones. In every fourth
             try other units may move, too, which helps with unequal groups of neurons.
         wanted: as of `assign`.

@@ -30,12 +30,12 @@ class _Rule(BaseModel, ABC, Generic[Number]):
     units: str = Field(
         default="",
         title="a regular expression of unit names (Python's re)",
-        description="Regular expression of unit names (`re.search`). By default all units.",
+        description="Units, found with `re.search`. By default all.",
     )
     profile: Literal["linear"] | None = Field(
         default=None,
         title='"linear"',
-        description="In place of one number: `linear` goes from `first` to `last` over the depth of the model.",
+        description="In place of one number: from `first` to `last` over the depth.",
     )
     first: Number | None = Field(
         default=None, title="a number as in `coverage` or `holders`", description="Value of the first layer."
@@ -47,7 +47,7 @@ class _Rule(BaseModel, ABC, Generic[Number]):
         default=0,
         ge=0,
         title="a whole number of layers",
-        description="Every rank holds this many layers at each end of the model.",
+        description="Layers at each end of the model that every rank holds.",
     )
 
     @property

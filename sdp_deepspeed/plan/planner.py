@@ -188,10 +188,10 @@ def _warnings(plan: Plan) -> list[str]:
         return []
     if k == 2:
         return [
-            "2 subnetworks share no unit below coverage 1 (spectral gap 0): they exchange shared parameters only. "
-            f"To train at coverage {plan.coverage:.4g} take 4 ranks or more"
+            "2 subnetworks share no unit below coverage 1 (spectral gap 0), only shared parameters; to train at "
+            f"coverage {plan.coverage:.4g}, use at least 4 ranks"
         ]
     return [
-        f"{len(numbers)} units with {in_words(numbers)} do not connect {k} subnetworks (spectral gap 0): some never "
-        "exchange anything but shared parameters. Raise holders, or use finer units"
+        f"{len(numbers)} units with {in_words(numbers)} do not connect {k} subnetworks (spectral gap 0): some exchange "
+        "shared parameters only; raise holders, or use finer units"
     ]
