@@ -106,7 +106,7 @@ def test_without_arguments_and_version(capsys: Capture) -> None:
         ("estimate run.yaml deepspeed.zero_optimization.stage=3", "zero_optimization.stage: got 3"),
         ("estimate run.yaml deepspeed.optimizer.type=OneBitAdam", "optimizer 'OneBitAdam'"),
         ("plan missing.json", "missing.json"),
-        ("plan run.yaml sdp=off", f"has no {KEY}"),
+        ("plan run.yaml sdp=off", f"{KEY} is missing"),
     ],
 )
 def test_mistakes(arguments: str, words: str, capsys: Capture) -> None:
