@@ -32,12 +32,14 @@ class Forward:
 
 def replace_forward(module: nn.Module, function: Callable[..., Any], state: Any = None) -> None:
     """Make `module.forward` call `function(Forward(...), *args, **kwargs)`. It may be replaced several times."""
-    vars(module)["forward"] = MethodType(function, Forward(module, module.forward, state))
+    replaced = Forward(module, module.forward, state)
+    vars(module).update(forward=MethodType(function, replaced), _sdp_forward=replaced)
 
 
 def restore_forward(module: nn.Module) -> None:
-    """Undo the last `replace_forward`."""
-    previous = vars(module).pop("forward").__self__.previous
+    """Undo the last `replace_forward`, with what has been done to the forward since."""
+    previous = vars(module).pop("_sdp_forward").previous
+    del vars(module)["forward"]
     if getattr(previous, "__func__", None) is not type(module).forward:
         vars(module)["forward"] = previous
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,6 +73,8 @@ def test_undo_gives_the_dense_model_back(name: str, regime: str, strategy: str) 
     mask.apply()
     assert [*model.state_dict()] == [*dense.state_dict()]
     assert all(p is objects[n] for n, p in model.named_parameters())
+    for module in (module for module in model.modules() if "forward" in vars(module)):
+        module.forward = partial(module.forward)  # by a profiler, say
     mask.undo()
     assert facts(model) == facts(dense)
     zeroed = expected_of(dense, plan, 0).state_dict()
