@@ -415,7 +415,8 @@ def _run_of_engine(
         averages = sum(owned(bucket, rank) for bucket in buckets) * FP32_BYTES * (is_first and not setup.offload)
         reductions.append(Reduction(set().union(*map(_names, buckets)), at_last=averages, waits=True))
     step = micro_step(model, inputs, **memory, reductions=reductions)
-    in_backward = step.peak + (0 if is_first else figures.gradients) + (figures.buffers if setup.stage == 2 else 0)
+    in_backward = step.peak + (0 if is_first else figures.gradients)
+    in_backward += run.reduce_buffers(rank) if setup.stage == 2 else 0
     in_step = figures.gradients + figures.step_gradients + figures.buffers
     return step, figures.weights + figures.optimizer + max(in_backward, in_step)
 

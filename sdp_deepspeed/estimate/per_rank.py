@@ -123,7 +123,9 @@ class ShardedRun:
             gradients=self._gradients(held, stepped),
             optimizer=0 if setup.offload else state,
             host_optimizer=state + stepped * FP32_BYTES if setup.offload else 0,
-            buffers=self._buffers(held),
+            buffers=max(
+                self.reduce_buffers(rank), setup.precision.weights * self.num_ranks * max(self._returned, default=0)
+            ),
             step_gradients=self._step_gradients(held, rank),
             sent=self._sent(held, rank),
         )
@@ -157,15 +159,13 @@ class ShardedRun:
         made = [self.stepped(bucket, rank) * FP32_BYTES for bucket in held]
         return max(made, default=0) if self.setup.offload else sum(made)
 
-    def _buffers(self, held: Sequence[BucketLayout]) -> int:
-        """A packed bucket (stage 2), the same in the dtype on the wire, and the all-gather of weights in the backward
-        regime."""
+    def reduce_buffers(self, rank: int) -> int:
+        """Bytes of a packed bucket (stage 2), and of the same in the dtype on the wire."""
         precision = self.setup.precision
         width = precision.gradients * (self.setup.stage == 2)
         if precision.wire != precision.gradients:
             width += precision.wire
-        largest = max((bucket.size for bucket in held), default=0)
-        return width * largest + precision.weights * self.num_ranks * max(self._returned, default=0)
+        return width * max((bucket.size for bucket in self.held(rank)), default=0)
 
     @cached_property
     def _returned(self) -> list[int]:
