@@ -3,12 +3,12 @@
     OMP_NUM_THREADS=1 deepspeed --num_gpus 4 benchmarks/compare.py --output benchmarks/results/compare_4_ranks.json
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 benchmarks/compare.py --only main --output ...
 
-`main` is what docs/results.md shows; common/contestants.py says who is in the other groups, which `--only` chooses by
+`main` is shown in docs/results.md; common/contestants.py defines the other groups, which `--only` selects by
 regular expressions. Inside a group one step of each contestant alternates, in an order that rotates, so that times are
 paired: ratios are taken per repeat. A time is the slowest rank's. What a contestant holds and sends is measured in
 steps of their own (common/measured_step.py, common/traffic_counter.py), and where the time goes in others
 (common/split.py). In fp32 contestants that train the same must have equal losses. Each group is written when it is
-done; the same command goes on after the last one.
+done; the same command continues after the last one.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.config import MODES
 
 MODELS = {"small": SMALL, "large": LARGE, "tiny": NARROW | {"num_hidden_layers": 2}}
-SAME_LOSS = 1e-5  # greatest difference of two that train the same in fp32, in each of the first steps
+SAME_LOSS = 1e-5  # maximum difference of two that train the same in fp32, in each of the first steps
 _KEPT = ("weights", "gradients", "optimizer", "peak", "peak_backward", "peak_step", "activations", "flops", "sent")
 
 
 def main() -> None:
     parser = option_parser(__doc__)
     add = parser.add_argument
-    add("--only", nargs="+", default=[""], help="groups whose names one of these expressions finds; the rest later")
+    add("--only", nargs="+", default=[""], help="regular expressions of group names; other groups can be run later")
     add("--model", choices=list(MODELS), default="small", help="6.6M (default), 50M or few parameters")
     add("--sequence", type=int, default=SEQUENCE_LENGTH, help="tokens of a sequence")
     add("--micro-batch", type=int, default=1, help="sequences of each rank")
     add("--precision", choices=["fp32", "bf16"], default="fp32")
-    add("--bucket", type=float, default=2e6, help="elements, for all who have buckets")
+    add("--bucket", type=float, default=2e6, help="bucket size in elements, where there are buckets")
     add("--overlap", action="store_true", help="overlap_comm for DeepSpeed and SDP; DDP and FSDP2 overlap always")
     add("--modes", nargs="+", choices=list(map(str, MODES)), default=list(map(str, MODES)))
     add("--stages", type=int, nargs="+", choices=(0, 1, 2), default=[0, 1, 2])
     add("--coverages", type=float, nargs="+", default=[1, 0.75, 0.5, 0.25])
-    add("--warmup", type=int, default=3, help="steps of each that are not kept")
-    add("--repeats", type=int, default=16, help="steps of each that are timed")
-    add("--splits", type=int, default=3, help="steps of each that are split into their parts")
+    add("--warmup", type=int, default=3, help="steps per contestant that are discarded")
+    add("--repeats", type=int, default=16, help="timed steps per contestant")
+    add("--splits", type=int, default=3, help="steps per contestant that are split into parts")
     run(parser, measure_groups)
 
 
 def measure_groups(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All chosen groups that the output does not have yet."""
+    """Run the selected groups that are not in the output yet."""
     model = MODELS[arguments.model]
     facts = {
         "what": "compare",
@@ -96,7 +96,7 @@ def measure(contestants: Sequence[Contestant], arguments: argparse.Namespace) ->
     """By name: seconds of the slowest rank, CPU seconds and parts of each step, and per rank what it held and sent.
 
     Raises:
-        RuntimeError: two did not train what they should have, on all ranks.
+        RuntimeError: on all ranks, if two contestants that should train the same do not.
     """
     shape = MODELS[arguments.model]
     batch = tokens(shape["vocab_size"], arguments.micro_batch, arguments.sequence)
@@ -132,14 +132,14 @@ def measure(contestants: Sequence[Contestant], arguments: argparse.Namespace) ->
 
 
 def tokens(vocabulary: int, micro_batch: int, length: int) -> torch.Tensor:
-    """Each rank its own, the same in every run [sequences, length]."""
+    """Tokens of this rank, the same in every run: [sequences, length]."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     return torch.randint(0, vocabulary, (micro_batch, length), generator=generator).to(device())
 
 
 def held_and_sent(engine: Any, batch: Batch) -> dict[str, Any]:
-    """What this rank holds in its third step and sends in its fourth, and its losses so far."""
-    losses = [train(engine, batch) for _ in range(2)]  # with the second one all that is made once is there
+    """What this rank holds in its third step and sends in its fourth, and its losses up to then."""
+    losses = [train(engine, batch) for _ in range(2)]  # after two steps everything that is allocated once exists
     with measured_step(engine, others=live_tensors()) as figures:
         losses.append(train(engine, batch))
     with TrafficCounter() as traffic:
@@ -155,25 +155,25 @@ def held_and_sent(engine: Any, batch: Batch) -> dict[str, Any]:
 
 
 def check_losses(contestants: Sequence[Contestant], held: Mapping[str, Any]) -> None:
-    """A figure of something else than it says is worth nothing. In bf16 the losses of ZeRO's own stages differ.
+    """Check that contestants that should train the same do. In bf16 the losses of ZeRO's own stages differ.
 
     Args:
-        held: per contestant's name the figures of each rank, with its losses.
+        held: figures and losses of each rank, by name of the contestant.
 
     Raises:
-        RuntimeError: two train the same, and a loss differs by more than SAME_LOSS.
+        RuntimeError: a loss differs by more than SAME_LOSS.
     """
     first: dict[str, str] = {}
     for contestant in contestants:
         name = first.setdefault(contestant.trains, contestant.name)
         for one, two in zip(held[name], held[contestant.name], strict=True):
             for a, b in zip(one["losses"], two["losses"], strict=True):
-                if not abs(a - b) <= SAME_LOSS:  # NaN too
+                if not abs(a - b) <= SAME_LOSS:  # also for NaN
                     raise RuntimeError(f"{contestant.name} does not train what {name} does: loss {b}, not {a}")
 
 
 def alternate(engines: dict[str, Any], batch: Batch, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Each repeat takes one step of every engine, in an order that rotates, so that drift of the machine falls on all
+    """Each repeat runs one step of every engine, in rotating order, so that drift of the machine affects all
     alike."""
     names = list(engines)
     times: dict[str, dict[str, Any]] = {name: {"seconds": [], "cpu_seconds": [], "splits": []} for name in names}
@@ -204,7 +204,7 @@ def slowest(engine: Any, batch: Batch) -> float:
 
 
 def link_bytes(engine: Any, batch: Batch) -> int:
-    """What the node of this rank sends over its link in one step, by the link's own counter (links.sh)."""
+    """Bytes that this rank's node sends over its link in one step, read from the link's counter (links.sh)."""
     counter = Path("/sys/class/net", os.environ["GLOO_SOCKET_IFNAME"], "statistics", "tx_bytes")
     dist.barrier()
     before = int(counter.read_text())

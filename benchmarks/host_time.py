@@ -1,8 +1,8 @@
-"""What does a step cost the host at the structure of a 7B model on many ranks? One rank of a world that is not there.
+"""Host time of a step with the structure of a 7B model on many ranks, measured on one rank of a fake world.
 
     OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu python benchmarks/host_time.py --output benchmarks/results/host_time.json
 
-Engines as a user builds them, on PyTorch's fake process group: a collective returns at once, and values mean nothing.
+Engines as a user builds them, on PyTorch's fake process group: collectives return at once, and values are invalid.
 The model has the layers and heads of a 7B Llama, so also its units, slices, buckets and collectives, but a width of 256
 in place of 4096 (buckets are smaller by as much), so that little but host time is left. Times are seconds of this
 thread, in which waiting does not count: `pass` is forward and backward, the model's own time included, `step` the rest.
@@ -30,7 +30,7 @@ from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.config import Mode
 
 SHAPE = SMALL | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 2000}
-BUCKET = 2_000_000  # elements: as many buckets as DeepSpeed's 5e8 make of 7B
+BUCKET = 2_000_000  # elements; as many buckets as 7B parameters have with DeepSpeed's 5e8
 RANK = 3  # neither first nor last
 CASES = [
     (256, Contestant(1)),
@@ -48,11 +48,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     arguments = parser.parse_args()
     if device().type != "cpu":
-        parser.error("it measures the host: set DS_ACCELERATOR=cpu")
+        parser.error("host_time.py measures the CPU; set DS_ACCELERATOR=cpu")
     shape = SHAPE | {"num_hidden_layers": arguments.layers}
     results = []
     for num_ranks, contestant in CASES:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:  # DeepSpeed never forgets a world's groups
+        with multiprocessing.get_context("spawn").Pool(1) as pool:  # DeepSpeed keeps the groups of each world
             results.append(pool.apply(measure, (num_ranks, contestant, shape, arguments.repeats)))
         row = results[-1]
         parts = ", ".join(f"{part} {1e3 * statistics.median(row[part]):.1f} ms" for part in ("pass", "step"))
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def measure(num_ranks: int, contestant: Contestant, shape: dict[str, Any], repeats: int) -> dict[str, Any]:
-    """Seconds of this thread, and what they follow."""
+    """Thread seconds of each part of a step."""
     torch.set_num_threads(1)
     with fake_world(RANK, num_ranks):
         start = time.thread_time()
@@ -71,7 +71,7 @@ def measure(num_ranks: int, contestant: Contestant, shape: dict[str, Any], repea
         found: dict[str, Any] = {"ranks": num_ranks, "name": contestant.name}
         found |= {"building_seconds": time.thread_time() - start, "pass": [], "step": []}
         if contestant.mode:
-            engine.optimizer.skips_overflow = False  # what nobody sent may be NaN
+            engine.optimizer.skips_overflow = False  # received values are invalid, possibly NaN
             found |= {"subnetworks": engine.plan.num_subnetworks, "units": len(engine.plan.units)}
         batch = torch.zeros(1, 8, dtype=torch.long)
         for repeat in range(2 + repeats):

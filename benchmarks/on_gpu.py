@@ -55,7 +55,7 @@ def run_tests(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", "-k", arguments.select]
-        # A file's ranks stay together; several files share the GPU.
+        # The tests of a file run in one process; several files share the GPU.
         command += ["--gpu", "-n", str(arguments.processes), "--dist", "loadfile", *TESTS] if on_gpu else ON_THE_CPU
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands ignore it, and theirs
         process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -74,7 +74,7 @@ def run_tests(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_report(path: Path) -> list[dict[str, Any]]:
-    """Name, seconds and outcome of each test, and the error of one that failed; none if pytest did not come so far."""
+    """Name, seconds, outcome and error of each test; empty if pytest did not get so far."""
     if not path.is_file():
         return []
     tests = []
@@ -96,7 +96,7 @@ def error_in(text: str) -> str:
 
 
 def averaged(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What DDP does by itself; but it takes the result from the collective's future, and a fake one's is empty."""
+    """DDP's default hook, which instead takes the result from the collective's future; a fake one's is empty."""
     future: Any = torch.futures.Future(devices=[device()] if device().type == "cuda" else None)
     buffer = bucket.buffer().div_(dist.get_world_size())
     dist.all_reduce(buffer, async_op=True).wait()
@@ -123,10 +123,10 @@ def measure(
     tokens = torch.randint(0, shape["vocab_size"], (rows, sequence), device=device())
     engine = contestant.build(shape, "bf16", micro_batch=rows, bucket=BUCKET)
     if contestant is DDP:
-        engine.runs.register_comm_hook(None, lambda state, bucket: averaged(bucket))  # it reads annotations as text
+        engine.runs.register_comm_hook(None, lambda state, bucket: averaged(bucket))  # it reads annotations as strings
     if checkpointing:
         engine.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for _ in range(2):  # what is made once is there
+    for _ in range(2):  # everything that is allocated once exists
         train(engine, tokens)
     figures: dict[str, Any] = {}
     if on_gpu:
@@ -161,7 +161,7 @@ def collect() -> None:
 
 
 def run_sizes(arguments: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Cells that the output lacks, until the time is over; each is written as soon as it is measured."""
+    """Measure cells that the output lacks, until the time is over; each is written at once."""
     from benchmarks.common.fake_world import fake_world
 
     on_gpu, path = device().type == "cuda", Path(arguments.output)
@@ -195,7 +195,7 @@ def run_sizes(arguments: argparse.Namespace, write: Callable[[dict[str, Any]], N
 
 
 def run_groups(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Bytes that the device loses to each further process group of this rank alone, once it has been used."""
+    """Device bytes of each further process group of this rank alone, after its first use."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     take_device()
     on_gpu = device().type == "cuda"
@@ -213,14 +213,14 @@ def run_groups(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("section", choices=["values", "sizes", "groups"])
-    parser.add_argument("--output", required=True, help="where the raw figures go, as JSON")
+    parser.add_argument("--output", required=True, help="path of the JSON with raw figures")
     parser.add_argument("--processes", type=int, default=4, help="of pytest")
     parser.add_argument("--minutes", type=float, default=9.0, help="after which tests are stopped and no cell begins")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--sequence", type=int, default=2048, help="sizes: tokens of a row")
-    parser.add_argument("--rows", type=int, default=4, help="sizes: of a micro-batch")
+    parser.add_argument("--sequence", type=int, default=2048, help="sizes: tokens per row")
+    parser.add_argument("--rows", type=int, default=4, help="sizes: rows per micro-batch")
     parser.add_argument("--sizes", nargs="+", choices=list(LLAMAS), default=["134M", "500M", "1B"])
-    parser.add_argument("--select", default="", help="which tests, as pytest's -k; which cells, a regular expression")
+    parser.add_argument("--select", default="", help="tests (pytest's -k), or cells (a regular expression)")
     arguments = parser.parse_args()
     facts = {"what": f"gpu_{arguments.section}", "device": device_name(), "arguments": vars(arguments)}
 

@@ -1,4 +1,4 @@
-"""What the learning study says: dense validation losses at equal operations, beside data parallelism."""
+"""Tables of the learning study: dense validation losses at equal FLOPs, compared with data parallelism."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TUNING_SEED = 99  # learning rates are chosen with it; no figure has it
+TUNING_SEED = 99  # only for choosing learning rates; excluded from figures
 
-# Rows of the table: subjects, with what readers call them.
+# Rows of the table: subjects and their labels.
 LABELS = {
     "dense 64x8": "data parallelism, 0.41M",
     "forward x block, C=0.5": "C = 1/2",
@@ -35,7 +35,7 @@ FEW_DATA = {
 
 
 def tuned_rate(cells: Sequence[Mapping[str, Any]], study: str, subject: str) -> float | None:
-    """The best of the longest runs with the tuning seed; None where nothing was tried."""
+    """The best of the longest runs with the tuning seed; None without such runs."""
     key = (study, subject, TUNING_SEED)
     tried = [cell for cell in cells if (cell["study"], cell["subject"], cell["seed"]) == key]
     longest = max((cell["budget"] for cell in tried), default=None)
@@ -68,7 +68,7 @@ class Figures:
         return sorted({cell["budget"] for cell in self.cells})
 
     def losses(self, subject: str, budget: int, key: str = "loss") -> dict[int, float]:
-        """By seed, at the end of the run; or its "best_loss", as if it had been stopped there."""
+        """Losses by seed, at the end of the run, or its "best_loss", as if it had been stopped there."""
         return {
             cell["seed"]: cell[key] for cell in self.cells if (cell["subject"], cell["budget"]) == (subject, budget)
         }
@@ -87,19 +87,19 @@ class Figures:
         return f"dense {size['width']}x{size['depth']}"
 
     def gaps(self, subject: str, other: str, budget: int) -> list[float]:
-        """A subject's loss less another's, for each seed that both have; below zero the subject is better."""
+        """A subject's loss minus another's, for each common seed; negative if the subject is better."""
         one, two = self.losses(subject, budget), self.losses(other, budget)
         return [one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())]
 
     def best_length(self, subject: str) -> tuple[int, dict[int, float]]:
-        """The budget with the lowest mean loss at any time of the run, and these losses by seed."""
+        """The budget with the lowest mean loss at any time of its run, and the losses by seed."""
         found = {budget: self.losses(subject, budget, "best_loss") for budget in self.budgets}
         best = min((b for b in found if found[b]), key=lambda budget: statistics.mean(found[budget].values()))
         return best, found[best]
 
     @staticmethod
     def error(values: Sequence[float]) -> float:
-        """Standard error of the mean; 0 of one value, which tells nothing of it."""
+        """Standard error of the mean; 0 for one value."""
         return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 

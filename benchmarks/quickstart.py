@@ -2,7 +2,7 @@
 
     deepspeed --num_gpus 4 benchmarks/quickstart.py configs/recipes/quickstart.yaml
 
-Measured steps are slower; nothing is timed. The figures, the most of all ranks, and the history of losses are in
+Measured steps are slower; nothing is timed. The maximum over all ranks and the history of losses are in
 `measured.json` of the run.
 """
 
@@ -43,7 +43,7 @@ class MeasureSteps(TrainerCallback):
             self.figures[phase] = self.measuring.enter_context(measured_step(engine))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Written at once: a run that is killed later resumes without another measured step of this phase."""
+        """Write at once, so that a resumed run does not measure this phase again."""
         self.measuring.close()
         engine: Any = self.trainer.model_wrapped
         schedule = getattr(engine, "schedule", None)
@@ -65,7 +65,7 @@ class MeasureSteps(TrainerCallback):
         self.keep(args, {}, state.log_history)
 
     def keep(self, args: Any, phases: dict[str, Any], history: list[dict[str, Any]]) -> None:
-        """Rank 0 alone touches the file."""
+        """Only rank 0 accesses the file."""
         if dist.get_rank() == 0:
             path = Path(args.output_dir, FILE)
             known = json.loads(path.read_text()) if path.exists() else {"phases": {}}

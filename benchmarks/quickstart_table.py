@@ -19,7 +19,7 @@ from benchmarks.common.provenance import write_result
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folders", type=Path, nargs=2, help="of the run with SDP, and of the plain one")
-    parser.add_argument("--output", help="where the raw figures go, as JSON")
+    parser.add_argument("--output", help="path of the JSON with raw figures")
     options = parser.parse_args()
     runs = {folder.name: read(folder) for folder in options.folders}
     print(table(runs))
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Figures of each phase in their order, the history of losses, and the dense loss in the end."""
+    """Figures of each phase in order, the history of losses, and the final dense loss."""
     measured = json.loads((folder / "measured.json").read_text())
     loss = json.loads((folder / "eval_results.json").read_text())["eval_loss"]
     phases = [measured["phases"][number] for number in sorted(measured["phases"], key=int)]

@@ -1,11 +1,11 @@
-"""Is the dense model that comes out better at the same cost? Data parallelism, its rivals and SDP at equal FLOPs.
+"""Loss of the dense model after training with data parallelism, alternatives and SDP at equal FLOPs.
 
     python benchmarks/study.py --output benchmarks/results/learning.json --set long --workers 2
     python benchmarks/study.py --output benchmarks/results/learning.json --only "dense 64x8" ".*whole ends" --seeds 0 1
 
 Virtual workers on one device (sdp_deepspeed/reference). Cells (study, subject, seed, budget, learning rate) are in one
-JSON, which is whole after each; what is there is not done again. With --keep a call may end within a cell, and the next
-one goes on there, bit for bit. A subject's learning rate is tuned on a seed of its own (--tune), and is the study's
+JSON file, written after each; existing cells are not repeated. With --keep a call may end within a cell, and the next
+one continues there, bit for bit. A subject's learning rate is tuned on a seed of its own (--tune), and is the study's
 until then. On a GPU, a larger study in calls of nine minutes:
 
     python benchmarks/study.py --output study.json --study "text 30M" --budgets 9155 --minutes 9 --keep kept
@@ -59,13 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit(f"interrupted: {options.output} has all cells that were done")
+        sys.exit(f"interrupted: {options.output} has all finished cells")
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="the JSON of all cells, which is read first")
+    add("--output", type=Path, required=True, help="JSON file of all cells; existing cells are not repeated")
     add("--study", choices=sorted(STUDIES), default="text", help="(default: text)")
     add("--set", choices=sorted(SETS), help="cells by one name, in place of --only, --seeds and --budgets")
     add("--only", nargs="+", default=[".*"], help="regular expressions of whole names of subjects, in this order")
@@ -74,17 +74,17 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--budgets", type=int, nargs="+", default=[1000], help=f"in dense steps {size} (default: 1000)")
     add("--tune", action="store_true", help=f"learning rates, on seed {TUNING_SEED}")
     add("--rates", type=float, nargs="+", help="highest learning rates, in place of the tuned ones, or of the grid")
-    add("--minutes", type=float, default=math.inf, help="no cell begins later (default: none)")
+    add("--minutes", type=float, default=math.inf, help="time after which no cell begins (default: none)")
     add("--keep", type=Path, help="a folder for cells within which the minutes end (default: they are finished)")
     device = "cuda" if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu" else "cpu"
     add("--device", default=device, help="cpu, cuda or cuda:1 (default: here %(default)s)")
     add("--workers", type=int, default=1, help="processes of one thread each (default: 1)")
-    add("--list", action="store_true", help="names of the subjects, and nothing else")
+    add("--list", action="store_true", help="list the names of subjects and exit")
     return parser.parse_args(arguments)
 
 
 def cells(options: argparse.Namespace, store: Store) -> Iterator[Cell]:
-    """In the order in which they are asked for: by seed, then by budget."""
+    """Cells in the requested order: by seed, then by budget."""
     if TUNING_SEED in options.seeds:
         raise ValueError(f"--seeds: {TUNING_SEED} is the seed of --tune, which no figure has")
     usual = STUDIES[options.study].learning_rate
@@ -112,7 +112,7 @@ def _named(patterns: Sequence[str]) -> list[str]:
 
 
 def work(cells: Sequence[Cell], store: Store, pool: Executor, *, num_processes: int, resources: Resources) -> None:
-    """All cells that are not done, or as many as begin in time; `num_processes` of `pool` at once.
+    """Run the unfinished cells that begin in time, `num_processes` of `pool` at once.
 
     Raises:
         ValueError: a cell failed. None begins after it, and those that ran beside it are kept.
@@ -131,12 +131,12 @@ def work(cells: Sequence[Cell], store: Store, pool: Executor, *, num_processes: 
             cell = running.pop(future)
             try:
                 result = future.result()
-            except (ValueError, OSError, RuntimeError) as error:  # no memory on a GPU, a killed process
+            except (ValueError, OSError, RuntimeError) as error:  # such as no memory on a GPU, or a killed process
                 failures.append(f"{cell.subject}, seed {cell.seed}, budget {cell.budget}: {error}")
                 continue
             if result is not None:
                 store.add(result)
-            outcome = f"{result['loss']:.4f} in {result['cpu_seconds']:.0f} s" if result else "goes on next time"
+            outcome = f"{result['loss']:.4f} in {result['cpu_seconds']:.0f} s" if result else "continues next time"
             print(f"{cell.subject}, seed {cell.seed}, budget {cell.budget}: {outcome}", flush=True)
     if failures:
         raise ValueError("; ".join(failures))
@@ -151,32 +151,32 @@ def _parts(cell: Cell) -> tuple[Any, Any]:
 
 
 def _start_worker() -> None:
-    """One thread; an interrupt ends it without a word, as the parent has one."""
+    """Set up a process of one thread; interrupts end it silently, since the parent reports them."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Store:
-    """All cells in one JSON file, which is whole after each of them; several processes may add to it.
+    """All cells in one JSON file, replaced atomically; several processes may add to it.
 
     Raises:
-        ValueError: what is at the path is not such a file.
+        ValueError: the file exists and is of another kind.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._provenance = provenance()  # of the code that runs, whatever is committed meanwhile
+        self._provenance = provenance()  # of the code that runs; commits may follow
         self.cells: list[dict[str, Any]] = []
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._alone():
             self._read()
 
     def has(self, facts: Mapping[str, Any]) -> bool:
-        """Whether that cell is done, with all that decides its figures as it is now."""
+        """Whether the cell is done with the current settings."""
         return any(all(found.get(key) == value for key, value in facts.items()) for found in self.cells)
 
     def add(self, result: Mapping[str, Any]) -> None:
-        """In place of one of the same names; what others have written meanwhile stays."""
+        """Add a cell, or replace the one with the same names; keep what others have written."""
         keys = ("study", "subject", "seed", "budget", "rate")
         with self._alone():
             self._read()
@@ -188,7 +188,7 @@ class Store:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """With the folder locked: the file itself is replaced by each writer."""
+        """Lock the folder, since each writer replaces the file."""
         handle = os.open(self._path.parent, os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)

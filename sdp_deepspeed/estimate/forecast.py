@@ -38,14 +38,13 @@ from sdp_deepspeed.engine.refusals import refuse_settings
 from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.estimate.per_rank import RankEstimate, ShardedRun, owned, plain
 from sdp_deepspeed.estimate.precision import FP32_BYTES
-from sdp_deepspeed.estimate.settings import read_settings, setup_of, sharded_setup_of, with_groups
+from sdp_deepspeed.estimate.settings import read_settings, setup_of, sharded_setup_of
 from sdp_deepspeed.estimate.sharded import ShardedSetup, of_rank, parts_of
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.buckets import BucketLayout
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, named_tensors, pieces_by_tensor
+from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
 
 # Model types of this package, by the module that registers them with Transformers.
 _OURS = {"sdp_small_image_resnet": "sdp_deepspeed.architectures.small_image_resnet"}
@@ -366,16 +365,12 @@ def forecast_of(
     sharded = sharded_setup_of(config, accumulation) if host == "fsdp2" else None
     setup, block = setup_of(config, accumulation), parse(config)
     if block is None:
-        others = plain_forecasts(model, config, num_ranks=num_ranks)
-        if not others:
-            raise ValueError("deepspeed.optimizer.type: Muon cannot be estimated without subnetworks; use AdamW")
-        return others["FSDP2" if sharded else f"ZeRO-{setup.stage}"]
+        return plain_forecasts(model, config, num_ranks=num_ranks)["FSDP2" if sharded else f"ZeRO-{setup.stage}"]
     if sharded is None:
         refuse_settings(config)
     with model.fake:
-        tensors = with_groups(dense_tensors(model.module), settings.optimizer_name)
+        tensors = dense_tensors(model.module)
         plan, warnings = plan_model(model.module, block, num_ranks)
-        _refuse_cut(plan, tensors, settings.optimizer_name)
         rank = busiest_rank(plan, model.module) if rank is None else rank
         inputs = model.inputs(micro)
         branches = locate_branches(model.module)
@@ -420,7 +415,8 @@ def _run_of_engine(
         averages = sum(owned(bucket, rank) for bucket in buckets) * FP32_BYTES * (is_first and not setup.offload)
         reductions.append(Reduction(set().union(*map(_names, buckets)), at_last=averages, waits=True))
     step = micro_step(model, inputs, **memory, reductions=reductions)
-    in_backward = step.peak + (0 if is_first else figures.gradients) + (figures.buffers if setup.stage == 2 else 0)
+    in_backward = step.peak + (0 if is_first else figures.gradients)
+    in_backward += run.reduce_buffers(rank) if setup.stage == 2 else 0
     in_step = figures.gradients + figures.step_gradients + figures.buffers
     return step, figures.weights + figures.optimizer + max(in_backward, in_step)
 
@@ -436,16 +432,14 @@ def _sharded_peak(figures: RankEstimate, step: MicroStep, accumulation: int) -> 
 
 
 def plain_forecasts(model: Model, config: Mapping[str, Any], *, num_ranks: int) -> dict[str, Forecast]:
-    """The same run without subnetworks, under ZeRO stages 0 (data parallelism) to 3 and FSDP2. Empty for Muon."""
+    """The same run without subnetworks, under ZeRO stages 0 (data parallelism) to 3 and FSDP2."""
     settings = read_settings(config)
     micro, accumulation = settings.micro_steps(num_ranks)
     setup = setup_of(config, accumulation)
-    if settings.optimizer_name == "muon":  # DeepSpeed's keeps momentum in other dtypes, and has buffers of its own
-        return {}
     whole = parse({KEY: {"coverage": 1.0}})
     assert whole is not None
     with model.fake:
-        tensors = with_groups(dense_tensors(model.module), settings.optimizer_name)
+        tensors = dense_tensors(model.module)
         inputs, parameters = model.inputs(micro), dict(model.module.named_parameters())
         branches = locate_branches(model.module)
         plan, _ = plan_model(model.module, whole, num_ranks, branches=branches)
@@ -531,14 +525,3 @@ def busiest_rank(plan: Plan, model: nn.Module) -> int:
         for k in plan.subnetwork_of_rank
     ]
     return work.index(max(work))
-
-
-def _refuse_cut(plan: Plan, tensors: Sequence[TensorInfo], optimizer: str) -> None:
-    """Raise ValueError if the plan splits a tensor that the optimizer updates as a whole."""
-    whole = [info for info in tensors if info.is_whole]
-    cut = [name for (_, name), pieces in pieces_by_tensor(whole, plan).items() if pieces[0][0].dim is not None]
-    if cut:
-        raise ValueError(
-            f"optimizer {optimizer!r} updates whole matrices, but {quoted(cut)} are split by neurons or heads; use "
-            "the strategy block, or AdamW"
-        )

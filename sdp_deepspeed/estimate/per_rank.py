@@ -5,8 +5,8 @@ Step counters of the optimizer and scalars of the gradient norm are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -14,7 +14,7 @@ from typing import Literal
 from sdp_deepspeed.estimate.precision import FP32_BYTES, Precision
 from sdp_deepspeed.parallel.buckets import BucketLayout, plan_buckets
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo, pieces_by_tensor
+from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 
 DEEPSPEEDS_BUCKET = 500_000_000  # elements
 
@@ -29,7 +29,6 @@ class Setup:
         accumulation: micro-steps per optimizer step; stage 2 sends gradients in each.
         offload: whether optimizer state is in host memory.
         bucket_elements: `reduce_bucket_size` of the config; None for the engine's default.
-        moments: fp32 moments per element, by param group; others have `precision.num_moments`.
     """
 
     stage: Literal[0, 1, 2]
@@ -37,7 +36,6 @@ class Setup:
     accumulation: int = 1
     offload: bool = False
     bucket_elements: int | None = None
-    moments: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,15 +86,14 @@ class ShardedRun:
 
     @cached_property
     def buckets(self) -> list[BucketLayout]:
-        trained = [info for info in self.tensors if info.group != NOT_OPTIMIZED]
+        trained = [info for info in self.tensors if info.trainable]
         pieces = pieces_by_tensor(trained, self.plan)
         return plan_buckets(
             {info.name: pieces["parameter", info.name] for info in trained},
             {info.name: info.shape for info in trained},
             {info.name: info.dtype for info in trained},
-            {info.name: info.group for info in trained},
+            {info.name: 0 for info in trained},
             bucket_size=self.setup.bucket_elements,
-            stepped_whole=[info.name for info in trained if info.is_whole],
         )
 
     @property
@@ -120,15 +117,15 @@ class ShardedRun:
         state = sum(self.stepped(bucket, rank) * self._optimizer_bytes(bucket) for bucket in held)
         stepped = sum(self.stepped(bucket, rank) for bucket in held)
         stored = self.buckets if self.is_backward else held
-        others = [info for info in self.tensors if info.group == NOT_OPTIMIZED]
-        num_stored = sum(b.size if b.is_whole else b.num_elements for b in stored) + self._elements(others, rank)
-        left = self._elements([info for info in others if info.trainable], rank) * setup.precision.weights
+        num_stored = sum(b.size if b.is_whole else b.num_elements for b in stored) + self._num_frozen(rank)
         return RankEstimate(
             weights=num_stored * setup.precision.weights,
-            gradients=self._gradients(held, stepped) + left,
+            gradients=self._gradients(held, stepped),
             optimizer=0 if setup.offload else state,
             host_optimizer=state + stepped * FP32_BYTES if setup.offload else 0,
-            buffers=self._buffers(held),
+            buffers=max(
+                self.reduce_buffers(rank), setup.precision.weights * self.num_ranks * max(self._returned, default=0)
+            ),
             step_gradients=self._step_gradients(held, rank),
             sent=self._sent(held, rank),
         )
@@ -137,15 +134,15 @@ class ShardedRun:
         """Per element: moments, and a master unless fp32 weights are stepped in place."""
         precision = self.setup.precision
         in_place = bucket.is_whole and precision.weights == FP32_BYTES and not self.setup.offload
-        moments = self.setup.moments.get(bucket.param_group, precision.num_moments)
-        return FP32_BYTES * (moments + (not in_place))
+        return FP32_BYTES * (precision.num_moments + (not in_place))
 
-    def _elements(self, tensors: Sequence[TensorInfo], rank: int) -> int:
-        """Elements that a rank stores of tensors in no bucket."""
-        shapes = {info.name: info.shape for info in tensors}
+    def _num_frozen(self, rank: int) -> int:
+        """Elements that a rank stores of frozen parameters, which are in no bucket."""
+        shapes = {info.name: info.shape for info in self.tensors if not info.trainable}
+        frozen = [info for info in self.tensors if not info.trainable]
         return sum(
             piece.num_elements(shapes[name])
-            for (_, name), found in pieces_by_tensor(tensors, self.plan).items()
+            for (_, name), found in pieces_by_tensor(frozen, self.plan).items()
             for piece, ranks in found
             if self.is_backward or rank in ranks
         )
@@ -162,15 +159,13 @@ class ShardedRun:
         made = [self.stepped(bucket, rank) * FP32_BYTES for bucket in held]
         return max(made, default=0) if self.setup.offload else sum(made)
 
-    def _buffers(self, held: Sequence[BucketLayout]) -> int:
-        """A packed bucket (stage 2), the same in the dtype on the wire, and the all-gather of weights in the backward
-        regime."""
+    def reduce_buffers(self, rank: int) -> int:
+        """Bytes of a packed bucket (stage 2), and of the same in the dtype on the wire."""
         precision = self.setup.precision
         width = precision.gradients * (self.setup.stage == 2)
         if precision.wire != precision.gradients:
             width += precision.wire
-        largest = max((bucket.size for bucket in held), default=0)
-        return width * largest + precision.weights * self.num_ranks * max(self._returned, default=0)
+        return width * max((bucket.size for bucket in self.held(rank)), default=0)
 
     @cached_property
     def _returned(self) -> list[int]:
@@ -217,33 +212,29 @@ def estimate(plan: Plan, tensors: Sequence[TensorInfo], setup: Setup) -> tuple[R
 def plain(tensors: Sequence[TensorInfo], setup: Setup, *, num_ranks: int) -> RankEstimate:
     """Rank 0 under plain DeepSpeed.
 
-    Stages 1 and 2 pad each param group to a multiple of 2n elements, keep fp32 masters of fp32 weights, too, allocate a
+    Stages 1 and 2 pad the parameters to a multiple of 2n elements, keep fp32 masters of fp32 weights, too, allocate a
     bucket of `reduce_bucket_size` elements (500 million by default), and all-reduce gradients, so that they send
     3 (n-1) / n elements per parameter.
     """
     stage, precision = setup.stage, setup.precision
     parameters = [info for info in tensors if info.kind == "parameter"]
-    groups: dict[int, int] = {}
-    for info in parameters:
-        if info.group != NOT_OPTIMIZED:
-            groups[info.group] = groups.get(info.group, 0) + prod(info.shape)
-    whole, optimized = sum(prod(info.shape) for info in parameters), sum(groups.values())
+    whole = sum(prod(info.shape) for info in parameters)
     trained = sum(prod(info.shape) for info in parameters if info.trainable)
     step = 2 * num_ranks if stage else 1
-    padded = sum(-(-count // step) * step for count in groups.values())
+    padded = -(-trained // step) * step
     stepped = padded // (num_ranks if stage else 1)
     has_master = stage > 0 or precision.weights != FP32_BYTES
     state = stepped * FP32_BYTES * (precision.num_moments + has_master)
     kept, start = 0, 0
     for info in parameters if stage == 2 else []:  # stage 2 keeps all of a gradient that begins in the shard
-        if info.group != NOT_OPTIMIZED:
+        if info.trainable:
             kept += prod(info.shape) if start < stepped else 0
             start += prod(info.shape)
-    share = optimized * (num_ranks - 1) // num_ranks
+    share = trained * (num_ranks - 1) // num_ranks
     rounds = setup.accumulation if stage == 2 else 1
     return RankEstimate(
-        weights=(whole - optimized + padded) * precision.weights,
-        gradients=(trained if stage < 2 else trained - optimized + kept) * precision.gradients,
+        weights=(whole - trained + padded) * precision.weights,
+        gradients=(trained if stage < 2 else kept) * precision.gradients,
         optimizer=0 if setup.offload else state,
         host_optimizer=state if setup.offload else 0,
         buffers=(setup.bucket_elements or DEEPSPEEDS_BUCKET) * precision.wire if stage else 0,

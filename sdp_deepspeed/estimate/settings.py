@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
@@ -14,16 +12,12 @@ from sdp_deepspeed.estimate.per_rank import Setup
 from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.estimate.sharded import ShardedSetup
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
-from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.schedule import Schedule
 from sdp_deepspeed.total_steps import fill_total_steps
 
 _MANY_STEPS = 10**6  # if the number of steps is unknown; every phase gets some
 # fp32 moments of each element, by the optimizer's name in lower case; 2 for the rest.
 _MOMENTS = {"sgd": 0, "lion": 1, "adagrad": 1, "fusedlion": 1, "deepspeedcpulion": 1, "deepspeedcpuadagrad": 1}
-_MUON = "muon"
-_OF_MUON, _OF_ITS_ADAM = 0, 1  # param groups
-_NOT_MUONS = re.compile("embed|lm_head", re.IGNORECASE)
 
 
 class _Part(BaseModel):
@@ -134,6 +128,8 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         check_optimizer(settings.optimizer.type, allow=False)
     except ValueError as error:
         raise ValueError(f"deepspeed.optimizer.type: {error}") from None
+    if settings.optimizer_name == "muon":
+        raise ValueError("deepspeed.optimizer.type: Muon cannot be estimated; use AdamW, whose state is larger")
     return settings
 
 
@@ -188,7 +184,6 @@ def setup_of(config: Mapping[str, Any], accumulation: int) -> Setup:
         accumulation=accumulation,
         offload=zero.offload_optimizer.device == "cpu",
         bucket_elements=None if zero.reduce_bucket_size is None else int(zero.reduce_bucket_size),
-        moments={_OF_MUON: 1} if settings.optimizer_name == _MUON else {},
     )
 
 
@@ -208,28 +203,9 @@ def sharded_setup_of(config: Mapping[str, Any], accumulation: int) -> ShardedSet
     zero = settings.zero_optimization
     if zero.offload_optimizer.device in ("cpu", "nvme") or zero.offload_param.device in ("cpu", "nvme"):
         refused.append("zero_optimization: offload cannot be estimated under FSDP2; remove it")
-    if settings.optimizer_name == _MUON:
-        refused.append("optimizer.type: Muon updates whole matrices, which FSDP2 shards; use AdamW")
     if refused:
         raise ValueError(f"FSDP2: {'; '.join(refused)}")
     compute = 2 if settings.dtype == "bf16" else 4
     wire = settings.communication_data_type
     wire_bytes = compute if wire is None else 4 if wire == "fp32" else 2
     return ShardedSetup(compute=compute, wire=wire_bytes, num_moments=settings.moments, accumulation=accumulation)
-
-
-def with_groups(tensors: Sequence[TensorInfo], optimizer: str) -> list[TensorInfo]:
-    """Set the param group of each tensor, and whether one rank steps the whole tensor.
-
-    With DeepSpeed's Muon, embeddings, the head and vectors are stepped by its Adam.
-
-    Args:
-        optimizer: name in lower case.
-    """
-    if optimizer != _MUON:
-        return [replace(info, group=0) for info in tensors]
-    is_muons = [len(info.shape) > 1 and not _NOT_MUONS.search(info.name) for info in tensors]
-    return [
-        replace(info, group=_OF_MUON if is_its else _OF_ITS_ADAM, is_whole=is_its)
-        for info, is_its in zip(tensors, is_muons, strict=True)
-    ]

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-NOT_OPTIMIZED = -1
-
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -25,19 +23,15 @@ class TensorInfo:
         name: dense name.
         shape: dense shape.
         dtype: of the weights (torch.dtype).
-        group: param group index; NOT_OPTIMIZED for a tensor in no optimizer.
         kind: "parameter" or "buffer".
         trainable: whether it required gradients before masking.
-        is_whole: whether one rank steps all of it, since its optimizer is not elementwise.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: Any
-    group: int = NOT_OPTIMIZED
     kind: str = "parameter"
     trainable: bool = True
-    is_whole: bool = False
 
 
 def pieces_by_tensor(

@@ -171,7 +171,7 @@ def as_estimated(mode: Mode, stage: int, precision: str) -> weakref.ref[Any]:
     micro_step(engine, batch)
     with measured_step(engine) as figures:
         micro_step(engine, batch)
-    tensors = [replace(info, group=0) for info in dense_tensors(llama(4))]
+    tensors = dense_tensors(llama(4))
     setup = Setup(stage, Precision.of(precision), bucket_elements=BUCKET)  # type: ignore[arg-type]
     expected = estimate(engine.plan, tensors, setup)[FAKE_RANK]
     counters = sum(tensor.nbytes for tensor in optimizer_tensors(engine) if tensor.dim() == 0)

@@ -75,19 +75,6 @@ def test_a_model_is_whole_again_after_a_forecast() -> None:
 MODES = [("forward", "block"), ("backward", "neuron")]
 
 
-def test_whole_tensors_have_one_owner_each() -> None:
-    """In the units that a rank holds alone everything is its own; Adam's shards of what is shared are halves."""
-    config = {KEY: {"coverage": 0.5}, "optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 1}}
-    figures = of(config)
-    held = figures.rank.weights // 4
-    shared = SHAPE["vocab_size"] * SHAPE["hidden_size"]  # the embedding, and as much the head
-    final, norms = SHAPE["hidden_size"], SHAPE["num_hidden_layers"] * SHAPE["hidden_size"]
-    muons = held - 2 * shared - final - norms
-    assert figures.rank.optimizer // 4 == muons + 2 * (norms + shared + final // 2)
-    with pytest.raises(ValueError, match=r"'muon' updates whole matrices, but .* are split"):
-        of(config | {KEY: {"coverage": 0.5, "strategy": "neuron"}})
-
-
 def test_which_models_classify_images() -> None:
     names = ("resnet", "swin", "vit", "llama", "gpt2", "xyz")
     found = {name: classifies_images({"model_type": name}) for name in names}

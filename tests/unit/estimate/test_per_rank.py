@@ -13,7 +13,7 @@ from sdp_deepspeed.estimate.per_rank import Setup, estimate, plain
 from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.plan.assign import assign
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.tensors import NOT_OPTIMIZED, TensorInfo
+from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit, UnitCost
 from tests.helpers.properties import examples
 
@@ -22,8 +22,8 @@ FP32 = Precision.of("fp32")
 
 
 def model(num_layers: int, width: int = 4) -> list[TensorInfo]:
-    layers = [TensorInfo(f"layers.{i}.{n}", (width, width + 1), "f", 0) for i in range(num_layers) for n in "ab"]
-    return [TensorInfo("embedding", (7, width), "f", 0), *layers, TensorInfo("norm", (width,), "f", 1)]
+    layers = [TensorInfo(f"layers.{i}.{n}", (width, width + 1), "f") for i in range(num_layers) for n in "ab"]
+    return [TensorInfo("embedding", (7, width), "f"), *layers, TensorInfo("norm", (width,), "f")]
 
 
 def plan_of(num_layers: int, size: int, holders: int, regime: str = "forward", replicas: int = 1) -> Plan:
@@ -145,16 +145,15 @@ def test_wire_and_weights_have_their_own_dtypes() -> None:
     assert 2 * wide.sent == 3 * narrow.sent
 
 
-def test_frozen_and_unoptimized_parameters() -> None:
-    tensors = [TensorInfo("w", (10,), "f", group=0), TensorInfo("f", (6,), "f", group=NOT_OPTIMIZED, trainable=False)]
-    tensors.append(TensorInfo("trained, but by no optimizer", (3,), "f", group=NOT_OPTIMIZED))
+def test_frozen_parameters() -> None:
+    tensors = [TensorInfo("w", (10,), "f"), TensorInfo("f", (6,), "f", trainable=False)]
     tensors.append(TensorInfo("buffer", (100,), "f", kind="buffer"))
     plan = Plan("forward", "block", 1, 1, 0, (Unit("u", (Piece("w", None, 0, 10),)),), ((0,),), (0,))
     result = estimate(plan, tensors, Setup(1, BF16))[0]
-    assert (result.weights, result.gradients, result.optimizer) == (38, 26, 120)
+    assert (result.weights, result.gradients, result.optimizer) == (32, 20, 120)
     assert result.sent == 0
-    assert result.state == 184
-    assert estimate(plan, tensors, Setup(2, SUMS))[0].gradients == 40 + 6, "in the weights' dtype: nobody sums it"
+    assert result.state == 172
+    assert estimate(plan, tensors, Setup(2, SUMS))[0].gradients == 40
 
 
 @pytest.mark.parametrize("holders", [1, 2])
@@ -167,19 +166,19 @@ def test_slices_have_a_copy_that_is_stepped(dim: int, regime: str, holders: int)
     plan = Plan(regime, "neuron", 2, holders, 0, units, held, (0, 1))
     stepped = [12, 24] if holders == 1 else [18, 18]
     for precision, per_element in ((FP32, 12 if holders == 1 else 8), (BF16, 12)):
-        result = estimate(plan, [TensorInfo("w", (6, 6), "f", group=0)], Setup(1, precision))
+        result = estimate(plan, [TensorInfo("w", (6, 6), "f")], Setup(1, precision))
         assert [rank.optimizer for rank in result] == [count * per_element for count in stepped]
 
 
 def test_plain_deepspeed() -> None:
-    tensors = [TensorInfo("a", (10,), "f", group=0), TensorInfo("b", (5,), "f", group=1)]
+    tensors = [TensorInfo("a", (10,), "f"), TensorInfo("b", (5,), "f")]
     stage_0 = plain(tensors, Setup(0, FP32), num_ranks=4)
     assert (stage_0.weights, stage_0.gradients, stage_0.optimizer) == (60, 60, 8 * 15)
-    stage_1 = plain(tensors, Setup(1, BF16), num_ranks=4)  # groups padded to 16 and 8
-    assert (stage_1.weights, stage_1.gradients, stage_1.optimizer) == (48, 30, 12 * 6)
+    stage_1 = plain(tensors, Setup(1, BF16), num_ranks=4)  # padded to 16
+    assert (stage_1.weights, stage_1.gradients, stage_1.optimizer) == (32, 30, 12 * 4)
     stage_2 = plain(tensors, Setup(2, BF16, accumulation=3), num_ranks=4)
-    assert (stage_2.weights, stage_2.gradients, stage_2.optimizer) == (48, 20, 12 * 6), "all of `a`"
+    assert (stage_2.weights, stage_2.gradients, stage_2.optimizer) == (32, 20, 12 * 4), "all of `a`"
     assert stage_1.sent == 3 * 2 * 11
     assert stage_2.sent == 7 * 2 * 11
-    assert plain(tensors, Setup(1, FP32), num_ranks=4).optimizer == 12 * 6
+    assert plain(tensors, Setup(1, FP32), num_ranks=4).optimizer == 12 * 4
     assert plain(tensors, Setup(1, FP32), num_ranks=1).sent == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +12,9 @@ from sdp_deepspeed.estimate.settings import (
     read_settings,
     setup_of,
     sharded_setup_of,
-    with_groups,
     without_auto,
 )
 from sdp_deepspeed.estimate.sharded import ShardedSetup
-from sdp_deepspeed.plan.tensors import dense_tensors
-from tests.helpers.models import llama
 
 
 def test_what_decides_bytes() -> None:
@@ -49,6 +45,7 @@ def test_what_decides_bytes() -> None:
         ({"zero_optimization": {"reduce_bucket_size": 0}}, "deepspeed.zero_optimization.reduce_bucket_size: got 0"),
         ({"tensor_parallel": {"autotp_size": 2}}, "deepspeed.tensor_parallel.autotp_size: got 2"),
         ({"optimizer": {"type": "Adafactor"}}, "deepspeed.optimizer.type: optimizer 'Adafactor'"),
+        ({"optimizer": {"type": "Muon"}}, "deepspeed.optimizer.type: Muon cannot be estimated"),
         ({"optimizer": {"type": "Mine"}}, "deepspeed.optimizer.type: optimizer 'Mine' is not known"),
         ({"bf16": 3}, "deepspeed.bf16: got 3"),
         ({"fp16": {"enabled": "false"}}, "deepspeed.fp16.enabled: got 'false'"),
@@ -77,30 +74,12 @@ def test_what_decides_bytes_under_fsdp2() -> None:
     [
         ({KEY: {"coverage": 0.5, "regime": "backward"}}, "regime: .*gathers a unit"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload"),
-        ({"optimizer": {"type": "Muon"}}, "whole matrices"),
         ({"fp16": {"enabled": True}}, "loss scaling"),
     ],
 )
 def test_what_is_refused_under_fsdp2(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         sharded_setup_of(BLOCK | config, 1)
-
-
-def test_muon_gets_what_deepspeed_gives_it() -> None:
-    """Its momentum is one of two moments; the embedding, the head and the norms are its Adam's."""
-    import deepspeed
-
-    model = llama()
-    deepspeed.set_optimizer_flags(SimpleNamespace(optimizer_name="muon", optimizer_params={}), model)
-    found = with_groups(dense_tensors(model), "muon")
-    assert {info.name: info.is_whole for info in found} == {
-        name: vars(parameter)["use_muon"] for name, parameter in model.named_parameters()
-    }
-    assert {info.is_whole for info in found} == {True, False}
-    setup = setup_of({"optimizer": {"type": "Muon"}}, 1)
-    assert {setup.moments.get(info.group, 2) for info in found if info.is_whole} == {1}
-    assert {setup.moments.get(info.group, 2) for info in found if not info.is_whole} == {2}
-    assert {(info.is_whole, info.group) for info in with_groups(dense_tensors(llama()), "adamw")} == {(False, 0)}
 
 
 def test_auto_is_what_the_trainer_fills_in() -> None:
