@@ -113,6 +113,7 @@ def check_sequence(run: Sequence_, rank: Rank) -> None:
         assert_identical(dense_state(engine), dense_state(other))
     again = run.engine(run.phases[-1], stage)
     engine.save_checkpoint(str(rank.folder / "last"))
+    engine.wait_for_checkpoint()
     again.load_checkpoint(str(rank.folder / "last"))
     assert_same_run(engine, again)
 

@@ -269,18 +269,13 @@ def backward(strategy: Any, **more: Any) -> dict[str, Any]:
 
 CASES = (
     Divided("llama", forward("block"), stage=1, optimizer="AdamW"),
-    Divided("llama_biases", backward("neuron"), stage=2),
-    Divided("llama_biases", forward("neuron", neuron_groups=3), stage=2, accumulation=2),
+    Divided("llama_biases", backward("neuron"), stage=2, accumulation=2),
     Divided("qwen3", forward("neuron"), stage=0),
     Divided("qwen3", backward("neuron"), stage=1, settings=OWN_SPECS),
     Divided("qwen2_61", backward(MIXED), stage=1, accumulation=2),
-    Divided("qwen2", forward(MIXED), stage=2, settings=OVERLAP),
-    Divided("mistral", backward("block"), stage=2, settings=OVERLAP),
-    Divided("gpt_neox", backward("neuron"), stage=1, settings=OVERLAP),
-    Divided("gpt_neox_parallel", forward("neuron"), stage=2),
     Divided("llama_tied_61", forward("neuron", holders=2), stage=1),
-    Divided("llama_tied", backward("block"), stage=0),
-    Divided("own", forward("neuron"), stage=1),
-    Divided("own", backward("neuron"), stage=2),
-    Divided("own", forward("block"), stage=0, optimizer="AdamW"),
+    Divided("gpt_neox", backward("neuron"), stage=2, settings=OVERLAP),
+    Divided("gpt_neox_parallel", forward("neuron", neuron_groups=3), stage=2),
+    Divided("own", forward("neuron"), stage=1, optimizer="AdamW"),
+    Divided("own", backward("block"), stage=2),
 )

@@ -5,7 +5,6 @@ Backends that are quick on a CPU: "eager" runs what was traced as it is, "aot_ea
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -115,35 +114,28 @@ def compiled_layers(rank: Rank) -> None:
 
 
 def compiled_parts(rank: Rank) -> None:
-    """A compiled MLP, and a compiled linear layer in it: a body in two parts does not run the held part twice."""
-    parts: list[Callable[[Any], nn.Module]] = [lambda layer: layer.mlp, lambda layer: layer.mlp.down_proj]
-    for part, mode in itertools.product(parts, (MODES[0], MODES[3])):
-        model = SPECIMENS["llama"].build()
-        for layer in layers_of(model):
-            part(layer).compile(backend="eager")
-        engine = start(model, 1, mode)
-        expected = engine_of(sgd(clip=0.5, regime=mode.regime, strategy=mode.strategy), SPECIMENS["llama"].build())
-        compare(engine, expected)
-
-
-def a_forward_of_its_own(rank: Rank) -> None:
-    """Compiled as a method: where it is replaced, and where it runs on what this rank has."""
-    parts: list[tuple[Callable[[Any], nn.Module], Mode]] = [
-        (lambda layer: layer.mlp, MODES[0]),
-        (lambda layer: layer.mlp, MODES[1]),
-        (lambda layer: layer.mlp.down_proj, MODES[3]),
+    """A compiled MLP, a compiled linear layer in it, and forwards compiled as methods, both where they are replaced and
+    where they run on what this rank has; a body in two parts does not run the held part twice."""
+    parts: list[tuple[Callable[[Any], nn.Module], Mode, bool]] = [
+        (lambda layer: layer.mlp, MODES[0], True),
+        (lambda layer: layer.mlp, MODES[1], False),
+        (lambda layer: layer.mlp.down_proj, MODES[3], True),
+        (lambda layer: layer.mlp.down_proj, MODES[3], False),
     ]
-    for part, mode in parts:
+    for part, mode, is_method in parts:
         model = SPECIMENS["llama"].build()
         for layer in layers_of(model):
-            part(layer).forward = torch.compile(part(layer).forward, backend="eager")
+            if is_method:
+                part(layer).forward = torch.compile(part(layer).forward, backend="eager")
+            else:
+                part(layer).compile(backend="eager")
         engine = start(model, 1, mode)
         expected = engine_of(sgd(clip=0.5, regime=mode.regime, strategy=mode.strategy), SPECIMENS["llama"].build())
         compare(engine, expected)
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (engine_compile, wrapped_before, compiled_layers, compiled_parts, a_forward_of_its_own):
+    for check in (engine_compile, wrapped_before, compiled_layers, compiled_parts):
         yield check.__name__, check
     if options.getoption("--gpu"):
         yield "inductor", inductor

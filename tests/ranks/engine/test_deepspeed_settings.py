@@ -1,60 +1,42 @@
-"""Every key of DeepSpeed's config that the optimizer reads reaches it; each one's effect is tested where it acts."""
+"""What else is set in DeepSpeed's config, or in torch: dtype on the wire, defaults, profilers, timers, monitors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import csv
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.comm import comm as deepspeed_comm
 
 from benchmarks.common.traffic_counter import TrafficCounter
 from tests.helpers.checkpointed_runs import stepped
-from tests.helpers.models import config, llama
+from tests.helpers.models import SPECIMENS, config, llama, without_block
 from tests.helpers.ranks import Rank
-from tests.helpers.training import assert_identical, dense_state, engine_of, micro_step, own_batches, train
-
-BF16: dict[str, Any] = {"bf16": {"enabled": True}}
-CPU = {"device": "cpu", "pin_memory": True}
-
-
-def optimizer_of(engine_config: dict[str, Any], **zero: Any) -> Any:
-    settings = config(holders=1) | {"zero_force_ds_cpu_optimizer": False} | engine_config
-    settings["zero_optimization"] = {"stage": 2} | zero
-    return engine_of(settings).optimizer
-
-
-def what_the_config_says(rank: Rank) -> None:
-    plain = optimizer_of({})
-    assert (plain.sharded.stage, plain.sharded.overlap, plain.reports_norm, plain.skips_overflow) == (
-        2,
-        False,
-        True,
-        True,
-    )
-    assert all(bucket.host is None for bucket in plain.sharded.held)
-    assert optimizer_of({}, stage=0).sharded.stage == 0
-    assert optimizer_of({}, overlap_comm=True).sharded.overlap is True
-    assert len(optimizer_of({}, reduce_bucket_size=1234).sharded.buckets) > len(plain.sharded.buckets)
-    assert all(bucket.host is not None for bucket in optimizer_of({}, offload_optimizer=CPU).sharded.held)
-    assert optimizer_of({"gradient_clipping": 0.0}, compute_grad_norm=False).reports_norm is False
-    assert optimizer_of({"gradient_clipping": 0.25}).sharded.clip == 0.25
-    for checks in (False, True):
-        bf16 = {"enabled": True, "check_grad_overflow": checks}
-        assert optimizer_of({"bf16": bf16}).skips_overflow is checks
-    for data_types, dtype in (({}, torch.bfloat16), ({"grad_accum_dtype": "fp32"}, torch.float32)):
-        settings = config(holders=1) | BF16 | {"data_types": data_types, "gradient_accumulation_steps": 2}
-        engine = engine_of(settings | {"zero_optimization": {"stage": 1}})
-        train(engine, num_steps=1)  # the first of two micro-steps
-        assert {gradient.dtype for gradient in engine.optimizer.sharded.gradient_tensors()} == {dtype}
+from tests.helpers.training import (
+    SGD,
+    assert_identical,
+    dense_state,
+    engine_of,
+    gathered,
+    micro_step,
+    own_batches,
+    sgd,
+    train,
+)
 
 
 def gradients_travel_in_their_dtype(rank: Rank) -> None:
     """And weights that return in theirs: what is sent of gradients is half where it has half the bytes."""
     for stage in (0, 1, 2):
         sent: dict[str | None, int] = {}
-        for name in (None, "bf16", "fp16"):
+        for name in (None, "bf16"):
             settings = config(holders=2) | {"zero_optimization": {"stage": stage}}
             engine = engine_of(settings | ({} if name is None else {"communication_data_type": name}))
             with TrafficCounter() as traffic:
@@ -62,27 +44,7 @@ def gradients_travel_in_their_dtype(rank: Rank) -> None:
             sent[name] = traffic.total
         num_elements = sum(parameter.numel() for parameter in engine.module.parameters())
         halves = 2 * num_elements if stage == 0 else num_elements  # all-reduced, or one half of them sent
-        assert sent["bf16"] == sent["fp16"]
         assert sent[None] - sent["bf16"] == pytest.approx(halves, abs=64), stage
-
-
-def checkpoints_of_other_buckets_go_on(rank: Rank) -> None:
-    """Buckets decide who owns what, in which order: states of the same size would land on other elements."""
-    for zero in ({}, {"offload_optimizer": {"device": "cpu"}}):
-        shared = {"stage": 1, "reduce_bucket_size": 10**6} | zero
-        engines = []
-        for sizes in ({}, {"reduce_bucket_size": 3000}):
-            settings = config(holders=1) | {"zero_force_ds_cpu_optimizer": False} | BF16
-            engines.append(engine_of(settings | {"zero_optimization": shared | sizes}))
-        first, *others = engines
-        train(first, num_steps=1)
-        folder = str(rank.folder / f"buckets_{len(zero)}")
-        first.save_checkpoint(folder)
-        train(first, num_steps=1, first=1)
-        for other in others:
-            other.load_checkpoint(folder)
-            train(other, num_steps=1, first=1)
-            assert_identical(dense_state(other), dense_state(first))
 
 
 @contextmanager
@@ -122,16 +84,177 @@ def defaults_of_torch_do_no_harm(rank: Rank) -> None:
         assert_identical(dense_state(other), dense_state(engine))
 
 
+def plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same without our block."""
+    settings = without_block(settings)
+    return settings | {"zero_allow_untested_optimizer": True}
+
+
+def flops_profiler_by_config(rank: Rank) -> None:
+    """On rank 0, in the second step; the figure of full coverage is plain ZeRO-1's."""
+    found = []
+    for block in ({"holders": 2}, None, {"holders": 1, "regime": "backward", "strategy": "neuron"}):
+        path = rank.folder / f"{block}.txt"
+        profile = {"enabled": True, "profile_step": 1, "output_file": str(path)}
+        settings = config(**(block or {})) | {"optimizer": SGD, "flops_profiler": profile}
+        engine = engine_of(plain(settings) if block is None else settings, SPECIMENS["llama"].build())
+        train(engine, num_steps=3)
+        if rank.rank == 0:
+            found.append([line for line in path.read_text().splitlines() if line.startswith("fwd flops per GPU")])
+    assert all(lines and lines == found[0] for lines in found), found
+
+
+def comms_logger(rank: Rank) -> None:
+    """`deepspeed.comm.log_summary()` has the collectives of each step's buckets."""
+    logger = deepspeed_comm.comms_logger
+    try:
+        for stage, kind, calls in ((0, "all_reduce", 1), (1, "isend", 2)):
+            logger.comms_dict = {}
+            settings = sgd(holders=2, stage=stage) | {"comms_logger": {"enabled": True}}
+            engine = engine_of(settings, SPECIMENS["llama"].build())
+            train(engine, num_steps=3)
+            sizes = logger.comms_dict[kind]
+            assert sum(count for count, *_ in sizes.values()) == calls * 3 * len(engine.optimizer.sharded.held)
+            assert kind in str(deepspeed.comm.log_summary(return_dict=True))
+    finally:
+        logger.enabled, logger.comms_dict = False, {}
+
+
+def timers_and_prints(rank: Rank) -> None:
+    """They change no bits; the timers that a caller can ask for are those of plain ZeRO-1."""
+    tools = {"wall_clock_breakdown": True, "memory_breakdown": True, "dump_state": True, "steps_per_print": 1}
+    states, timers = [], []
+    for settings in (sgd(stage=2), sgd(stage=2) | tools, plain(sgd(stage=2)) | tools):
+        engine = engine_of(settings)
+        train(engine, num_steps=1)
+        states.append(dense_state(engine))
+        timers.append(engine.get_wall_clock_timers())
+    assert_identical(*states[:2])
+    assert timers[1].keys() == timers[2].keys() >= {"fwd", "bwd", "step"}
+    assert all(value > 0 for value in (timers[1]["fwd"], timers[1]["bwd"], timers[1]["step"]))
+
+
+def states_on_the_host_between_steps(rank: Rank) -> None:
+    """As for a generation between two steps: in evaluation nobody needs them, and a step says who does."""
+    states = []
+    for moves in (False, True):
+        engine = engine_of(config(holders=1) | {"bf16": {"enabled": True}})
+        train(engine, num_steps=1)
+        if moves:
+            engine.offload_states()
+            with engine.dense():
+                pass
+            with pytest.raises(RuntimeError, match=r"call reload_states\(\)"):
+                train(engine, num_steps=1)
+            engine.zero_grad()
+            engine.reload_states()
+        train(engine, num_steps=1)
+        states.append(dense_state(engine))
+    assert_identical(*states)
+
+
+EVERY = 2  # steps
+BATCH = 2 * 2 * 2  # samples of a step: ranks, micro-steps, samples of a micro-batch
+
+
+class Wandb(ModuleType):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.logged: list[tuple[dict[str, float], int]] = []
+        self.options: dict[str, Any] = {}
+
+    def init(self, **options: Any) -> None:
+        self.options = options
+
+    def log(self, data: dict[str, float], step: int, commit: Any = None) -> None:
+        self.logged.append((data, step))
+
+
+def monitors(rank: Rank, name: str) -> dict[str, Any]:
+    where = {"enabled": True, "output_path": str(rank.folder), "job_name": name}
+    settings = {"csv_monitor": where, "wandb": {"enabled": True, "project": "mine"}, "steps_per_print": EVERY}
+    return settings | ({"tensorboard": where} if _has_tensorboard() else {})
+
+
+def _has_tensorboard() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+def written(rank: Rank, name: str) -> dict[str, dict[int, float]]:
+    """By file, values by samples."""
+    files = sorted((rank.folder / name).glob("*.csv"))
+    tables = {path.stem: list(csv.reader(path.read_text().splitlines()))[1:] for path in files}
+    return {name: {int(step): float(value) for step, value in rows} for name, rows in tables.items()}
+
+
+def what_monitors_get(rank: Rank) -> None:
+    """Rank 1 has no monitor: rank 0 decides for both. After two steps the plan is that of the whole model, whose loss
+    has another name."""
+    wandb = Wandb()
+    sys.modules["wandb"] = wandb
+    settings = sgd(2) | (monitors(rank, "ours") if rank.rank == 0 else {})
+    engine = engine_of(settings)
+    losses, norms, coverage = [], [], {}
+    for first in range(4):
+        if first == 2:
+            engine.replan({"coverage": 1.0})
+        coverage[BATCH * (first + 1)] = engine.coverage
+        losses.append(train(engine, num_steps=1, accumulation=2, first=first))
+        norms.append(engine.get_global_grad_norm())
+    every = gathered(losses)
+    events = written(rank, "ours")
+    assert events.pop("Train_Samples_lr").keys() == {BATCH * step for step in range(1, 5)}
+    assert [*events["Train_Samples_gradient_norm"]] == [BATCH * 2, BATCH * 4]
+    for samples, index, name in ((BATCH * 2, 1, "subnetwork_loss"), (BATCH * 4, 3, "train_loss")):
+        mean = sum(loss for own in every for loss in own[index]) / 4
+        assert events[f"Train_Samples_{name}"] == pytest.approx({samples: mean}, rel=1e-6)
+        assert events["Train_Samples_gradient_norm"][samples] == pytest.approx(norms[index])
+        assert events["Train_Samples_coverage"][samples] == pytest.approx(coverage[samples])
+    assert [*coverage.values()] == pytest.approx([0.5, 0.5, 1.0, 1.0])
+    if rank.rank == 0:
+        assert wandb.options["project"] == "mine"
+        _check_same(wandb, events)
+        if _has_tensorboard():
+            _check_tensorboard(rank, events)
+
+
+def _check_same(wandb: Wandb, events: Mapping[str, Mapping[int, float]]) -> None:
+    """W&B has what the CSV files have, and never goes back, which it would drop."""
+    logged: dict[str, dict[int, float]] = {}
+    for data, step in wandb.logged:
+        for name, value in data.items():
+            logged.setdefault(name.replace("/", "_"), {})[step] = value
+    logged.pop("Train_Samples_lr")
+    assert {name: pytest.approx(values) for name, values in events.items()} == logged
+    assert [step for _, step in wandb.logged] == sorted(step for _, step in wandb.logged)
+
+
+def _check_tensorboard(rank: Rank, events: Mapping[str, Mapping[int, float]]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(rank.folder / "ours"))
+    accumulator.Reload()
+    tags = {tag.replace("/", "_"): tag for tag in accumulator.Tags()["scalars"]}
+    for name, values in events.items():
+        scalars = {event.step: event.value for event in accumulator.Scalars(tags[name])}
+        assert scalars == pytest.approx(values, rel=1e-6), name
+
+
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
-        what_the_config_says,
         gradients_travel_in_their_dtype,
-        checkpoints_of_other_buckets_go_on,
         defaults_of_torch_do_no_harm,
+        flops_profiler_by_config,
+        comms_logger,
+        timers_and_prints,
+        states_on_the_host_between_steps,
+        what_monitors_get,
     ):
         yield check.__name__, check
 
 
-@pytest.mark.checks(2, _cases)
+@pytest.mark.checks(2, _cases, slow=["2-flops*"])
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -2,32 +2,76 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save
 from torch import nn
 
 from sdp_deepspeed.config import MODES
-from tests.helpers.dense_views import (
-    assert_refused_in_use,
-    batch_of,
-    engine_with,
-    held_copies,
-    logits,
-    whole_copy,
-)
+from sdp_deepspeed.masking.partial import PartialTensor
+from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.live_tensors import present_lacking
-from tests.helpers.models import MIXED, config, family, llama, loss_of
+from tests.helpers.models import MIXED, VOCABULARY, batches, config, family, llama, loss_of
+from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import Check, Rank
-from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal, train
+from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal, sgd, train
 
 SIZE = 3
+GENERATION: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+def engine_with(model: nn.Module, *, holders: int = 2, **block: Any) -> Any:
+    return engine_of(config(holders=holders, **block), model)
+
+
+def batch_of(rank: Rank) -> torch.Tensor:
+    """Another one on each rank."""
+    return torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(rank.rank))
+
+
+@torch.no_grad()
+def logits(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=batch).logits
+
+
+def whole_copy(engine: Any, like: nn.Module) -> nn.Module:
+    result = deepcopy(like).eval()
+    result.load_state_dict(dense_state(engine))
+    return result
+
+
+def assert_refused_in_use(state: Mapping[str, torch.Tensor], match: str) -> None:
+    """A state dict may be taken and thrown away; each way in which it is used ends in an error, and what is whole in it
+    can be used."""
+    partial = [value for value in state.values() if isinstance(value, PartialTensor)]
+    assert partial
+    uses: list[Callable[[torch.Tensor], Any]] = [
+        torch.clone,
+        deepcopy,
+        torch.zeros(1).copy_,
+        lambda value: value.shape,
+        lambda value: value.data_ptr(),
+        lambda value: torch.save({"": value}, io.BytesIO()),
+        lambda value: save({"": value}),
+    ]
+    for use, value in itertools.product(uses, partial):
+        with pytest.raises(RuntimeError, match=match):
+            use(value)
+    for value in state.values():
+        if not isinstance(value, PartialTensor):
+            value.clone()
+
+
+def held_copies(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in engine.held_tensors().items()}
 
 
 def is_the_dense_model(rank: Rank) -> None:
@@ -40,7 +84,7 @@ def is_the_dense_model(rank: Rank) -> None:
         engine = engine_with(model, regime=regime, strategy=strategy)
         assert_identical(dense_state(engine), dense.state_dict())
         train(engine, num_steps=2)
-        whole = whole_copy(engine, dense)
+        whole: Any = whole_copy(engine, dense)
         expected, before = logits(whole, batch), held_copies(engine)
         engine.eval()
         assert torch.equal(logits(engine, batch), expected), (name, regime, strategy)
@@ -48,24 +92,12 @@ def is_the_dense_model(rank: Rank) -> None:
             assert torch.equal(logits(engine, batch), expected)
             assert torch.equal(logits(engine.module, batch), expected)
             assert_identical(engine.module.state_dict(), whole.state_dict())
+            prompt = batch[: 1 + rank.rank % 2]  # with a key/value cache; ranks need not do the same
+            assert torch.equal(engine.module.generate(prompt, **GENERATION), whole.generate(prompt, **GENERATION))
         engine.train()
         assert not present_lacking(engine)
         assert_identical(held_copies(engine), before)
         train(engine, num_steps=1, first=2)
-
-
-def holders_may_be_few(rank: Rank) -> None:
-    """One holder serves two others; with all holders there is nothing to fetch."""
-    for holders in (1, 3):
-        model = llama(3)
-        dense, batch = deepcopy(model).eval(), batch_of(rank)
-        engine = engine_with(model, holders=holders)
-        engine.eval()
-        assert torch.equal(logits(engine, batch), logits(dense, batch))
-        with engine.dense():
-            assert_identical(engine.module.state_dict(), dense.state_dict())
-        engine.train()
-        assert not present_lacking(engine)
 
 
 def evaluation_leaves_training_alone(rank: Rank) -> None:
@@ -90,29 +122,24 @@ def evaluation_leaves_training_alone(rank: Rank) -> None:
     assert len(set(train(engine, num_steps=2))) == 2
 
 
-def state_dict_is_whole_or_refused(rank: Rank) -> None:
-    engine, dense = engine_with(llama()), llama()
-    with engine.dense():
-        assert_identical(engine.module.state_dict(), dense.state_dict())
-    missing = [unit for index, unit in enumerate(engine.plan.units) if not engine.plan.holds_rank(index, rank.rank)]
-    modules = {piece.parameter.rpartition(".")[0] for unit in missing for piece in unit.pieces}
-    parents = {parent for name in modules for parent in itertools.accumulate(name.split("."), "{}.{}".format)}
-    for name in sorted(parents | {""}):
-        state = engine.module.get_submodule(name).state_dict()
-        assert_refused_in_use(state, r"does not hold .*partial.*engine\.dense\(\)")
-    assert_identical(  # shared: whole everywhere
-        engine.module.model.embed_tokens.state_dict(), dense.get_submodule("model.embed_tokens").state_dict()
-    )
-
-
-def state_dicts_of_narrow_modules_are_refused(rank: Rank) -> None:
-    engine, dense = engine_with(llama(), strategy="neuron"), llama().eval()
-    inner = engine.module.model.layers[0].mlp
-    for module in (engine.module, inner, inner.up_proj):
-        assert_refused_in_use(module.state_dict(), r"does not hold .*partial.*engine\.dense\(\)")
-    engine.module.model.layers[0].input_layernorm.state_dict()  # shared: whole everywhere
-    with engine.dense():
-        assert_identical(inner.state_dict(), dense.get_submodule("model.layers.0.mlp").state_dict())
+def state_dicts_are_whole_or_refused(rank: Rank) -> None:
+    """Of the model, of modules in it, narrow ones too; what is shared is whole everywhere."""
+    dense = llama()
+    for strategy in ("block", "neuron"):
+        engine = engine_with(llama(), strategy=strategy)
+        missing = [unit for index, unit in enumerate(engine.plan.units) if not engine.plan.holds_rank(index, rank.rank)]
+        modules = {piece.parameter.rpartition(".")[0] for unit in missing for piece in unit.pieces}
+        parents = {parent for name in modules for parent in itertools.accumulate(name.split("."), "{}.{}".format)}
+        for name in sorted(parents | {""}):
+            state = engine.module.get_submodule(name).state_dict()
+            assert_refused_in_use(state, r"does not hold .*partial.*engine\.dense\(\)")
+        assert_identical(
+            engine.module.model.embed_tokens.state_dict(), dense.get_submodule("model.embed_tokens").state_dict()
+        )
+        with engine.dense():
+            assert_identical(engine.module.state_dict(), dense.state_dict())
+            inner = engine.module.model.layers[0].mlp
+            assert_identical(inner.state_dict(), dense.get_submodule("model.layers.0.mlp").state_dict())
 
 
 def ranks_run_what_they_like(rank: Rank) -> None:
@@ -164,12 +191,23 @@ def backward_needs_no_partner(rank: Rank) -> None:
         train(engine, num_steps=1)
 
 
-def backward_in_the_dense_view_is_refused(rank: Rank) -> None:
-    """It would add gradients of the dense model to those of the subnetwork."""
+def gradients_of_the_dense_model_are_nobodys(rank: Rank) -> None:
+    """`torch.autograd.grad` has them; a backward pass would add them to those of the subnetwork, and is refused."""
     for regime, strategy in MODES:
-        engine = engine_with(llama(), regime=regime, strategy=strategy)
+        engine, dense, batch = engine_with(llama(), regime=regime, strategy=strategy), llama(), batch_of(rank)
+        engine.backward(loss_of(engine, batch))
+        own = {key: p.grad.clone() for key, p in engine.module.named_parameters() if p.grad is not None}
         with engine.dense():
-            loss = loss_of(engine.module, batch_of(rank))
+            names = ["lm_head.weight", *(piece.parameter for piece in engine.plan.units[0].pieces)]
+            trained = [name for name in names if engine.module.get_parameter(name).requires_grad]
+            found = torch.autograd.grad(loss_of(engine.module, batch), list(map(engine.module.get_parameter, trained)))
+            expected = torch.autograd.grad(loss_of(dense, batch), list(map(dense.get_parameter, trained)))
+            assert all(map(torch.equal, found, expected))
+            del found
+        assert_identical({key: p.grad for key, p in engine.module.named_parameters() if p.grad is not None}, own)
+        engine.step()
+        with engine.dense():
+            loss = loss_of(engine.module, batch)
             with pytest.raises(RuntimeError, match=r"backward inside engine\.dense\(\)"):
                 engine.backward(loss)
             with pytest.raises(RuntimeError, match=r"inside engine\.dense\(\).*torch\.autograd\.grad"):
@@ -179,23 +217,54 @@ def backward_in_the_dense_view_is_refused(rank: Rank) -> None:
 
 
 def training_goes_on_where_it_was(rank: Rank) -> None:
-    """An evaluation between two micro-steps leaves the gradients of the first alone."""
-    for regime, strategy in MODES:
-        states = []
-        for evaluates in (False, True):
-            engine = engine_with(llama(), regime=regime, strategy=strategy)
-            engine.set_gradient_accumulation_boundary(False)
-            engine.backward(loss_of(engine, batch_of(rank)))
-            if evaluates:
-                engine.eval()
-                logits(engine, batch_of(rank))
-                engine.train()
-                dense_state(engine)
-            engine.set_gradient_accumulation_boundary(True)
-            engine.backward(loss_of(engine, batch_of(rank).flip(1)))
-            engine.step()
-            states.append(dense_state(engine))
-        assert_identical(*states)
+    """An evaluation before each of three micro-steps leaves what was accumulated as it is."""
+    micro_batches = next(batches(rank.size, 3))[rank.rank]
+    for (regime, strategy), stage in zip(MODES, (1, 2, 2, 1), strict=True):
+        settings, dense = sgd(3, stage=stage, holders=2, regime=regime, strategy=strategy), llama()
+        engines = [engine_of(settings) for _ in range(2)]
+        for batch in micro_batches:
+            engines[1].eval()
+            with torch.no_grad():
+                assert loss_of(engines[1], batch).item() == pytest.approx(loss_of(dense, batch).item(), abs=1e-5)
+            engines[1].train()
+            for engine in engines:
+                engine.backward(loss_of(engine, batch))
+                if batch is micro_batches[1]:
+                    dense_state(engines[1])
+                engine.step()
+        assert_identical(*map(dense_state, engines))
+
+
+def what_is_loaded_is_trained(rank: Rank) -> None:
+    """A state dict inside dense() reaches what each rank stores, so that training goes on from it."""
+    for (regime, strategy), name in zip(MODES, ("llama_odd", "llama_odd", "llama_tied", "gpt2"), strict=True):
+        dense = ALL_SPECIMENS[name].build()
+        engine = engine_of(sgd(regime=regime, strategy=strategy), deepcopy(dense))
+        train(engine, num_steps=1)
+        with torch.no_grad():
+            for index, parameter in enumerate(dense.parameters()):
+                parameter.add_(0.1 * torch.sin(torch.arange(parameter.numel()) + index).view_as(parameter))
+        with engine.dense():
+            engine.module.load_state_dict(dense.state_dict())
+        assert_identical(dense_state(engine), dense.state_dict())
+        reference = Reference(dense, engine.plan, lambda named: torch.optim.SGD(named.values(), lr=0.1), loss_of, 0.0)
+        losses, norm = reference.step(next(batches(rank.size, 1)))
+        assert train(engine, num_steps=1) == pytest.approx(losses[rank.rank], rel=1e-5)
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+        for key, value in dense_state(engine).items():
+            assert torch.allclose(value, dense.state_dict()[key], rtol=0, atol=1e-5), key
+
+
+def what_is_loaded_is_what_the_dense_model_has(rank: Rank) -> None:
+    """Also when its branches are scaled: stored are weights that the scale turns into what was loaded."""
+    for strategy in ("block", "neuron"):
+        dense = ALL_SPECIMENS["llama_biases"].build()
+        engine = engine_of(sgd(strategy=strategy, dense_branch_scale="coverage"), deepcopy(dense))
+        with engine.dense():
+            engine.module.load_state_dict(dense.state_dict())
+        state = dense_state(engine)
+        for key, value in dense.state_dict().items():  # p / k is rounded, divided by and multiplied with
+            assert torch.allclose(state[key], value, rtol=4 * 2**-24, atol=0), key
 
 
 def copies_are_independent(rank: Rank) -> None:
@@ -246,26 +315,52 @@ def assign(engine: Any) -> None:
         engine.module.load_state_dict(llama().state_dict(), assign=True)
 
 
-def saves_pretrained(rank: Rank) -> None:
+def exports_are_the_dense_model(rank: Rank) -> None:
+    """The Hugging Face folder, DeepSpeed's file in 16 bits, and that without what the user froze, which is not what a
+    rank lacks; of the same logits as in evaluation, with the scale of branches."""
     from transformers import AutoModelForCausalLM
 
-    engine = engine_with(llama())
-    train(engine, num_steps=1)
-    expected = whole_copy(engine, llama())
-    engine.save_pretrained(rank.folder / "hf")
-    loaded = AutoModelForCausalLM.from_pretrained(rank.folder / "hf")
-    assert type(loaded).__name__ == "LlamaForCausalLM"
-    assert_identical(loaded.state_dict(), expected.state_dict())
-    batch = batch_of(rank)
-    known = logits(loaded.eval(), batch)
-    assert torch.equal(known, logits(expected, batch))
-    assert not present_lacking(engine)
-    Path(rank.folder / "file").touch()
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("llama_odd", {"strategy": "neuron"}),
+        ("gpt2", {"regime": "backward", "strategy": "neuron"}),
+        ("qwen3", {"regime": "backward", "strategy": MIXED}),
+        ("llama", {"dense_branch_scale": "coverage"}),
+    ]
+    for name, block in cases:
+        model = ALL_SPECIMENS[name].build()
+        frozen = next(key for key, _ in model.named_parameters() if key.endswith(("ln_f.weight", "model.norm.weight")))
+        model.get_parameter(frozen).requires_grad_(False)
+        engine = engine_of(sgd(**block), model)
+        train(engine, num_steps=1)
+        folder, batch, state = rank.folder / name, batch_of(rank), dense_state(engine)
+        engine.save_pretrained(folder)
+        engine.save_16bit_model(str(folder))
+        engine.save_16bit_model(str(folder), "trained.bin", exclude_frozen_parameters=True)
+        gathered(None)
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+        assert_identical(loaded.state_dict(), state)
+        assert_identical(torch.load(folder / "pytorch_model.bin", weights_only=True), state)
+        assert state.keys() - torch.load(folder / "trained.bin", weights_only=True).keys() == {frozen}
+        engine.eval()
+        assert torch.equal(logits(engine, batch), logits(loaded.eval(), batch))
+        engine.train()
+        assert not present_lacking(engine)
+        train(engine, num_steps=1)
+
+
+def an_export_that_fails_is_everybodys(rank: Rank) -> None:
+    """And an earlier one stays as it was."""
+    engine, folder = engine_with(llama()), rank.folder / "hf"
+    engine.save_pretrained(folder)
+    known = (folder / "model.safetensors").read_bytes()
+    (rank.folder / "file").touch()
     refusal((RuntimeError, OSError), lambda: engine.save_pretrained(rank.folder / "file" / "x"), "file")
-    refusal(RuntimeError, lambda: engine.save_pretrained(rank.folder / "hf", tokenizer=object()), "save_pretrained")
+    refusal(RuntimeError, lambda: engine.save_pretrained(folder, tokenizer=object()), "save_pretrained")
     with mock.patch("torch.save", side_effect=OSError(28, "No space left on device")):
         refusal(OSError, lambda: engine.save_16bit_model(str(rank.folder / "y")), "No space", "[on rank 0]")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(rank.folder / "hf").eval(), batch), known)
+    with mock.patch("transformers.modeling_utils.safe_save_file", side_effect=OSError(28, "No space left on device")):
+        refusal(OSError, lambda: engine.save_pretrained(rank.folder / "full"), "No space", "[on rank 0]")
+    assert (folder / "model.safetensors").read_bytes() == known
     engine.save_16bit_model(str(rank.folder / "y"))
     assert [path.name for path in (rank.folder / "y").iterdir()] == ["pytorch_model.bin"]
     assert not present_lacking(engine)
@@ -287,17 +382,18 @@ def one_rank_alone_ends_with_an_error(rank: Rank) -> None:
 
 CHECKS: list[Check] = [
     is_the_dense_model,
-    holders_may_be_few,
     evaluation_leaves_training_alone,
-    state_dict_is_whole_or_refused,
-    state_dicts_of_narrow_modules_are_refused,
+    state_dicts_are_whole_or_refused,
     ranks_run_what_they_like,
     backward_needs_no_partner,
-    backward_in_the_dense_view_is_refused,
+    gradients_of_the_dense_model_are_nobodys,
     training_goes_on_where_it_was,
     copies_are_independent,
     replaced_parameters_are_noticed,
-    saves_pretrained,
+    what_is_loaded_is_trained,
+    what_is_loaded_is_what_the_dense_model_has,
+    exports_are_the_dense_model,
+    an_export_that_fails_is_everybodys,
     one_rank_alone_ends_with_an_error,
 ]
 
@@ -306,6 +402,6 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [(check.__name__, check) for check in CHECKS]
 
 
-@pytest.mark.checks(SIZE, _checks, slow=["3-backward_needs*", "3-copies*", "3-state_dicts_of*"])
+@pytest.mark.checks(SIZE, _checks, slow=["3-backward_needs*", "3-copies*"])
 def test_dense(outcome: str | None) -> None:
     assert outcome is None, outcome

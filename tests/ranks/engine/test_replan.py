@@ -8,18 +8,26 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-from sdp_deepspeed import architectures
+from sdp_deepspeed import Init, architectures
 from sdp_deepspeed.architectures import unit_costs
-from tests.helpers.models import MIXED, TOKENS, two_groups
+from tests.helpers.fp16_runs import DYNAMIC, fp16_is_supported
+from tests.helpers.mixtures import mixture
+from tests.helpers.models import MIXED, TOKENS, llama
 from tests.helpers.ranks import Rank
-from tests.helpers.replanned_runs import Phase, Sequence_, assert_same_run, check_sequence, counters_of
-from tests.helpers.training import dense_state, refusal
+from tests.helpers.replanned_runs import Phase, Sequence_, assert_same_run, check_sequence, tokens_loss
+from tests.helpers.tensor_parallel_models import OWN_SPECS, TP, Divided, OwnModel, build, describe_own, mpu
+from tests.helpers.training import assert_identical, dense_state, refusal
 
 Check = Callable[[Rank], None]
 NEURON, BACKWARD, LAYERS = {"strategy": "neuron"}, {"regime": "backward"}, {"granularity": "layer"}
+CUT: dict[str, Any] = BACKWARD | NEURON
 DEPTH: dict[str, Any] = {"coverage": [{"units": r"layers\.0\.", "coverage": 1.0}, {"coverage": 0.3333}]}
+SCALED = {"dense_branch_scale": "coverage"}
+CHECKED = {"check_agreement": True}
+RUN = Sequence_(2, [Phase({}, 1)])
 
 
 class Branch(nn.Module):
@@ -47,33 +55,51 @@ def statistics_loss(engine: Any, generator: torch.Generator) -> torch.Tensor:
     return loss
 
 
-def adagrad(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(two_groups(dict(model.named_parameters())), lr=0.01, initial_accumulator_value=0.1)
+def checkpointed() -> nn.Module:
+    """Only a part of it trains."""
+    model: Any = llama()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("k_proj" not in name)
+    return model
 
 
+def divided(model: str, *phases: Phase, precision: str = "fp32", **settings: Any) -> Sequence_:
+    """On two workers of two tensor-parallel ranks."""
+    tensor_parallel = {"autotp_size": TP, **settings.get("tensor_parallel", {})}
+    return Sequence_(4, phases, precision, model=partial(build, model), config={"tensor_parallel": tensor_parallel})
+
+
+def of_its_author() -> nn.Module:
+    describe_own()
+    return OwnModel(mpu().get_model_parallel_group())
+
+
+ALL_MODES = [
+    *(Phase({}, 1), Phase(NEURON, 2), Phase(CUT), Phase(LAYERS, 0), Phase(BACKWARD), Phase({"holders": 2}, 2)),
+    Phase(NEURON, 1),
+]
+AROUND = [Phase({}, 1), Phase(CUT), Phase(NEURON, 2), Phase(BACKWARD, 0)]
+OFFLOAD: dict[str, Any] = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+OFFLOAD |= {"zero_force_ds_cpu_optimizer": False}
 SEQUENCES = {
-    "modes": Sequence_(
-        2, [Phase({}, 1), Phase(NEURON), Phase(BACKWARD | NEURON), Phase(BACKWARD), Phase({"holders": 2}), Phase({})]
-    ),
-    "modes_back_bf16_zero2": Sequence_(
-        2,
-        [Phase({"holders": 2}, 2), Phase(BACKWARD | NEURON), Phase(LAYERS), Phase(NEURON), Phase({"holders": 2})],
-        "bf16",
-    ),
-    "stages_fp32": Sequence_(2, [Phase(NEURON, 0), Phase({}, 1), Phase(BACKWARD, 0), Phase(NEURON, 2), Phase({}, 0)]),
-    "stages_bf16": Sequence_(2, [Phase({}, 2), Phase(NEURON, 0), Phase(BACKWARD | NEURON, 1), Phase({}, 0)], "bf16"),
+    "modes": Sequence_(2, ALL_MODES),
+    "modes_bf16": Sequence_(2, ALL_MODES, "bf16"),
     "statistics": Sequence_(
         2,
-        [Phase({}, 1), Phase({"seed": 3}), Phase(BACKWARD), Phase({"holders": 2}), Phase({})],
+        [Phase({}, 1), Phase({"seed": 3}), Phase(BACKWARD), Phase({"holders": 2})],
         model=statistics,
         loss=statistics_loss,
     ),
-    "adagrad": Sequence_(2, [Phase({}, 1), Phase(NEURON), Phase({"holders": 2})], optimizer=adagrad),
-    "depth_of_three": Sequence_(
-        3, [Phase({"coverage": 0.3333}, 1), Phase(DEPTH), Phase(DEPTH | BACKWARD, 2), Phase({"coverage": 1.0})]
-    ),
-    "fp32_sums_of_three": Sequence_(
-        3, [Phase({"holders": 2} | NEURON, 1), Phase({"strategy": MIXED}), Phase(DEPTH, 2)], "bf16+fp32"
+    "checkpointed": Sequence_(2, AROUND, "bf16", model=checkpointed, config={"gradient_accumulation_steps": 2}),
+    "mixture": Sequence_(2, [Phase({}, 1), Phase(CUT, 2), Phase(NEURON, 0)], model=partial(mixture, "qwen2_moe")),
+    "scaled": Sequence_(2, [Phase({}, 1), Phase(SCALED), Phase(SCALED | NEURON)]),
+    "offload": Sequence_(2, [Phase({}, 1), Phase(CUT, 2), Phase(NEURON | {"holders": 2})], "bf16", config=OFFLOAD),
+    "saved_in_the_background": Sequence_(2, [Phase({"checkpoint": {"asynchronous": True}}, 1), Phase(CUT)]),
+    "three": Sequence_(
+        3,
+        [Phase({"holders": 2} | NEURON, 1), Phase({"strategy": MIXED}), Phase(DEPTH | BACKWARD, 2), Phase(DEPTH)],
+        "bf16+fp32",
     ),
     "replicas_and_draws": Sequence_(
         4,
@@ -81,44 +107,54 @@ SEQUENCES = {
             Phase({"subnetworks": 2}, 1),
             Phase({"holders": 2, "seed": 1}),
             Phase({"subnetworks": 2} | NEURON),
-            Phase({"holders": 2, "neuron_groups": 8} | NEURON | BACKWARD, 0),
+            Phase({"holders": 2, "neuron_groups": 8} | CUT, 0),
         ],
     ),
+    "divided": divided("llama_biases", Phase(CHECKED, 1), Phase(NEURON, 2), Phase(CUT, 0)),
+    "divided_sums_of_partial_gradients": divided(
+        "qwen3", Phase(NEURON | CHECKED, 1), Phase({"holders": 2}), Phase(CUT, 2), precision="bf16", **OWN_SPECS
+    ),
+    "divided_by_its_author": Sequence_(
+        4,
+        [Phase(CHECKED, 1), Phase(NEURON), Phase(CUT, 2), Phase({"holders": 2})],
+        model=of_its_author,
+        options=lambda: {"mpu": mpu()},
+    ),
 }
+GROWING = [
+    {"until_step": 1, "stage": 1},
+    {"until_step": 3, "strategy": "block", "stage": 2},
+    {"holders": 2, "stage": 0},
+]
+SCHEDULE = Divided("qwen3", BACKWARD | NEURON | {"holders": 1, "schedule": GROWING}, num_steps=4)
 
 
-def there_and_back(rank: Rank) -> None:
-    """Another plan and the first one again, and the same block once more: nothing has changed."""
-    run = SEQUENCES["modes"]
-    engine, other = (run.engine(Phase({}), 1) for _ in range(2))
-    for each in (engine, other):
-        run.train(each, 2)
-    for block in ({}, NEURON, {"coverage": 1.0}, BACKWARD):
-        engine.replan(block)
-    engine.replan({"holders": 1, "strategy": "block", "regime": "forward"})
-    assert_same_run(engine, other)
-    assert engine.block == other.block
-    assert run.train(engine, 2) == run.train(other, 2)
-    assert_same_run(engine, other)
-    assert counters_of(engine) == counters_of(other)
+def fp16(rank: Rank) -> None:
+    config = {"fp16": {"enabled": True} | DYNAMIC, "bf16": {"enabled": False}}
+    with fp16_is_supported():
+        check_sequence(Sequence_(2, AROUND, config=config), rank)
 
 
 def coverage_is_by_flops(rank: Rank) -> None:
     """Of the plan that is there."""
-    run = SEQUENCES["modes"]
-    engine = run.engine(Phase({}), 1)
+    engine = RUN.engine(Phase({}), 1)
     assert engine.coverage == 0.5
     engine.replan({"coverage": [{"units": "mlp", "coverage": 1.0}, {"coverage": 0.5}]})
     units = engine.plan.units
-    flops = {unit.name: c.flops for unit, c in zip(units, unit_costs(run.model(), units), strict=True)}
+    flops = {unit.name: c.flops for unit, c in zip(units, unit_costs(RUN.model(), units), strict=True)}
     mlps = sum(count for name, count in flops.items() if "mlp" in name)
     assert engine.coverage == pytest.approx(0.5 + 0.5 * mlps / sum(flops.values()))
     assert engine.coverage != engine.plan.coverage == 0.75
 
 
+def without_storage() -> nn.Module:
+    with Init():
+        return llama()
+
+
 def before_the_first_step(rank: Rank) -> None:
-    """There are no moments yet."""
-    run = SEQUENCES["modes"]
+    """There are no moments yet; of a model that started without storage."""
+    run = Sequence_(2, [Phase({}, 1)], model=without_storage)
     engine, other = run.engine(Phase({}), 1), run.engine(Phase(NEURON), 1)
     engine.replan(NEURON)
     assert run.train(engine, 2) == run.train(other, 2)
@@ -126,60 +162,115 @@ def before_the_first_step(rank: Rank) -> None:
 
 
 def the_dense_model_at_once(rank: Rank) -> None:
-    """Evaluation and hooks know the new plan; a loss of before does not disturb."""
-    run, seen = SEQUENCES["modes"], list[int]()
-    engine, plain = run.engine(Phase({}), 1), run.model().eval()
+    """Evaluation, DeepSpeed's functions and hooks know the new plan, also where nobody went back to training; a loss of
+    before does not disturb, and what is loaded in between stays."""
+    engine, plain, seen = RUN.engine(Phase({}), 1), RUN.model().eval(), list[int]()
     engine.module.register_forward_hook(lambda *_: seen.append(1))
     engine.module.get_parameter("model.norm.weight").register_hook(lambda gradient: seen.append(2))
+    named = dict(engine.module.named_parameters())
+
+    def of_the_optimizer() -> dict[str, torch.Tensor]:
+        masters = {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in named.items()}
+        return masters | {f"{n}.m": safe_get_full_optimizer_state(p, "exp_avg").clone() for n, p in named.items()}
+
+    asked = {"regime": "forward", "strategy": "block"}
     for block in (NEURON, BACKWARD, {"strategy": "block"}, {"regime": "forward"}):
+        asked |= block
         last = engine(input_ids=TOKENS, labels=TOKENS).loss  # as a user's loop keeps it
         engine.backward(last)
         engine.step()
-        engine.replan(block)
-        plain.load_state_dict(dense_state(engine))
-        seen.clear()
+        expected = of_the_optimizer()
+        engine.eval()
         with torch.no_grad():
-            engine.eval()
+            engine(TOKENS)
+            engine.replan(block)
+            assert {"regime": engine.plan.regime, "strategy": engine.plan.strategy} == asked
+            plain.load_state_dict(dense_state(engine))
             torch.testing.assert_close(engine(TOKENS).logits, plain(TOKENS).logits, rtol=1e-5, atol=1e-5)
+        assert_identical(of_the_optimizer(), expected)
         engine.train()
-        run.train(engine, 1)
-        assert seen == [1, 1, 2]
+        seen.clear()
+        RUN.train(engine, 1)
+        assert seen == [1, 2]
         del last
+    given = {name: value + 1 for name, value in dense_state(engine).items()}
+    with engine.dense():
+        engine.module.load_state_dict(given)
+    engine.replan(CUT)
+    assert_identical(dense_state(engine), given)
 
 
-def ranks_that_differ(rank: Rank) -> None:
-    """Ranks that ask for different plans are told so, and go on."""
-    run = SEQUENCES["modes"]
-    engine, other = (run.engine(Phase({}), 1) for _ in range(2))
-    refusal((ValueError, RuntimeError), lambda: engine.replan({"seed": rank.rank}), "rank 1")
-    refusal((ValueError, RuntimeError), lambda: engine.replan({}, stage=rank.rank), "rank 1")
-    assert run.train(engine, 1) == run.train(other, 1)
+def compiled(rank: Rank) -> None:
+    """It is compiled anew for the shapes that are there."""
+    engine, other = RUN.engine(Phase({}), 1), RUN.engine(Phase(CUT), 1)
+    engine.compile(backend="eager")
+    other.compile(backend="eager")
+    engine.replan(CUT)
+    assert RUN.train(engine, 2) == RUN.train(other, 2)
     assert_same_run(engine, other)
 
 
+def what_is_refused_leaves_no_trace(rank: Rank) -> None:
+    """By name, on all ranks; the run is that of an engine that was never asked, and may still change its plan."""
+    run = Sequence_(2, [Phase({}, 1)], config={"gradient_accumulation_steps": 2})
+    engine, other = (run.engine(Phase({}), 2) for _ in range(2))
+    for each in (engine, other):
+        run.train(each, 2)
+    refused = partial(refusal, ValueError)
+    refused(lambda: engine.replan({"holders": 3}), "holders")
+    refused(lambda: engine.replan({"colour": 3}), "colour")
+    refused(lambda: engine.replan({"strategy": "neuron", "neuron_groups": 1000}), "neuron_groups")
+    refused(lambda: engine.replan({"assignment": "nowhere.json", "holders": None}), "nowhere.json")
+    refused(lambda: engine.replan({"checkpoint": {"keep_last": 1}}), "cannot change in a run")
+    refused(lambda: engine.replan({}, stage=3), "stage", "3")
+    refusal((ValueError, RuntimeError), lambda: engine.replan({"seed": rank.rank}), "rank 1")
+    refusal((ValueError, RuntimeError), lambda: engine.replan({}, stage=rank.rank), "rank 1")
+    for _ in range(2):
+        with engine.dense():
+            refusal(RuntimeError, lambda: engine.replan({"holders": 2}), "inside engine.dense()")
+    engine.backward(tokens_loss(engine, torch.Generator().manual_seed(0)))
+    refusal(RuntimeError, lambda: engine.replan({"holders": 2}), "gradients of an unfinished step")
+    engine.zero_grad()
+    norm = engine.module.get_submodule("model.norm")
+    norm.weight.requires_grad_(False)
+    refused(lambda: engine.replan({"holders": 2}), "'model.norm.weight' required gradients")
+    norm.weight.requires_grad_(True)
+    own, norm.weight = norm.weight, nn.Parameter(norm.weight.detach().clone())
+    refusal(RuntimeError, lambda: engine.replan({"holders": 2}), "model.norm.weight")
+    norm.weight = own
+    assert engine.block == other.block
+    assert engine.zero_optimization_stage() == 2
+    assert run.train(engine, 1) == run.train(other, 1)
+    refusal(RuntimeError, lambda: engine.replan({"holders": 2}), "gradients of an unfinished step")
+    assert run.train(engine, 1) == run.train(other, 1)
+    assert_same_run(engine, other)
+    engine.replan(NEURON)
+
+
+def a_stage_that_shards_cannot_have(rank: Rank) -> None:
+    """As at start."""
+    run = divided("qwen2_61", Phase({}, 1))
+    engine = run.engine(Phase({}), 1)
+    refusal(ValueError, lambda: engine.replan({}, stage=2), "zero_optimization.stage: got 2", "do not divide")
+    assert engine.zero_optimization_stage() == 1
+    run.train(engine, 1)
+
+
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
-    for name, run in SEQUENCES.items():
+    for name, run in SEQUENCES.items():  # divided ones last: DeepSpeed never forgets the groups of AutoTP
         if run.size == size:
             yield name, partial(check_sequence, run)
-    if size == 2:
-        yield "there_and_back", there_and_back
-        yield "coverage_is_by_flops", coverage_is_by_flops
-        yield "before_the_first_step", before_the_first_step
-        yield "the_dense_model_at_once", the_dense_model_at_once
-        yield "ranks_that_differ", ranks_that_differ
+    if size == 4:
+        yield "divided_schedule", SCHEDULE
+        yield "divided_stage", a_stage_that_shards_cannot_have
+    checks = (coverage_is_by_flops, before_the_first_step, the_dense_model_at_once, what_is_refused_leaves_no_trace)
+    for check in (*checks, compiled, fp16) if size == 2 else ():
+        yield check.__name__, check
 
 
-@pytest.mark.checks(
-    (2, 3, 4),
-    _cases,
-    slow=[
-        "2-the_dense*",
-        "*bf16*",
-        "3-depth*",
-        "3-fp32*",
-        "2-adagrad",
-        "2-before*",
-    ],
-)
+SLOW = ("modes_bf16", "scaled", "offload", "saved*", "three", "divided_s[uc]*", "divided_by*", "compiled", "fp16")
+
+
+@pytest.mark.checks((2, 3, 4), _cases, slow=[f"*-{name}" for name in SLOW])
 def test_replan(outcome: str | None) -> None:
     assert outcome is None, outcome

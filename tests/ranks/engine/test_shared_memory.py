@@ -36,7 +36,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
     yield "segments_are_mapped_and_unlinked", segments_are_mapped_and_unlinked
 
 
-@pytest.mark.checks((1, 3), _cases)
+@pytest.mark.checks(3, _cases)
 def test_shared_memory(outcome: str | None) -> None:
     assert outcome is None, outcome
 

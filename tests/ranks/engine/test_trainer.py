@@ -1,10 +1,11 @@
-"""Under the Trainer of Transformers: train, evaluate and save the dense model, resume; what it says about the run."""
+"""Under the Trainer of Transformers: train, evaluate and save the dense model, resume, change plans; what it says."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +14,49 @@ import torch.nn.functional as F
 
 from sdp_deepspeed.engine import monitor
 from sdp_deepspeed.reference.virtual_workers import Reference
-from tests.helpers.hosts import Row, batch_of, loaded, mean_loss, rows
+from tests.helpers.hosts import Row, batch_of, deepspeed_config, loaded, mean_loss, rows
 from tests.helpers.models import llama
 from tests.helpers.ranks import Rank
-from tests.helpers.trainers import ADAMW, trainer_of
 from tests.helpers.training import assert_identical, dense_state, gathered, refusal
 
 MIXED = {"attention": "neuron", "mlp": "block"}
+OPTIONS: dict[str, Any] = {"lr_scheduler_type": "linear", "learning_rate": 5e-3}
+SCHEDULE: list[dict[str, Any]] = [
+    {"until": 0.5, "coverage": 0.5},
+    {"until_step": 5, "coverage": 0.5, "regime": "backward", "strategy": "neuron"},
+    {"coverage": 1.0},
+]
+
+
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}}
+
+
+def trainer_of(folder: Path, block: Mapping[str, Any], *, config: Mapping[str, Any] = ADAMW, **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    given = {name: options.pop(name) for name in ("callbacks", "data_collator") if name in options}
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 1,  # a larger last batch would be filled up with rows that count twice
+        "max_steps": 4,
+        "lr_scheduler_type": "constant",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "deepspeed": deepspeed_config(block, **config),
+    }
+    data, evaluated = options.pop("data", rows(32)), options.pop("evaluated", rows(7))
+    made = TrainingArguments(str(folder), **{**arguments, **options})
+    return Trainer(llama(), made, train_dataset=data, eval_dataset=evaluated, **given)
 
 
 def trains_and_resumes(block: Mapping[str, Any], rank: Rank) -> None:
+    """And refuses a checkpoint of a plain run before anything is changed."""
     from sdp_deepspeed.engine.engine import SubnetworkEngine
 
     whole = trainer_of(rank.folder / "whole", block)
@@ -37,6 +71,10 @@ def trains_and_resumes(block: Mapping[str, Any], rank: Rank) -> None:
     evaluated = whole.evaluate()["eval_loss"]
     assert evaluated == pytest.approx(mean_loss(final, rows(7)), abs=1e-5)
     assert evaluated < mean_loss(llama(), rows(7))
+    options: dict[str, Any] = {"max_steps": 2, "eval_strategy": "no"}
+    trainer_of(rank.folder / "plain", {"enabled": False}, **options).train()
+    plain, refused = str(rank.folder / "plain" / "checkpoint-2"), trainer_of(rank.folder / "refused", block)
+    refusal(ValueError, lambda: refused.train(resume_from_checkpoint=plain), "is a ZeRO checkpoint of DeepSpeed")
     again = trainer_of(rank.folder / "again", block)
     again.train(resume_from_checkpoint=str(rank.folder / "whole" / "checkpoint-2"))
     assert_identical(dense_state(again.model_wrapped), dense_state(engine))
@@ -90,7 +128,6 @@ def with_everything_at_once(rank: Rank) -> None:
         lines = (rank.folder / "csv" / "Train_Samples_subnetwork_loss.csv").read_text().splitlines()[1:]
         seen = [float(line.split(",")[1]) for line in lines]
         assert seen == pytest.approx([logs["subnetwork_loss"] for logs in steps], rel=1e-3)
-    assert recorder.logs[-2 if "eval_loss" in recorder.logs[-1] else -1].keys()
     assert any("train_subnetwork_loss" in logs for logs in recorder.logs)
 
 
@@ -175,13 +212,37 @@ def says_what_it_trains(rank: Rank) -> None:
     assert "subnetwork_loss" not in logs
 
 
-def checkpoints_of_plain_runs(rank: Rank) -> None:
-    """Are refused before anything is changed."""
-    options: dict[str, Any] = {"max_steps": 2, "eval_strategy": "no"}
-    trainer_of(rank.folder / "plain", {"enabled": False}, **options).train()
-    resumed = trainer_of(rank.folder / "a", {}, **options)
-    checkpoint = str(rank.folder / "plain" / "checkpoint-2")
-    refusal(ValueError, lambda: resumed.train(resume_from_checkpoint=checkpoint), "is a ZeRO checkpoint of DeepSpeed")
+def a_schedule_ends_dense(rank: Rank) -> None:
+    """Fractions of the Trainer's own steps; a run that is resumed inside a phase is the one without an interruption."""
+    from transformers import TrainerCallback
+
+    class Watches(TrainerCallback):
+        def __init__(self) -> None:
+            self.phases: list[int] = []
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.phases.append(of_run[-1].model_wrapped.phase)
+
+    options = OPTIONS | {"max_steps": 6, "gradient_accumulation_steps": 2, "save_steps": 2, "eval_steps": 3}
+    of_run: list[Any] = []
+    seen = []
+    for name, resumed in (("whole", None), ("again", str(rank.folder / "whole" / "checkpoint-4"))):
+        watches = Watches()
+        of_run.append(trainer_of(rank.folder / name, {"schedule": SCHEDULE}, callbacks=[watches], **options))
+        of_run[-1].train(resume_from_checkpoint=resumed)
+        seen.append(watches.phases)
+    whole, again = of_run
+    assert seen == [[0, 0, 1, 1, 2, 2], [2, 2]], "after each step that of the next one"
+    engine, other = whole.model_wrapped, again.model_wrapped
+    assert engine.plan.is_whole
+    assert engine.plan == other.plan
+    assert_identical(dense_state(engine), dense_state(other))
+    logged = [[logs for logs in each.state.log_history if "phase" in logs] for each in of_run]
+    assert logged[0] == logged[1], "those of before come with the checkpoint"
+    assert ["subnetwork_loss" in logs for logs in logged[0]] == [True, True, True, False, False, False]
+    last = [each.state.log_history[-1] for each in of_run]
+    assert ["train_subnetwork_loss" in logs for logs in last] == [True, False], "the mean of a process's own steps"
+    assert whole.evaluate()["eval_loss"] == again.evaluate()["eval_loss"]
 
 
 def tensor_parallel(rank: Rank) -> None:
@@ -198,18 +259,11 @@ def tensor_parallel(rank: Rank) -> None:
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    blocks: dict[str, dict[str, Any]] = {
-        "block": {},
-        "neuron": {"strategy": "neuron"},
-        "backward": {"regime": "backward", "strategy": MIXED, "assignment": "auto"},
-    }
-    for name, block in blocks.items():
-        yield name, partial(trains_and_resumes, block)
+    yield "block", partial(trains_and_resumes, {"assignment": "auto"})
     yield "everything", with_everything_at_once
-    yield "tokens", partial(token_weighted_losses, {})
-    yield "tokens backward", partial(token_weighted_losses, {"regime": "backward", "strategy": MIXED})
+    yield "tokens", partial(token_weighted_losses, {"strategy": MIXED})
+    yield "schedule", a_schedule_ends_dense
     yield "says", says_what_it_trains
-    yield "foreign checkpoints", checkpoints_of_plain_runs
 
 
 @pytest.mark.checks(2, _cases)

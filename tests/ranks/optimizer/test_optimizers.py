@@ -1,41 +1,27 @@
-"""Optimizers from JSON and from the client, what is frozen, unused or lacking, and which optimizers are refused."""
+"""Optimizers from JSON and from the client, in whatever way; what is frozen, unused or lacking; which are refused."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from deepspeed.ops.adam import fused_adam
 from torch import nn
 
 from sdp_deepspeed.reference.virtual_workers import Reference
-from tests.helpers.fused_adam import not_compiled
-from tests.helpers.models import batches, config, llama, loss_of, two_groups
+from tests.helpers.models import batches, config, family, llama, loss_of, two_groups
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, micro_step, refusal, sgd, train
 
 Named = dict[str, nn.Parameter]
-
-
-class Lion(torch.optim.Optimizer):
-    """The client's own, elementwise and with a known name."""
-
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
-                parameter.sub_((0.9 * average + 0.1 * parameter.grad).sign(), alpha=group["lr"])
-                average.mul_(0.99).add_(parameter.grad, alpha=0.01)
 
 
 def against_reference(
@@ -54,29 +40,6 @@ def against_reference(
         moved = (expected - start[name]).norm()
         tolerance = 1e-5 * moved + 4 * 2**-24 * expected.norm()
         assert (ours[name] - expected).norm() <= tolerance, (name, (ours[name] - expected).norm(), moved)
-
-
-@dataclass(frozen=True)
-class FromJson:
-    """An optimizer that DeepSpeed builds from JSON, at one stage."""
-
-    kind: str
-    stage: int
-    options: tuple[tuple[str, Any], ...]
-
-    def __call__(self, rank: Rank) -> None:
-        settings = config(holders=1, check_agreement=True)
-        options = dict(self.options)
-        settings |= {"optimizer": {"type": self.kind, "params": options}, "zero_optimization": {"stage": self.stage}}
-        model = llama()
-        dense = deepcopy(model)
-        plain = {key: value for key, value in options.items() if key not in ("torch_adam", "adam_w_mode")}
-        against_reference(
-            rank,
-            engine_of(settings, model),
-            dense,
-            lambda named: getattr(torch.optim, self.kind)(named.values(), **plain),
-        )
 
 
 def without_optimizer(stage: int = 1, **block: Any) -> dict[str, Any]:
@@ -103,11 +66,24 @@ def client_param_groups(rank: Rank) -> None:
         assert engine.get_lr() == [1e-2, 1e-2, 0.3]
 
 
-def client_callable(rank: Rank) -> None:
-    model = llama()
-    dense = deepcopy(model)
-    engine = engine_of(without_optimizer(), model, optimizer=lambda parameters: Lion(parameters, lr=1e-3))
-    against_reference(rank, engine, dense, lambda named: Lion(named.values(), lr=1e-3))
+@contextmanager
+def not_compiled() -> Iterator[None]:
+    """Optimizers that are built inside run the kernel below; all else of the class is DeepSpeed's."""
+    builder = mock.Mock(**{"return_value.load.return_value": SimpleNamespace(multi_tensor_adam=_adamw)})
+    with mock.patch.object(fused_adam, "FusedAdamBuilder", builder):
+        yield
+
+
+def _adamw(
+    chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], lr: float, *more: Any
+) -> None:  # arguments as the kernel's
+    beta1, beta2, eps, step, is_adamw, has_bias_correction, decay = more
+    assert (is_adamw, has_bias_correction) == (1, 1)
+    for gradient, weight, average, square in zip(*lists, strict=True):
+        average.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = (square / (1 - beta2**step)).sqrt_().add_(eps)
+        weight.mul_(1 - lr * decay).addcdiv_(average, root, value=-lr / (1 - beta1**step))
 
 
 def deepspeeds_fused_adam(rank: Rank) -> None:
@@ -143,30 +119,29 @@ def others_are_refused(rank: Rank) -> None:
 
 
 def others_are_allowed(rank: Rank) -> None:
+    """By DeepSpeed's key, or by ours; a callable, or an object."""
+    for block in ({}, {"allow_optimizer": True}):
+        model = llama()
+        dense, settings = deepcopy(model), without_optimizer(**block)
+        settings["zero_allow_untested_optimizer"] = not block
+        optimizer: Any = Unknown(model.parameters(), lr=1e-3) if block else lambda own: Unknown(own, lr=1e-3)
+        engine = engine_of(settings, model, optimizer=optimizer)
+        against_reference(rank, engine, dense, lambda named: Unknown(named.values(), lr=1e-3))
+
+
+def from_json(rank: Rank) -> None:
+    """One that makes its state at once."""
+    options: dict[str, Any] = {"lr": 0.05, "initial_accumulator_value": 0.1}
+    settings = config(holders=1, check_agreement=True) | {"optimizer": {"type": "Adagrad", "params": options}}
     model = llama()
     dense = deepcopy(model)
-    settings = without_optimizer(allow_optimizer=True)
-    engine = engine_of(settings, model, optimizer=Unknown(model.parameters(), lr=1e-3))
-    against_reference(rank, engine, dense, lambda named: Unknown(named.values(), lr=1e-3))
-
-
-def a_stepped_optimizer_is_refused(rank: Rank) -> None:
-    model = llama()
-    optimizer = torch.optim.Adam(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    refusal(ValueError, lambda: engine_of(without_optimizer(), model, optimizer=optimizer), "already holds state")
-
-
-def a_foreign_parameter_is_refused(rank: Rank) -> None:
-    optimizer = torch.optim.Adam(llama().parameters())
-    refusal(ValueError, lambda: engine_of(without_optimizer(), llama(), optimizer=optimizer), "does not have")
+    make = lambda named: torch.optim.Adagrad(named.values(), **options)  # noqa: E731
+    against_reference(rank, engine_of(settings, model), dense, make)
 
 
 def frozen_parameters(rank: Rank) -> None:
     """Frozen: the embedding (shared), a norm in a unit, a whole unit. Given to the optimizer or not, they stay."""
-    for stage, given in ((0, False), (0, True), (1, False), (1, True), (2, False)):
+    for stage, given in ((0, True), (1, False), (2, True)):
         model = llama()
         frozen = [
             n for n, _ in model.named_parameters() if "embed" in n or "layers.0.mlp" in n or "1.input_layern" in n
@@ -188,15 +163,14 @@ def frozen_parameters(rank: Rank) -> None:
 
 def trainable_but_not_optimized(rank: Rank) -> None:
     """A parameter that no group has keeps its value, and is not in the norm."""
-    for stage in (1, 2):
-        model = llama()
-        dense = deepcopy(model)
-        start = model.get_parameter("lm_head.weight").detach().clone()
-        chosen = [p for name, p in model.named_parameters() if name != "lm_head.weight"]
-        engine = engine_of(without_optimizer(stage), model, optimizer=torch.optim.SGD(chosen, lr=0.1))
-        dense.get_parameter("lm_head.weight").requires_grad_(False)  # the reference has no other way to leave it out
-        against_reference(rank, engine, dense, lambda named: torch.optim.SGD(named.values(), lr=0.1))
-        assert torch.equal(dense_state(engine)["lm_head.weight"], start)
+    model = llama()
+    dense = deepcopy(model)
+    start = model.get_parameter("lm_head.weight").detach().clone()
+    chosen = [p for name, p in model.named_parameters() if name != "lm_head.weight"]
+    engine = engine_of(without_optimizer(), model, optimizer=torch.optim.SGD(chosen, lr=0.1))
+    dense.get_parameter("lm_head.weight").requires_grad_(False)  # the reference has no other way to leave it out
+    against_reference(rank, engine, dense, lambda named: torch.optim.SGD(named.values(), lr=0.1))
+    assert torch.equal(dense_state(engine)["lm_head.weight"], start)
 
 
 def unused_parameters(rank: Rank) -> None:
@@ -210,49 +184,6 @@ def unused_parameters(rank: Rank) -> None:
         assert engine.module.spare.tolist() == [0.75**2] * 5
 
 
-def others_may_replace_param_data(rank: Rank) -> None:
-    """AutoTP's gathers and users' casts put new storage behind a parameter; the step must reach it."""
-    states = []
-    for replaced in (False, True):
-        engine = engine_of(sgd(holders=1))
-        for first in range(3):
-            train(engine, num_steps=1, first=first)
-            for parameter in engine.module.parameters() if replaced else ():
-                parameter.data = parameter.data.clone()
-        states.append(dense_state(engine))
-    assert_identical(*states)
-
-
-def lacking_parameters_are_empty(rank: Rank) -> None:
-    engine = engine_of(sgd(holders=1))
-    train(engine, num_steps=1)
-    held = engine.held_tensors()
-    lacking = {name: p for name, p in engine.module.named_parameters() if name not in held}
-    assert lacking
-    for name, parameter in lacking.items():
-        assert parameter.numel() == 0, name
-        assert not parameter.requires_grad, name
-        assert parameter.grad is None, name
-
-
-def weights_loaded_from_outside_are_kept(rank: Rank) -> None:
-    """With a master copy (bf16) the step starts from the loaded weights once it was told of them."""
-    engine = engine_of(sgd(holders=1) | {"bf16": {"enabled": True}})
-    train(engine, num_steps=1)
-    with engine.dense():
-        engine.module.load_state_dict({name: torch.zeros_like(v) for name, v in engine.module.state_dict().items()})
-    engine.optimizer.refresh_fp32_params()
-    train(engine, num_steps=1)
-    assert all(float(value.abs().max()) < 0.5 for value in dense_state(engine).values())  # norms were ones before
-
-
-def save_16bit_model_is_dense(rank: Rank) -> None:
-    engine = engine_of(sgd(holders=1))
-    engine.save_16bit_model(str(rank.folder))
-    saved = torch.load(rank.folder / "pytorch_model.bin", weights_only=True)
-    assert_identical(saved, dense_state(engine))
-
-
 def frozen_on_one_rank(rank: Rank) -> None:
     """Holders stay identical: what one of them trains is stepped on all."""
     engine = engine_of(sgd(stage=1, holders=rank.size, check_agreement=True))
@@ -264,33 +195,94 @@ def frozen_on_one_rank(rank: Rank) -> None:
     assert not torch.equal(norm, before)
 
 
+MODES = [("forward", "block"), ("backward", "neuron")]
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def trainable(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The idiom: read only when somebody asks for the next one."""
+    return filter(lambda parameter: parameter.requires_grad, model.parameters())
+
+
+def groups(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Lazy outside and inside."""
+    for is_matrix in (True, False):
+        chosen: Any = filter(lambda p, side=is_matrix: p.requires_grad and (p.dim() >= 2) == side, model.parameters())  # type: ignore[arg-type]
+        yield {"params": chosen, "weight_decay": 0.1 if is_matrix else 0.0}
+
+
+def by_function(parameters: Any) -> torch.optim.Optimizer:
+    """Filters and sorts by itself."""
+    kept = [parameter for parameter in parameters if parameter.requires_grad]
+    decayed = {"params": [p for p in kept if p.dim() >= 2], "weight_decay": 0.1}
+    return torch.optim.AdamW([decayed, {"params": [p for p in kept if p.dim() < 2], "weight_decay": 0.0}], lr=1e-2)
+
+
+Idiom = Callable[[nn.Module], dict[str, Any]]
+# Each with what must train the same: the parameters in lists that were made before.
+FLAT: Mapping[str, Idiom] = {
+    "filter": lambda model: {"model_parameters": trainable(model)},
+    "generator": lambda model: {"model_parameters": (p for p in model.parameters() if p.requires_grad)},
+    "map": lambda model: {"model_parameters": map(model.get_parameter, [name for name, _ in model.named_parameters()])},
+    "nothing": lambda model: {"model_parameters": None},
+}
+GROUPED: Mapping[str, Idiom] = {
+    "groups": lambda model: {"model_parameters": groups(model)},
+    "function": lambda model: {"model_parameters": None, "optimizer": by_function},
+    "function and filter": lambda model: {"model_parameters": trainable(model), "optimizer": by_function},
+}
+
+
+def trained(mode: tuple[str, str], idiom: Idiom) -> dict[str, torch.Tensor]:
+    model = family("gpt2")  # biases: some parameters are no matrices
+    model.get_parameter("transformer.wpe.weight").requires_grad_(False)
+    settings = config(holders=1, regime=mode[0], strategy=mode[1])
+    settings["optimizer"] = {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}
+    engine = engine_of(settings, model, **idiom(model))
+    train(engine, num_steps=2)
+    return dense_state(engine)
+
+
+def idioms_train_what_lists_do(mode: tuple[str, str], rank: Rank) -> None:
+    flat = trained(mode, lambda model: {"model_parameters": list(trainable(model))})
+    chosen = FLAT.values() if mode == MODES[0] else [FLAT["filter"]]
+    for idiom in chosen:
+        assert_identical(trained(mode, idiom), flat)
+    grouped = trained(
+        mode, lambda model: {"model_parameters": [{**own, "params": list(own["params"])} for own in groups(model)]}
+    )
+    assert not torch.equal(grouped["transformer.ln_f.weight"], flat["transformer.ln_f.weight"])  # decay shows
+    for idiom in GROUPED.values() if mode == MODES[0] else [GROUPED["groups"], GROUPED["function"]]:
+        assert_identical(trained(mode, idiom), grouped)
+
+
+def a_function_that_fails_on_one_rank(rank: Rank) -> None:
+    def fails(parameters: Any) -> torch.optim.Optimizer:
+        if rank.rank == 1:
+            raise ValueError("no such learning rate")
+        return by_function(parameters)
+
+    refusal(ValueError, lambda: engine_of(config(holders=1), optimizer=fails), "no such learning rate", "[on rank 1]")
+
+
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    adam = (("lr", 1e-2), ("torch_adam", True))
-    yield "AdamW", FromJson("AdamW", 1, (*adam, ("weight_decay", 0.1)))
-    yield "Adam", FromJson("Adam", 0, (*adam, ("adam_w_mode", False), ("weight_decay", 0.1)))
-    yield "SGD", FromJson("SGD", 1, (("lr", 0.1), ("momentum", 0.9), ("nesterov", True)))
-    yield "Adagrad-0", FromJson("Adagrad", 0, (("lr", 0.05), ("initial_accumulator_value", 0.1)))
-    yield "Adagrad-1", FromJson("Adagrad", 1, (("lr", 0.05), ("initial_accumulator_value", 0.1)))
     for check in (
+        from_json,
         client_param_groups,
-        client_callable,
         deepspeeds_fused_adam,
         frozen_on_one_rank,
-        others_may_replace_param_data,
-        lacking_parameters_are_empty,
-        weights_loaded_from_outside_are_kept,
-        save_16bit_model_is_dense,
         others_are_refused,
         others_are_allowed,
-        a_stepped_optimizer_is_refused,
-        a_foreign_parameter_is_refused,
         frozen_parameters,
         trainable_but_not_optimized,
         unused_parameters,
+        a_function_that_fails_on_one_rank,
     ):
         yield check.__name__, check
+    for mode in MODES:
+        yield " ".join(mode), partial(idioms_train_what_lists_do, mode)
 
 
-@pytest.mark.checks(2, _cases, slow=["2-Adagrad-1", "2-Adam"])
+@pytest.mark.checks(2, _cases)
 def test_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

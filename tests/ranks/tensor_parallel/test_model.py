@@ -204,20 +204,6 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [(str(case), case) for case in CASES] + [(check.__name__, check) for check in CHECKS]
 
 
-@pytest.mark.checks(
-    4,
-    _checks,
-    slow=[
-        "4-own*",
-        "*_61*",
-        "4-mistral*",
-        "4-llama_biases-forward*",
-        "4-qwen2-*",
-        "4-generates",
-        "4-evaluation*",
-        "4-*forward*",
-        "4-exports*",
-    ],
-)
+@pytest.mark.checks(4, _checks, slow=["4-own*", "*_61*", "4-gpt_neox*", "4-generates", "4-evaluation*", "4-exports*"])
 def test_on_two_workers_of_two_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome

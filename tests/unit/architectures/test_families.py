@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, locate_branches, registry, unit_costs, units_of_branches
-from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.description import check_description
-from sdp_deepspeed.plan.plan import Plan
 from tests.helpers import models
 from tests.helpers.more_models import SPECIMENS, UNCUT
 
@@ -54,100 +50,25 @@ def test_heads_that_cannot_be_cut_are_refused_with_the_line_that_works(name: str
         units_of_branches(locate_branches(SPECIMENS[name].build()), strategy="neuron")
 
 
-class OwnBranch(nn.Module):
-    scale: torch.Tensor
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.register_buffer("scale", torch.full((width,), 0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x)) * self.scale
-
-
-class OwnLayer(nn.Module):
-    """`x + drop(body(norm(x)))`, twice, with words of its own."""
-
-    ff: OwnBranch
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.before, self.mix, self.drop = nn.LayerNorm(width), OwnBranch(width), nn.Dropout(0.0)
-        self.then, self.ff = nn.LayerNorm(width), OwnBranch(width)
-        self.gain = nn.Parameter(torch.ones(width))  # in no branch: shared
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.drop(self.mix(self.before(x)))
-        return self.gain * (x + self.ff(self.then(x)))
-
-
-class OwnModel(nn.Module):
-    layers: Any
-
-    def __init__(self, num_layers: int = NUM_LAYERS) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(OwnLayer(5) for _ in range(num_layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@pytest.fixture
-def own_description(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_described_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
-    architectures.register(
-        OwnLayer, Branch("mixer", norm="before", body="mix", after=("drop",)), Branch("mlp", norm="then", body="ff")
-    )
-
-
-@pytest.mark.usefixtures("own_description")
-def test_a_users_model() -> None:
-    model = OwnModel()
-    assert check_description(model, torch.randn(2, 5)) == ["forward x block", "backward x block"]
-    units = units_of_branches(locate_branches(model))
-    assert {piece.kind for unit in units for piece in unit.pieces} == {"parameter", "buffer"}
-    plan = Plan("forward", "block", 2, 1, 0, tuple(units), ((0,), (1,)) * NUM_LAYERS, (0, 1))
-    mask = Mask(model, plan, 0)
-    mask.apply()
-    for name, pieces in mask.buffer_pieces.items():
-        assert (mask.buffers[name].untyped_storage().nbytes() > 0) == mask.is_held(pieces[0][0])
-
-
-@pytest.mark.usefixtures("own_description")
-def test_what_cannot_be_described_is_refused() -> None:
-    model = OwnModel()
-    model.layers[1].ff.linear.weight = model.layers[0].ff.linear.weight
-    with pytest.raises(ValueError, match=r"layers\.1\.ff\.linear\.weight.*same tensor.*layers\.0\.mlp.*untie"):
+    model: Any = models.llama()
+    layers = model.model.layers
+    layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight.*same tensor.*layers\.0\.mlp.*untie"):
         locate_branches(model)
-    model = OwnModel()
-    for layer in model.layers:
-        layer.ff.register_buffer("scale", model.layers[0].ff.scale)
-    with pytest.raises(ValueError, match=r"layers\.1\.ff\.scale.*same tensor"):
+    model, scale = models.llama(), torch.ones(16)
+    for layer in model.model.layers:
+        layer.mlp.register_buffer("scale", scale)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.scale.*same tensor"):
         locate_branches(model)
-    architectures.register(OwnLayer, Branch("mlp", norm="then", body="feed_forward"))
-    with pytest.raises(ValueError, match=r"no submodule 'feed_forward'.*'mlp'.*'ff'"):
-        locate_branches(OwnModel())
+    architectures.register(LlamaDecoderLayer, Branch("mlp", norm="input_layernorm", body="feed_forward"))
+    with pytest.raises(ValueError, match=r"no submodule 'feed_forward'.*'mlp'"):
+        locate_branches(models.llama())
     with pytest.raises(ValueError, match="different names"):
-        architectures.register(OwnLayer, Branch("mlp", "then", "ff"), Branch("mlp", "before", "mix"))
+        architectures.register(LlamaDecoderLayer, Branch("mlp", body="mlp"), Branch("mlp", body="self_attn"))
     with pytest.raises(ValueError, match="expected one or more"):
-        architectures.register(OwnLayer)
-
-
-def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"(?s)OwnModel has no layer.*\.architectures import .*LlamaDecoderLayer"):
-        locate_branches(OwnModel())
-
-
-def test_a_subclass_of_a_described_layer_is_described() -> None:
-    class Mine(LlamaDecoderLayer):
-        pass
-
-    assert architectures.branches_of(Mine) == architectures.branches_of(LlamaDecoderLayer)
-    assert architectures.branches_of(nn.Linear) is None
+        architectures.register(LlamaDecoderLayer)
 
 
 def test_shared_patterns() -> None:

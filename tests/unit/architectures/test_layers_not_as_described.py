@@ -15,7 +15,6 @@ from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import locate_branches, registry, units_of_branches
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.plan.planner import plan_model
-from tests.helpers import models
 from tests.helpers.core_masks import assert_masked, build, plan_of
 
 
@@ -119,11 +118,3 @@ def test_a_number_of_heads_that_is_not_there(monkeypatch: pytest.MonkeyPatch) ->
     model = with_heads_of_no_number(monkeypatch)
     assert len(plan_of(model, "forward", "block").units) == 4
     assert_neurons_are_refused(model, "attention", "num_groups")
-
-
-def test_one_odd_layer_is_named() -> None:
-    model: Any = models.llama()
-    model.model.layers[1].mlp = Experts(model.config)
-    with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp' cannot be cut"):
-        units_of_branches(locate_branches(model), strategy="neuron")
-    assert len(units_of_branches(locate_branches(model))) == 4

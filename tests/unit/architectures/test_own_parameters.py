@@ -59,13 +59,6 @@ def built(scales: Sequence[float | None] = (0.5, 0.3)) -> nn.Sequential:
 INPUT = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1))
 
 
-def test_they_are_of_the_unit() -> None:
-    units = units_of_branches(locate_branches(built()))
-    names = [piece.parameter.removeprefix("0.") for piece in units[0].pieces]
-    assert [name.split(".")[0] for name in names[::2]] == ["mix", "norm", "up", "down", "scale"]
-    assert names[-1] == "scale"
-
-
 @pytest.mark.parametrize("scales", [(0.5, 0.3), (None, 0.3), (None, None)])
 def test_a_layer_that_lacks_is_one_with_zeros(scales: tuple[float | None, ...]) -> None:
     """With neurons a scale is shared."""

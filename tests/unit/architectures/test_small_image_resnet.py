@@ -30,14 +30,6 @@ def test_it_is_a_resnet_18_by_default() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 11_173_962, "the usual one for CIFAR-10"
 
 
-def test_width_leaves_the_stem_alone() -> None:
-    config = SmallImageResNetConfig(**SMALL, width_factor=3)
-    model = SmallImageResNetForImageClassification(config)
-    assert (config.hidden_sizes, config.stage_sizes) == ([12, 24], [4, 8])
-    assert model.resnet.embedder.embedder.convolution.weight.shape == (4, 3, 3, 3)
-    assert model.classifier[1].weight.shape == (3, 24)
-
-
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

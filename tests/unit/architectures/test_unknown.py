@@ -19,11 +19,6 @@ from tests.helpers.models import TOKENS, VOCABULARY
 
 SIZES = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "rotary_dim": 4}
 UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str, dict[str, tuple[str, str]]]] = {
-    "mpt": (
-        lambda: hf.MptForCausalLM(hf.MptConfig(vocab_size=VOCABULARY, d_model=16, n_layers=2, n_heads=2)),
-        "transformers.models.mpt.modeling_mpt.MptBlock",
-        {},  # its MLP adds the stream itself
-    ),
     "codegen": (
         lambda: hf.CodeGenForCausalLM(hf.CodeGenConfig(**SIZES | {"n_head": 4})),
         "transformers.models.codegen.modeling_codegen.CodeGenBlock",

@@ -62,28 +62,6 @@ def test_drop_path_drops_of_what_is_held_as_in_the_dense_model(name: str) -> Non
         assert_gradients(mask, found, expected)
 
 
-@pytest.mark.parametrize("name", DROPS)
-def test_drop_path_is_alive(name: str) -> None:
-    dense = build(name, drop_path_rate=0.6).train()
-    losses = {models.loss_of(dense, tokens()).item() for _ in range(20)}
-    assert len(losses) > 1
-    assert [any("drop_path" in b.description.after for b in locate_branches(dense))] == [name not in COMMON]
-
-
-def test_a_head_of_swin_has_its_column_of_the_table() -> None:
-    units = units_of("swin", strategy="neuron", neuron_groups=2)
-    layers = "swin.encoder.layers"
-    assert {name for name in units if "head" in name} == {
-        *(f"{layers}.0.blocks.0.attention.head_{head}" for head in range(3)),
-        *(f"{layers}.1.blocks.{block}.attention.head_{head}" for block in (0, 1) for head in range(6)),
-    }
-    pieces = {p.parameter.rpartition("attention.")[2]: p for p in units[f"{layers}.1.blocks.1.attention.head_4"].pieces}
-    table = pieces["relative_position_bias.relative_position_bias_table"]
-    assert (table.dim, table.start, table.length) == (1, 4, 1)
-    assert (pieces["q_proj.weight"].dim, pieces["q_proj.weight"].start, pieces["q_proj.weight"].length) == (0, 16, 4)
-    assert "relative_position_bias.relative_position_index" not in pieces, "all heads look up alike"
-
-
 def test_a_head_of_swin_v2_has_its_scale() -> None:
     units = units_of("swinv2", strategy="neuron", neuron_groups=2)
     unit = next(unit for name, unit in units.items() if name.endswith("1.blocks.1.attention.head_4"))

@@ -35,13 +35,9 @@ def test_a_killed_builds_lock_is_removed_at_start(lock: Path) -> None:
     assert remove_abandoned_builds() == []
 
 
-def test_a_running_builds_lock_stays(lock: Path) -> None:
+def test_a_running_builds_lock_and_what_is_no_lock_stay(lock: Path) -> None:
     with lock.open("rb"):
         assert remove_abandoned_builds() == []
-    assert lock.exists()
-
-
-def test_what_is_no_lock_stays(lock: Path) -> None:
     lock.write_text("a lock is empty")
     assert remove_abandoned_builds() == []
     assert lock.exists()
@@ -61,14 +57,6 @@ def test_where_others_may_build_it_is_told_until_no_build_takes_so_long(
     assert lock.exists()
     os.utime(lock, (time.time() - 3600,) * 2)
     assert "60 minutes ago by a build of an operator that was killed" in remove_abandoned_builds()[0]
-    assert not lock.exists()
-
-
-def test_where_all_processes_are_seen_a_local_disk_decides(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(abandoned_builds, "_PRIVATE", set())
-    monkeypatch.setattr(abandoned_builds, "_LOCAL", kinds_of_file_systems())
-    monkeypatch.setattr(abandoned_builds, "_FIRST_NAMESPACE", os.readlink("/proc/self/ns/pid"))
-    remove_abandoned_builds()
     assert not lock.exists()
 
 

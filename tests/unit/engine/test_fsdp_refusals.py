@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 
 import sdp_deepspeed  # noqa: F401  patches all of them
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.engine.fsdp_refusals import SHARDED, patch_accelerator, patch_trainer
+from sdp_deepspeed.engine.fsdp_refusals import SHARDED
 
 BLOCK: dict[str, Any] = {KEY: {"coverage": 0.5}}
 REFUSAL = f"{KEY}: has no effect in fsdp_config of .*sdp_deepspeed.fully_shard"
@@ -86,13 +86,3 @@ def test_fsdp_of_accelerate_is_said_to_train_the_dense_model(
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as the launcher has it, on CPUs too
         accelerator.prepare(nn.Linear(2, 2))
         assert "Accelerate's FSDP trains the dense model" in caplog.text
-
-
-def test_hosts_of_other_versions_and_those_patched_before_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    patched = (Accelerator.prepare, Trainer.create_accelerator_and_postprocess)
-    patch_accelerator()
-    patch_trainer()
-    assert patched == (Accelerator.prepare, Trainer.create_accelerator_and_postprocess)
-    monkeypatch.delattr(Trainer, "create_accelerator_and_postprocess")
-    patch_trainer()
-    assert not hasattr(Trainer, "create_accelerator_and_postprocess")

@@ -49,13 +49,6 @@ def test_what_changes_no_result_is_not_refused(config: dict[str, Any]) -> None:
     refuse_settings(config)
 
 
-def test_all_refusals_in_one_message() -> None:
-    zero = {"stage": 3, "compute_grad_norm": False}
-    with pytest.raises(ValueError, match=r"compute_grad_norm") as caught:
-        refuse_settings({"prescale_gradients": True, "zero_optimization": zero})
-    assert len(str(caught.value).split("\n")) == 3
-
-
 def test_modules_whose_gradients_cannot_travel_are_refused() -> None:
     class Experts(torch.nn.Module):
         __module__ = "deepspeed.moe.layer"
@@ -71,17 +64,8 @@ def _tied_by_data(model: Any) -> None:
     model[2].weight.data = model[0].weight.data
 
 
-def _overlapping(model: Any) -> None:
-    model[2].weight.data = model[0].weight.data.view(-1)[6:9].view(1, 3)
-
-
 def _a_column(model: Any) -> None:
     model[2].weight.data = model[0].weight.data[:, 1:2]
-
-
-def _one_is_frozen(model: Any) -> None:
-    _tied_by_data(model)
-    model[0].weight.requires_grad_(False)
 
 
 def _behind_a_small_one(model: Any) -> None:
@@ -92,7 +76,7 @@ def _behind_a_small_one(model: Any) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("tie", [_tied_by_data, _overlapping, _a_column, _one_is_frozen, _behind_a_small_one])
+@pytest.mark.parametrize("tie", [_tied_by_data, _a_column, _behind_a_small_one])
 def test_parameters_in_the_same_memory_are_refused(tie: Any, device: str) -> None:
     with torch.device(device):
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.Linear(3, 3))

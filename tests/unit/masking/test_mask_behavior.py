@@ -16,15 +16,9 @@ from transformers import DynamicCache
 from sdp_deepspeed import architectures, check_description
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.running_statistics import (
-    average_running_statistics,
-    estimate_statistics,
-    write_statistics,
-)
 from sdp_deepspeed.masking.scale import scaled
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.held_rows import scaled_branches
-from sdp_deepspeed.reference.virtual_workers import average_statistics
 from sdp_deepspeed.units import Piece
 from tests.helpers import models, more_models
 from tests.helpers.core_masks import (
@@ -173,17 +167,6 @@ def test_compilers_follow(name: str, regime: str, strategy: str) -> None:
         assert_close(found[2][key], gradient, largest)
 
 
-def test_autocast() -> None:
-    """Parts of a layer compute in the dtype of the layer."""
-    for regime, strategy in MODES:
-        dense = build("llama")
-        plan = plan_of(dense, regime, strategy)
-        with torch.autocast("cpu", torch.bfloat16):
-            expected, found = run(expected_of(dense, plan, 0)), run(masked(dense, plan, 0)[0])
-        assert found[1].dtype == expected[1].dtype
-        torch.testing.assert_close(found[0], expected[0], rtol=2**-7, atol=0)
-
-
 def test_generation_is_of_the_dense_model() -> None:
     dense = build("llama").eval()
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
@@ -223,7 +206,7 @@ def test_the_backward_regime_draws_what_the_dense_model_draws(name: str, rates: 
         assert_gradients(mask, found[2], expected[2])
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gpt_oss", "resnet", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gpt_oss", "convnext", "swin", "resnet", "gemma2"])
 def test_the_dense_model_scaled_by_coverage(name: str) -> None:
     dense = build(name)
     for strategy in ("block", "neuron"):
@@ -489,51 +472,3 @@ def test_statistics_of_batch_norms(regime: str, strategy: str, is_frozen: bool) 
                 assert_close(mask.view(piece).double(), piece.narrow(wanted[name]).double())
     moved = [not torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True) if a.numel()]
     assert all(moved) if not is_frozen else not any(moved)
-
-
-@modes
-def test_running_statistics_are_means_over_the_ranks_that_run_a_norm(
-    regime: str, strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two ranks, one after the other: what each adds to an all-reduce is recorded, then the result is handed out."""
-    describe(Cut("norm", 0))
-    dense = Model(lambda: nn.BatchNorm1d(9)).double()
-    plan = plan_of(dense, regime, strategy)
-    masks = [masked(dense, plan, rank)[1] for rank in (0, 1)]
-    whole = []
-    for rank, mask in enumerate(masks):
-        mask.model.train()(batch().double() * (rank + 1))
-        one = expected_of(dense, plan, rank).train()
-        one(batch().double() * (rank + 1))
-        whole.append({name: buffer.clone() for name, buffer in one.named_buffers()})
-    average_statistics(dense, plan, whole)
-    sent: list[list[torch.Tensor]] = [[], []]
-    for rank in (0, 1):
-        monkeypatch.setattr(
-            torch.distributed, "all_reduce", lambda t, *_, rank=rank, **__: sent[rank].append(t.clone())
-        )
-        average_running_statistics(deepcopy(masks[rank]), None, torch.device("cpu"))
-    for rank in (0, 1):
-        results = iter([sent[0][0] + sent[1][0], sent[0][1].maximum(sent[1][1])])
-        monkeypatch.setattr(
-            torch.distributed, "all_reduce", lambda t, *_, results=results, **__: t.copy_(next(results))
-        )
-        average_running_statistics(masks[rank], None, torch.device("cpu"))
-        for name, pieces in masks[rank].buffer_pieces.items():
-            for piece, _ in pieces:
-                if masks[rank].stored(piece):
-                    assert_close(masks[rank].view(piece).double(), piece.narrow(whole[rank][name]).double())
-
-
-def test_statistics_are_estimated_anew() -> None:
-    """As by `torch.optim.swa_utils.update_bn`, but for a norm's input in evaluation mode; modes come back."""
-    model = Model(lambda: nn.BatchNorm1d(9)).train()
-    model.stem.eval()
-    expected = deepcopy(model)
-    torch.optim.swa_utils.update_bn([batch(), 2 * batch()], expected)
-    write_statistics(estimate_statistics(model, [batch(), 2 * batch()]))
-    for name, buffer in model.named_buffers():
-        assert_close(buffer.double(), dict(expected.named_buffers())[name].double())
-    assert not model.stem.training
-    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm1d)]
-    assert all(norm.training and norm.momentum == 0.1 for norm in norms)

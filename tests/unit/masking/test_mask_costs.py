@@ -143,17 +143,6 @@ def saved_of(model: Any, own: Any = None) -> int:
     return saved.num_bytes
 
 
-def test_backward_blocks_keep_no_inputs_of_frozen_weights() -> None:
-    """Llama: of an MLP's norm the normalized input, of gate and up their common input, of down its own. Attention keeps
-    what its projections get and give."""
-    dense = build("llama_one_layer")
-    plan = plan_of(dense, "backward", "block")
-    hidden, inner = dense.config.hidden_size, dense.config.intermediate_size
-    for rank, kept in ((0, 2 * hidden + inner), (1, 2 * hidden)):  # rank 1 lacks attention
-        model, mask = masked(dense, plan, rank)
-        assert saved_of(dense) - saved_of(model, mask) == 4 * NUM_TOKENS * kept
-
-
 @pytest.mark.parametrize("name", ["llama_odd", "gpt2"])
 def test_backward_neurons_keep_no_inputs_of_frozen_ones(name: str) -> None:
     """Of the MLPs' output projections; attention itself keeps its output."""
@@ -226,28 +215,3 @@ def test_workers_on_images_compute_what_their_units_cost(kind: str, regime: str,
     total, held, stem = formula(dense, plan, 1)
     expected = (held, 2 * held - stem) if regime == "forward" else (total, total - stem + held)
     assert measured(masked(dense, plan, 1)[0]) == expected
-
-
-@pytest.mark.parametrize("strategy", ["block", "neuron"])
-def test_saved_activations_of_residual_blocks_by_hand(strategy: str) -> None:
-    """A basic block keeps what its convolutions put out and the activation between them, and of each norm a mean and a
-    deviation for each channel; its input and what follows the addition are the stream's. An inner channel is one of the
-    first convolution's."""
-    dense = images_model("basic")
-    plan = plan_of(dense, "forward", strategy)
-    expected = 0
-    for index, unit in enumerate(plan.units):
-        if plan.holds_rank(index, 0):
-            continue
-        stage = int(unit.name.split(".")[3])
-        channels, side = WIDTHS[stage], (SIZE // 4, SIZE // 8)[stage]
-        if strategy == "neuron":
-            channels = next(piece.length for piece in unit.pieces if piece.parameter.endswith("0.convolution.weight"))
-        times, norms = (3, 2) if strategy == "block" else (2, 1)
-        expected += 4 * channels * (times * ROWS * side**2 + 2 * norms)
-    sizes = []
-    for model in (dense, masked(dense, plan, 0)[0]):
-        with Saved([*model.parameters(), *model.buffers()]) as saved:
-            loss_of(model)
-        sizes.append(saved.num_bytes)
-    assert sizes[0] - sizes[1] == expected > 0

@@ -72,11 +72,6 @@ def test_there_and_back(size: int, edges: list[int], index: int) -> None:
     assert own.local_plan(plan_of(*dense)).units == local
 
 
-def test_a_piece_over_several_shards_is_cut_at_their_edges() -> None:
-    units = shards(1).local_plan(plan_of(Unit("all", (Piece("up", 0, 0, 12),)))).units
-    assert units == (Unit("all", (Piece("up", 0, 0, 6),)),)
-
-
 @pytest.mark.parametrize(
     "pieces",
     [
@@ -93,16 +88,6 @@ def test_pieces_must_be_equal_in_all_shards(pieces: list[Piece]) -> None:
         shards().local_plan(plan_of(Unit("u", tuple(pieces))))
 
 
-def test_a_tensor_is_cut_along_the_dim_that_is_divided() -> None:
-    with pytest.raises(ValueError, match=r"'up' is divided along dim 0 .*along dim 1"):
-        shards().dense_unit(Unit("u", (Piece("up", 1, 0, 2),)))
-
-
-def test_without_divisions_a_plan_is_itself() -> None:
-    plan = plan_of(Unit("u", (Piece("up", 0, 0, 2),)))
-    assert TensorParallelShards(0, 1, {}).local_plan(plan) is plan
-
-
 def branch(*, blocks: int = 1, dim: int = 0, num_cells: int = 12) -> LocatedBranch:
     inner = InnerLayers((Cut("up", dim, blocks), Cut("down", 1, is_output=True)))
     tensors = (CutTensor(inner.cuts[0], "up", dim, 12, (1,) * blocks), CutTensor(inner.cuts[1], "down", 1, 12))
@@ -116,10 +101,6 @@ def test_a_branch_as_a_rank_has_it() -> None:
     assert [piece.length for piece in local.pieces] == [4, 24, 24]
     assert local.pieces_of_cells(range(4, 6)) == (Piece("up", 0, 4, 2), Piece("down", 1, 4, 2))
     assert shards().local_branch(replace(branch(), uncuttable_reason="because")).uncuttable_reason == "because"
-
-
-def test_a_replicated_branch_stays_whole() -> None:
-    assert TensorParallelShards(0, 2, {}).local_branch(branch()) == branch()
 
 
 def test_layers_that_are_divided_otherwise_cannot_be_cut() -> None:

@@ -69,7 +69,7 @@ LAYERS = [block | {"granularity": "layer"} for mode, block in FINE.items() if mo
 PARTS: list[Block] = [{"regime": regime, "strategy": MIXED} | SMALL for regime in ("forward", "backward")]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_biases", "gpt2", "gpt_neox_parallel", "qwen3"])
+@pytest.mark.parametrize("name", ["llama_biases", "gpt2", "gpt_neox_parallel"])
 @pytest.mark.parametrize(
     "block", [*FINE.values(), *LAYERS, *PARTS], ids=lambda block: "-".join(map(str, block.values()))
 )
@@ -78,7 +78,6 @@ def test_one_plan(name: str, block: Block) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.slow
 def test_plans_that_change(mode: Any) -> None:
     """Coverage that grows, by depth too, then everything; and the same coverage drawn anew."""
     own = mode._asdict()
@@ -90,24 +89,12 @@ def test_plans_that_change(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.slow
 def test_other_counts(mode: Any) -> None:
     """One holder of each unit; three workers, two of which hold it; two replicas of each of two; two micro-batches."""
     own = mode._asdict()
     assert_agree(*both("llama", [own | {"holders": 1}], 4), 4)
     assert_agree(*both("gpt2", [own | {"holders": 2}], 3), 3, num_micro=2)
     assert_agree(*both("llama", [own | {"holders": 1, "subnetworks": 2}], 4), 4)
-
-
-def test_rows_in_mappings_and_a_frozen_parameter() -> None:
-    slow, fast = both("llama", [FINE[MODES[0]]], 4)
-    for reference in (slow, fast):
-        reference.model.get_parameter("model.embed_tokens.weight").requires_grad_(False)
-    given = next(batches(4, 1))
-    slow.step(given)
-    fast.loss_of = lambda model, rows: losses_of_rows(model, rows["ids"])
-    fast.step([[{"ids": micro} for micro in own] for own in given])
-    torch.testing.assert_close(dict(fast.model.named_parameters()), dict(slow.model.named_parameters()))
 
 
 def flops_of(block: Block) -> int:
@@ -126,15 +113,6 @@ def test_a_step_costs_what_the_method_computes() -> None:
     model = SPECIMENS["llama"].build()
     weights = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name and p.dim() == 2)
     assert whole - flops_of({"regime": "backward"} | SMALL) == 2 * rows * LENGTH * weights / 2
-
-
-def test_nothing_is_left_in_the_model() -> None:
-    for block in FINE.values():
-        _, fast = both("llama", [block], 4)
-        fast.step(next(batches(4, 1)))
-        for module in fast.model.modules():
-            assert not {*module._forward_hooks, *module._forward_pre_hooks}
-            assert "forward" not in module.__dict__
 
 
 def scaled_by_hand(weights: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:

@@ -16,7 +16,6 @@ from sdp_deepspeed.reference.virtual_workers import (
     held_mask,
     local_gradients,
     masked_average,
-    norm,
     zero_lacking,
 )
 from sdp_deepspeed.units import Piece, Unit
@@ -101,13 +100,6 @@ def test_masked_average_of_two_layers(regime: str) -> None:
 
 
 @pytest.mark.parametrize("regime", ["forward", "backward"])
-def test_norm_counts_every_parameter_once(regime: str) -> None:
-    average = average_of(TwoLayers(), two_layers(regime), (1.0, 2.0, 4.0))
-    expected = math.sqrt(sum(value**2 for value in EXPECTED[regime].values()))
-    assert norm(average) == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("regime", ["forward", "backward"])
 @pytest.mark.parametrize("clip", [0.0, 10.0])
 def test_one_step_of_sgd(regime: str, clip: float) -> None:
     model = TwoLayers()
@@ -140,12 +132,6 @@ def test_neurons_as_rows_and_columns() -> None:
     assert average["u"].tolist() == [[1 * 2.0, 2 * 5.5, 4 * 4.5]]
     assert average["v"].tolist() == [[3 * 2.0], [5 * 5.5], [7 * 4.5]]
     assert average["c"].item() == 1.0
-
-
-def test_divisors_are_numbers_of_holders() -> None:
-    counts = divisors(Neurons(), neurons())
-    assert counts["u"].tolist() == [[2.0, 2.0, 2.0]]
-    assert counts["c"].item() == 3.0
 
 
 def test_replicas_count_as_holders() -> None:

@@ -1,0 +1,135 @@
+"""Models of images in the engine: running statistics, buffers that no state dict has, parameters of a layer itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sdp_deepspeed
+from tests.helpers.models import batches, inputs_of, loss_of
+from tests.helpers.more_models import SPECIMENS
+from tests.helpers.oracle import CaseCheck
+from tests.helpers.oracle_grid import Case
+from tests.helpers.ranks import Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, sgd, train
+
+MODES = tuple(itertools.product(("forward", "backward"), ("block", "neuron")))
+NAMES = ("resnet", "swin", "convnext")
+
+
+def start(name: str, regime: str, strategy: str, **block: Any) -> Any:
+    return engine_of(sgd(regime=regime, strategy=strategy, **block), SPECIMENS[name].build())
+
+
+@torch.no_grad()
+def logits(model: Any, rank: Rank) -> torch.Tensor:
+    (batch,) = next(batches(rank.size, 1))[rank.rank]
+    model.eval()
+    found: torch.Tensor = model(**inputs_of(model, batch)).logits
+    model.train()
+    return found
+
+
+def stored(engine: Any) -> dict[str, torch.Tensor]:
+    """All that this rank stores, buffers too, by the pieces of the plan."""
+    mask = engine.mask
+    pieces = [piece for name in mask.shapes for piece, _ in mask.pieces_of(name) if mask.stored(piece)]
+    return {f"{piece.parameter}[{piece.dim}, {piece.start}]": mask.view(piece).clone() for piece in pieces}
+
+
+def resumes_and_loads_without_us(rank: Rank, name: str) -> None:
+    """Bit for bit on the same layout; with the dense model in another mode, and as Transformers reads it."""
+    for mode, another in ((MODES[1], MODES[2]), (MODES[3], MODES[0])):
+        engine = start(name, *mode)
+        train(engine, num_steps=2)
+        folder, dense = rank.folder / "-".join(mode), dense_state(engine)
+        engine.save_checkpoint(str(folder))
+        engine.save_pretrained(folder / "export")
+        dist.barrier()
+        found = logits(SPECIMENS[name].model.from_pretrained(folder / "export"), rank)
+        assert torch.equal(logits(engine, rank), found)
+        resumed, other = start(name, *mode), start(name, *another)
+        resumed.load_checkpoint(str(folder))
+        assert_identical(stored(resumed), stored(engine))
+        assert train(engine, num_steps=1, first=2) == train(resumed, num_steps=1, first=2)
+        assert_identical(stored(resumed), stored(engine))
+        other.load_checkpoint(str(folder))
+        assert_identical(dense_state(other), dense)
+
+
+def starts_without_the_dense_model_and_changes_plans(rank: Rank, name: str) -> None:
+    """With the same weights in every layout, and the buffers that a constructor makes."""
+    specimen, states = SPECIMENS[name], []
+    buffers = dict(specimen.build().named_buffers())
+    for mode in MODES:
+        torch.manual_seed(3)
+        with sdp_deepspeed.Init():
+            model = specimen.model(specimen.config(**specimen.options))
+        torch.manual_seed(3)
+        engine = engine_of(sgd(regime=mode[0], strategy=mode[1]), model)
+        with engine.dense():
+            assert_identical(dict(engine.module.named_buffers()), buffers)
+        states.append(dense_state(engine))
+        assert_identical(states[-1], states[0])
+    for regime, strategy in MODES:
+        train(engine, num_steps=1)
+        before = dense_state(engine)
+        engine.replan({"regime": regime, "strategy": strategy})
+        assert_identical(dense_state(engine), before)
+
+
+def statistics_of_a_dense_pass_in_training_mode_stay(rank: Rank) -> None:
+    """As a user estimates them anew: resident in all modes, and in the backward regime without a context too."""
+    for regime, strategy in MODES:
+        engine = start("resnet", regime, strategy)
+        before = stored(engine)
+        with engine.dense(), torch.no_grad():
+            engine.module.train()
+            loss_of(engine.module, next(batches(1, 1))[0][0])
+            expected = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+        changed = {name for name, value in stored(engine).items() if not torch.equal(value, before[name])}
+        assert changed == {name for name in before if name.partition("[")[0] in expected}
+        state = dense_state(engine)
+        assert_identical(expected, {name: state[name] for name in expected})
+    before = stored(engine)
+    with torch.no_grad():
+        loss_of(engine, next(batches(1, 1, seed=2))[0][0])
+    changed = {name for name, value in stored(engine).items() if not torch.equal(value, before[name])}
+    assert {name.partition("[")[0] for name in changed} == expected.keys()
+
+
+def channels_last() -> nn.Module:
+    model = SPECIMENS["resnet_bottleneck"].build()
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def channels_last_trains_alike(rank: Rank) -> None:
+    """Results are those of the same model in rows; what lies how in memory may change."""
+    for regime, strategy in MODES:
+        found = []
+        for build in (channels_last, SPECIMENS["resnet_bottleneck"].build):
+            found.append(train(engine_of(sgd(regime=regime, strategy=strategy), build()), num_steps=2))
+        assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
+    for regime, strategy in MODES:  # small steps: batch norms of few numbers; in fp32 it is in the oracle's sample
+        case = Case(2, 1, regime, strategy, "resnet", optimizer="SGD", precision="bf16", clip=0.1)
+        yield str(case), CaseCheck(case)
+    for check in (resumes_and_loads_without_us, starts_without_the_dense_model_and_changes_plans):
+        for name in NAMES:
+            yield f"{check.__name__}-{name}", partial(check, name=name)
+    yield "statistics", statistics_of_a_dense_pass_in_training_mode_stay
+    yield "channels_last", channels_last_trains_alike
+
+
+@pytest.mark.checks(2, _cases, slow=["2-1of2*", "2-starts*", "*convnext", "2-statistics", "2-channels*"])
+def test_engine(outcome: str | None) -> None:
+    assert outcome is None, outcome
