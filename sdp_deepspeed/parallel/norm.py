@@ -9,6 +9,7 @@ norm infinite or NaN on every rank, before any weight is updated.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,8 @@ def gradient_norm(owned: Sequence[torch.Tensor], device: torch.device) -> torch.
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if owned:
-        squares += torch.stack(torch._foreach_norm([*owned], 2, torch.float32)).double().square().sum().to(device)
+        dtype = reduce(torch.promote_types, (gradient.dtype for gradient in owned), torch.float32)
+        squares += torch.stack(torch._foreach_norm([*owned], 2, dtype)).double().square().sum().to(device)
     if dist.get_world_size() > 1:
         dist.all_reduce(squares)
     return squares.sqrt()
