@@ -627,7 +627,7 @@ def _refuse_difference(what: str, facts: Sequence[Sequence[str]]) -> None:
         pairs = itertools.zip_longest(facts[0], own, fillvalue="nothing")
         if differing := next((pair for pair in pairs if pair[0] != pair[1]), None):
             raise RuntimeError(
-                f"rank {rank} has other {what} than rank 0: {differing[1]}, not {differing[0]}; use the same model, "
+                f"{what}: {differing[1]} on rank {rank}, {differing[0]} on rank 0; use the same model, "
                 "optimizer and requires_grad on all ranks"
             )
 

@@ -113,7 +113,7 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     ours: type = SubnetworkEngine
     if cls is not DeepSpeedEngine and not issubclass(cls, ours):
         raise ValueError(
-            f"{KEY}: {cls.__name__} is not supported, such as for pipeline modules and the hybrid engine; pass an "
+            f"{KEY}: {cls.__name__} is not supported (pipeline modules, hybrid engine); pass an "
             "ordinary module, or remove the block"
         )
     engine = object.__new__(ours if cls is DeepSpeedEngine else cls)

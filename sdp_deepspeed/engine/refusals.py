@@ -139,7 +139,7 @@ def refuse_model(model: nn.Module) -> None:
             raise ValueError(f"{KEY}: {name!r} is a DeepSpeed mixture of experts; use one of Transformers' instead")
     for one, other in _in_the_same_memory(model):
         raise ValueError(
-            f"{KEY}: {one!r} and {other!r} lie in the same memory, but are two Parameters; assign the Parameter itself "
+            f"{KEY}: {one!r} and {other!r} share memory, but are two Parameters; assign the Parameter itself "
             "(b.weight = a.weight, not .data), or clone one"
         )
 

@@ -91,7 +91,7 @@ def replan(engine: Any, config: Mapping[str, Any], stage: int | None) -> Replann
     if other := [rank for rank, found in enumerate(asked) if found != asked[0]]:
         texts = [f"{block!r}, stage {after}" for block, after in (asked[other[0]], asked[0])]
         raise ValueError(
-            f"engine.replan: rank {other[0]} got {texts[0]}, rank 0 got {texts[1]}; pass the same on all ranks"
+            f"engine.replan: rank {other[0]} got {texts[0]}, rank 0 got {texts[1]}; pass equal arguments on all ranks"
         )
     block, _ = asked[0]
     engine.checkpoints.wait()

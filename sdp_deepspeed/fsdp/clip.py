@@ -70,7 +70,7 @@ def _counted_elsewhere(parameters: Any, named: Sequence[torch.Tensor]) -> set[in
         return set()
     if not is_sharded(parameters):
         raise ValueError(
-            "clip_grad_norm_: with tensor parallelism give the model that sdp_deepspeed.fully_shard returned, not its "
+            "clip_grad_norm_: with tensor parallelism, pass the model that sdp_deepspeed.fully_shard returned, not its "
             "parameters"
         )
     sharded = sharded_model_of(parameters)

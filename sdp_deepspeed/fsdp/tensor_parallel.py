@@ -158,7 +158,7 @@ def columns_of(module: nn.Module, mesh: DeviceMesh, control: Any) -> tuple[tuple
     ):
         raise ValueError(
             f"fully_shard: mesh: got ranks {listed(columns)}, and DTensors over ranks {listed(of_dtensors)}, expected "
-            f'two axes of one mesh of {len(gathered)} ranks; pass mesh["tp"] to parallelize_module and mesh["dp"] here'
+            f'axes of one mesh of {len(gathered)} ranks: mesh["tp"] in parallelize_module, mesh["dp"] here'
         )
     return columns
 

@@ -95,8 +95,8 @@ def check_same_plan(plan: Any, group: Any) -> None:
     plans = gather_objects((plan.hash, plan.subnetwork_of_rank), group)
     if different := [rank for rank, other in enumerate(plans) if other != plans[0]]:
         raise RuntimeError(
-            f"rank {listed(different)} made another plan than rank 0; use the same model, config and versions on all "
-            "ranks"
+            f"rank {listed(different)} computed another plan than rank 0; use the same model, config and versions on "
+            "all ranks"
         )
 
 
@@ -164,24 +164,22 @@ class Meetings:
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise RuntimeError(
-                    f"{what}: rank {listed(missing)} has not come within the process group's time limit; look there "
-                    "for an error or a hang"
+                    f"{what}: rank {listed(missing)} did not arrive within the process group's timeout; check "
+                    "that rank for an error or a hang"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
             if pause == 0.1 and (gone := self._gone()):
                 self._store.delete_key(keys[self._rank])  # the others may come without this rank
                 raise RuntimeError(
-                    f"{what}: rank {listed(gone)} went on with training while rank {self._rank} waits; all ranks must "
-                    "call it"
+                    f"{what}: rank {listed(gone)} continued training while rank {self._rank} waits; call it on all "
+                    "ranks"
                 )
         self._num_meetings += 1
         self._num_passes = 0
         calls = dict.fromkeys(call.decode() for call in self._store.multi_get(keys))
         if len(calls) > 1:
-            raise RuntimeError(
-                f"ranks do not call the same, but {'; '.join(calls)}; all ranks must call each of them together"
-            )
+            raise RuntimeError(f"ranks made different calls: {'; '.join(calls)}; make each call on all ranks together")
 
     def _gone(self) -> list[int]:
         """Ranks that have begun more passes since the last meeting than this rank."""

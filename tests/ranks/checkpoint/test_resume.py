@@ -214,7 +214,7 @@ def a_rank_alone_is_told(rank: Rank) -> None:
     refusal(RuntimeError, calls[rank.rank], "save_checkpoint", "load_checkpoint")
     for turn, alone in enumerate((0, 0, 1)):  # again, and another one
         if rank.rank == alone:
-            with pytest.raises(RuntimeError, match=f"rank {1 - alone} went on with training"):
+            with pytest.raises(RuntimeError, match=f"rank {1 - alone} continued training"):
                 engines[1].save_checkpoint(folder)
         else:
             for _ in range(2 * turn + 1):

@@ -272,7 +272,7 @@ def one_saves_while_the_other_loads(rank: Rank) -> None:
     run, folder = ShardedRun(), rank.folder / "apart"
     run.checkpoints.save_checkpoint(folder)
     call = run.checkpoints.save_checkpoint if rank.rank == 0 else run.checkpoints.load_checkpoint
-    refusal(RuntimeError, partial(call, folder), "do not call the same")
+    refusal(RuntimeError, partial(call, folder), "made different calls")
 
 
 CHECKS_ON_2 = {

@@ -252,7 +252,7 @@ def is_refused(rank: Rank) -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     refusal(RuntimeError, lambda: sharded(llama(), ONE | {"seed": rank.rank}), "settings")
     refusal(RuntimeError, lambda: sharded(llama(), ONE, reshard_after_forward=bool(rank.rank)), "settings", "options")
-    refusal(RuntimeError, lambda: sharded(llama(1 + rank.rank), ONE), "rank 1 made another plan than rank 0")
+    refusal(RuntimeError, lambda: sharded(llama(1 + rank.rank), ONE), "rank 1 computed another plan than rank 0")
     model = sharded(model, ONE)
     refusal(ValueError, lambda: sharded(model, ONE), "masked already")
     t5 = sharded(ALL_SPECIMENS["t5"].build(), {"strategy": "neuron", "holders": 1})

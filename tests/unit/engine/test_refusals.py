@@ -81,7 +81,7 @@ def test_parameters_in_the_same_memory_are_refused(tie: Any, device: str) -> Non
     with torch.device(device):
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.Linear(3, 3))
     tie(model)
-    with pytest.raises(ValueError, match=r"'0\.weight' and '2\.weight' lie in the same memory.*Parameter itself"):
+    with pytest.raises(ValueError, match=r"'0\.weight' and '2\.weight' share memory.*Parameter itself"):
         refuse_model(model)
 
 
@@ -100,5 +100,5 @@ def test_memory_that_nobody_trains_twice_is_not_refused(device: str) -> None:
         model[5].bias.requires_grad_(False)
     refuse_model(model)
     model[3].weight.data = flat[8:17].view(3, 3)  # one element of it is the other's, too
-    with pytest.raises(ValueError, match=r"'2\.weight' and '3\.weight' lie in the same memory"):
+    with pytest.raises(ValueError, match=r"'2\.weight' and '3\.weight' share memory"):
         refuse_model(model)
