@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from deepspeed import comm as deepspeed_comm  # so that its comms logger records our collectives
+from deepspeed import comm as deepspeed_comm  # so that its comms logger records averages and returned weights
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.utils import log_dist, logger
 from deepspeed.utils.bwc import (

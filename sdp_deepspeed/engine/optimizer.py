@@ -97,14 +97,14 @@ class SubnetworkOptimizer(ZeROOptimizer):
 
     # ---- methods that DeepSpeed's engine calls on ZeRO optimizers ------------------------------------------------
 
-    def finalize_gradient_accumulation_boundary(self) -> None:
-        """Does nothing: `step` uses whatever was accumulated (`managed_gradient_accumulation: false`)."""
-
     def refresh_fp32_params(self) -> None:
         """Update fp32 masters after weights were changed from outside."""
         self.sharded.refresh_shards()
 
-    update_lp_params = empty_partition_cache = finalize_gradient_accumulation_boundary
+    def _nothing(self) -> None:
+        """For calls that concern DeepSpeed's own buffers and partitions."""
+
+    finalize_gradient_accumulation_boundary = update_lp_params = empty_partition_cache = _nothing
 
     def offload_states(
         self, include: Container[OffloadStateTypeEnum] | None = None, *, pin_memory: bool = True, **_: Any

@@ -40,7 +40,7 @@ from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.forwards import set_data
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.agree import Meetings, check_agreement, check_same_plan, gather_objects, run_on_all_ranks
-from sdp_deepspeed.parallel.groups import CONTROL, Groups, group_of_one, timeout_of_the_run
+from sdp_deepspeed.parallel.groups import CONTROL, Groups, default_group_timeout, group_of_one
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import named_tensors
@@ -92,7 +92,7 @@ def fully_shard(
         offload_policy or OffloadPolicy(),
         frozenset(ignored_params),
     )
-    control = dist.new_group(backend="gloo", timeout=timeout_of_the_run(), group_desc=CONTROL)
+    control = dist.new_group(backend="gloo", timeout=default_group_timeout(), group_desc=CONTROL)
     try:
         config = run_on_all_ranks(partial(check_call, module, mesh, block, options), control)
         check_same_settings(config, options.in_words(module), control)

@@ -254,7 +254,7 @@ class Bucket:
     Args:
         layout: contents of the bucket.
         group: the holders; None if this rank is not a holder and only receives weights (backward regime).
-        owns_all: whether this rank's optimizer steps the whole bucket, not only a shard (stage 0).
+        steps_all: whether this rank's optimizer steps the whole bucket, not only a shard (stage 0).
         device: of the weights.
 
     Attributes:
@@ -271,9 +271,9 @@ class Bucket:
     """
 
     def __init__(
-        self, layout: BucketLayout, group: HolderGroup | None, *, owns_all: bool, device: torch.device
+        self, layout: BucketLayout, group: HolderGroup | None, *, steps_all: bool, device: torch.device
     ) -> None:
-        self.layout, self.group, self.owns_all, self.device = layout, group, owns_all, device
+        self.layout, self.group, self.steps_all, self.device = layout, group, steps_all, device
         self.names = list(dict.fromkeys(part.piece.parameter for part in layout.slices))
         self.places: list[tuple[str, int]] = []
         self._has_gradients = False  # whether `gradients` have memory
@@ -362,7 +362,7 @@ class Bucket:
 
     def stepped_part(self, flat: torch.Tensor) -> torch.Tensor:
         """View of the part of a flat buffer that this rank's optimizer steps."""
-        return flat if self.owns_all else self.shard_of(flat)
+        return flat if self.steps_all else self.shard_of(flat)
 
     def weights_from_module(self, view: Callable[[Piece], torch.Tensor]) -> None:
         """Copy the module's tensors to `weights`."""
@@ -405,9 +405,9 @@ class Bucket:
         """
         position = self.holder_group.position
         ranges = self.layout.owned(position)
-        if self.owns_all and not owned:
+        if self.steps_all and not owned:
             ranges = ((part, 0, part.num_elements) for part in self.layout.slices)
-        before = 0 if self.owns_all else self.layout.shard_range(position)[0]
+        before = 0 if self.steps_all else self.layout.shard_range(position)[0]
         for part, start, stop in ranges:
             if self.layout.owner is not None:
                 yield ShardPart(part, start, stop, self.parameters[self.layout.slices.index(part)], start)

@@ -29,9 +29,9 @@ class HolderGroup:
         holders: data-parallel indices in ascending order.
         process_group: of these ranks; None for a single holder.
         position: index of this rank in `holders`.
-        scatters_directly, gathers_directly: whether ranks send their shards to each other point-to-point in a
-            reduce-scatter and an all-gather: with gloo, whose reduce-scatter is an all-reduce on the wire. Between
-            nodes that have several of the ranks, gloo's ring may cross the link less often.
+        scatters_directly, gathers_directly: whether a reduce-scatter and an all-gather send shards point-to-point,
+            over gloo. Its reduce-scatter is an all-reduce on the wire: between nodes, sending directly is less if none
+            has more than two of the ranks. Its all-gather is a ring, which is less if any has two.
         comm: `torch.distributed`, or a module with the same functions that logs them (`deepspeed.comm`).
     """
 
@@ -55,7 +55,7 @@ class Groups:
 
     Args:
         holder_sets: all sets in the plan; ascending data-parallel indices.
-        ranks: global ranks in the order of data-parallel indices, a list for each tensor-parallel rank. Default: all
+        ranks: global ranks by data-parallel index, ascending, a list for each tensor-parallel rank. Default: all
             ranks, without tensor parallelism.
         nodes: identifier of the node of each global rank. Default: host names, gathered over the control group.
         control: a gloo group of all ranks. Default: a new group.
@@ -86,7 +86,7 @@ class Groups:
         ranks = [everyone] if ranks is None else ranks
         self.ranks = [list(members) for members in ranks]
         self.tensor_parallel_size = len(ranks)
-        timeout = timeout or timeout_of_the_run()
+        timeout = timeout or default_group_timeout()
         self.control = control or dist.new_group(backend="gloo", timeout=timeout, group_desc=CONTROL)
         self._created = [] if control is self.control else [self.control]
         if nodes is None:
@@ -102,14 +102,14 @@ class Groups:
                     self.rank, self.tensor_parallel_rank = list(members).index(me), tensor_parallel_rank
                 if me in global_ranks:
                     on_node = Counter(nodes[rank] for rank in global_ranks)
-                    num_together = 1 if len(on_node) == 1 else max(on_node.values())
+                    most = 1 if len(on_node) == 1 else max(on_node.values())  # ranks of one of several nodes
                     is_gloo = group is not None and dist.get_backend(group) == "gloo"
-                    directly = is_gloo and num_together <= 2, is_gloo and num_together == 1
+                    directly = is_gloo and most <= 2, is_gloo and most == 1
                     position = global_ranks.index(me)
                     self._groups[holders] = HolderGroup(holders, group, position, *directly, comm)
             if me in members:
                 self.data_parallel = self._groups[all_indices]
-        self.num_groups = len(self._created)
+        self.num_groups = len({id(self.control), *map(id, self._created)})
 
     def _process_group(self, ranks: list[int], everyone: list[int], timeout: timedelta | None) -> Any:
         if len(ranks) == 1:
@@ -126,14 +126,14 @@ class Groups:
         return self._groups.get(holders)
 
     def close(self) -> None:
-        """Destroy all groups except the default group."""
+        """Destroy the groups that were created here."""
         for group in self._created:
             dist.destroy_process_group(group)
         self._created.clear()
 
 
 def group_of_one() -> Any:
-    """A process group of this rank alone, created once per process, for APIs that require a group."""
+    """A process group of this rank alone, created once per default group, for APIs that require a group."""
     known = dist.distributed_c10d._world.pg_map
     if not (_of_one and _of_one[-1] in known):
         _of_one.append(dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc=HOLDERS))
@@ -143,7 +143,7 @@ def group_of_one() -> Any:
 _of_one: list[Any] = []
 
 
-def timeout_of_the_run() -> timedelta | None:
+def default_group_timeout() -> timedelta | None:
     """Timeout of the default group. New groups would otherwise get their backend's default."""
     group = dist.group.WORLD
     assert group is not None
@@ -160,7 +160,7 @@ class Messages(NamedTuple):
 
 
 def exchange(messages: Sequence[Messages]) -> None:
-    """Send and receive all messages at once, and wait for them; between two ranks in the same order on both.
+    """Send and receive all messages at once, and wait for them. Two ranks must list their common groups in one order.
 
     Receives are posted first. Gloo's all-to-all posts sends first, so one direction waits for the other.
     """
@@ -179,8 +179,8 @@ def exchange(messages: Sequence[Messages]) -> None:
 def reduce_scatter(
     outputs: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], groups: Sequence[HolderGroup]
 ) -> None:
-    """Reduce-scatter (sum) flat tensors over their holders, in one exchange if all groups exchange directly. Then the
-    sum has the dtype of the output. All flat tensors have one dtype.
+    """Reduce-scatter (sum) flat tensors over their holders: all groups directly, in one exchange that sums in the dtype
+    of the outputs, or none. All flat tensors have one dtype.
 
     Args:
         outputs: [shard size] each, of any dtype; may be this holder's part of the flat tensor.

@@ -16,7 +16,7 @@ A step, for every bucket that this rank holds:
 
 All ranks have the same list of buckets (`plan_buckets`), sorted by (depth at which the last gradient is ready, holders,
 param group and dtype). Each rank processes the buckets that it holds in this order, in every phase: averages of a
-backward pass, the norm, weights. A bucket that is complete early waits for its turn; so do shared tensors. Collectives
+backward pass, the norm, weights. A bucket that is complete early waits for its turn. Collectives
 are issued with `async_op=False` on one stream: the next one starts after the previous one has finished, so two
 communicators of a rank never run at once. If ranks exchange shards directly (`groups.exchange`), the messages of a
 bucket count as one collective. A rank may post those of consecutive buckets at once, then wait for all.
@@ -28,8 +28,8 @@ another one: each is inside it or has posted its messages, or is computing and w
 finishes: a contradiction. Collectives of the host between tensor-parallel ranks do not change this: these ranks hold
 the same buckets, so all of them insert such a collective at the same position.
 
-When a rank reduces a bucket may differ between ranks. If a tensor gets several gradients in one backward pass, its
-bucket is reduced at the end of the pass, on the ranks where that happened. The first pass detects such tensors. In
+The time at which a bucket is reduced may differ between ranks. If a tensor gets several gradients in one backward pass,
+its bucket is reduced at the end of the pass, on the ranks where that happened. The first pass detects such tensors. In
 stages 0 and 1 it reduces nothing early. Stage 2 cannot wait, so after the first pass all ranks agree on buckets that
 are reduced again.
 
@@ -48,13 +48,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from sdp_deepspeed.parallel.backward_returns import plan_returns
 from sdp_deepspeed.parallel.buckets import BUCKET_SIZE, Bucket, ShardPart, plan_buckets
 from sdp_deepspeed.parallel.groups import Groups, all_gather, broadcast, received_elements, reduce, reduce_scatter
 from sdp_deepspeed.parallel.norm import gradient_norm, scale_gradients
 from sdp_deepspeed.parallel.offload import Moved, move_back, move_to_host
 from sdp_deepspeed.parallel.optimizer_kinds import groups_of_whole_tensors
 from sdp_deepspeed.parallel.param_groups import prefer_fused, replace_parameters
-from sdp_deepspeed.parallel.returns import plan_returns
 from sdp_deepspeed.units import Piece
 
 
@@ -66,7 +66,7 @@ class ShardedOptimizer:
         optimizer: over the dense model's parameters, not stepped yet. Parameters in its param groups are replaced by
             this rank's shards; other options are unchanged.
         mask: this rank's subnetwork. Its `parameters` (by dense name), `pieces` (of each tensor, with their holders, in
-            forward order), `shapes` (of dense tensors), `is_applied` and `view(piece, of)` are used.
+            forward order), `shapes` (of dense tensors), `is_applied` and `view(piece)` are used.
         groups: process groups of all holder sets.
         param_groups: param group index of each trained tensor, by dense name. The same on all ranks: without parameters
             that the user froze, with those that only the mask froze here.
@@ -128,7 +128,7 @@ class ShardedOptimizer:
             stepped_whole=self._stepped_whole(param_groups, replicated),
         )
         buckets = [
-            Bucket(layout, groups.of(layout.holders), owns_all=stage == 0, device=self._device) for layout in layouts
+            Bucket(layout, groups.of(layout.holders), steps_all=stage == 0, device=self._device) for layout in layouts
         ]
         self.buckets = [b for b in buckets if b.group is not None or regime == "backward"]
         self.held = [b for b in buckets if b.group is not None]
@@ -273,7 +273,7 @@ class ShardedOptimizer:
                 "and enable activation checkpointing before deepspeed.initialize"
             )
         if self.stage < 2:
-            self._take_early(name)
+            self._accumulate(name)
         overlaps = self.overlap and self.is_last_micro_step and not self._is_first_pass
         if (self.stage == 2 or overlaps) and name not in self._repeated:
             for index in indices:
@@ -286,9 +286,9 @@ class ShardedOptimizer:
         dim, lengths = self._cuts[name]
         return (tensor,) if dim is None else tensor.split(lengths, dim)
 
-    def _take_early(self, name: str) -> None:
-        """Move a gradient to its slots. A whole one in the slot's dtype becomes a view of it, others are accumulated
-        there."""
+    def _accumulate(self, name: str) -> None:
+        """Move a gradient to its slots, or add it to what they have. The gradient of a whole tensor, if it has the slot's
+        dtype, becomes a view of the slot, in which autograd accumulates further ones."""
         parameter, places = self._parameters[name], self._slots_of[name]
         for index in self._buckets_of[name]:
             self.held[index].place_gradients(self._gradient_dtype)
@@ -341,8 +341,8 @@ class ShardedOptimizer:
             self._next += len(buckets)
 
     def _sent_together(self, buckets: Sequence[Bucket], *, gathers: bool = False) -> Iterator[list[Bucket]]:
-        """Group consecutive buckets whose holders exchange shards directly, so that a rank waits for others less often,
-        until one of them would receive more than `bucket_size` elements. All others are sent one by one.
+        """Group consecutive buckets whose holders exchange shards directly, so that a rank waits for others less often;
+        this rank receives at most `bucket_size` elements for a group of several. Other buckets are sent one by one.
 
         Args:
             gathers: whether they are all-gathered, not reduce-scattered.
@@ -352,7 +352,7 @@ class ShardedOptimizer:
         for bucket in buckets:
             group = bucket.holder_group
             is_direct = group.gathers_directly if gathers else group.scatters_directly
-            is_direct = is_direct and not bucket.owns_all and bucket.layout.owner is None
+            is_direct = is_direct and not bucket.steps_all and bucket.layout.owner is None
             count = received_elements(bucket.layout.size, group)
             fits = is_direct and num_received + count <= self._bucket_size
             if together and not (fits and bucket.layout.dtype == together[0].layout.dtype):
@@ -366,12 +366,13 @@ class ShardedOptimizer:
     def _reduce_again(self) -> None:
         """Reduce buckets again whose tensors got another gradient after their average was taken, on any rank."""
         left = [any(self._parameters[name].grad is not None for name in bucket.names) for bucket in self.held]
-        flags = torch.zeros(self._num_buckets, dtype=torch.int32, device=self._device)
-        flags[[number for number, is_left in zip(self._numbers, left, strict=True) if is_left]] = 1
         group = self.groups.data_parallel
-        if group.size > 1:
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group.process_group)
-        again = flags.nonzero().flatten().tolist()
+        with self._on_side_stream():  # after the averages
+            flags = torch.zeros(self._num_buckets, dtype=torch.int32, device=self._device)
+            flags[[number for number, is_left in zip(self._numbers, left, strict=True) if is_left]] = 1
+            if group.size > 1:
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=group.process_group)
+            again = flags.nonzero().flatten().tolist()
         for index, (number, bucket) in enumerate(zip(self._numbers, self.held, strict=True)):
             if number in again:
                 self._next = index
@@ -438,7 +439,7 @@ class ShardedOptimizer:
         if wire == torch.float16:  # the sum may overflow although the mean does not
             for flat, group in zip(flats, groups, strict=True):
                 flat.div_(group.size)
-        if first.owns_all:
+        if first.steps_all:
             if groups[0].size > 1:
                 groups[0].comm.all_reduce(flats[0], group=groups[0].process_group)
             averages = [flats[0].to(step_dtype)]
@@ -528,10 +529,10 @@ class ShardedOptimizer:
     def _owned_gradients(self) -> list[torch.Tensor]:
         """Gradients of the shards that this rank counts in the norm; in stage 0, too, each holder counts one shard."""
         counted = [b for b in self.held if not b.layout.is_replicated or self.groups.tensor_parallel_rank == 0]
-        return [b.shard_of(b.gradient) if b.owns_all else b.gradient for b in counted if b.gradient is not None]
+        return [b.shard_of(b.gradient) if b.steps_all else b.gradient for b in counted if b.gradient is not None]
 
     def _all_step(self, bucket: Bucket) -> bool:
-        return bucket.owns_all and len(bucket.layout.holders) == self.groups.data_parallel.size
+        return bucket.steps_all and len(bucket.layout.holders) == self.groups.data_parallel.size
 
     @torch.no_grad()
     def return_weights(self, *, over_gradients: bool = False) -> None:
@@ -549,9 +550,9 @@ class ShardedOptimizer:
                     bucket.place_weights(over_gradients=over_gradients)
                     bucket.shard_to_weights()
                 flats = [bucket.weights for bucket in buckets if bucket.weights is not None]
-                if not first.owns_all and first.layout.owner is not None:
+                if not first.steps_all and first.layout.owner is not None:
                     broadcast(flats[0], groups[0], first.layout.owner)
-                elif not first.owns_all:
+                elif not first.steps_all:
                     shards = [bucket.shard_of(flat) for bucket, flat in zip(buckets, flats, strict=True)]
                     all_gather(flats, shards, groups)
                 for bucket in buckets:
