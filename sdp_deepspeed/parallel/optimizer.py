@@ -287,8 +287,8 @@ class ShardedOptimizer:
         return (tensor,) if dim is None else tensor.split(lengths, dim)
 
     def _accumulate(self, name: str) -> None:
-        """Move a gradient to its slots, or add it to what they have. The gradient of a whole tensor, if it has the slot's
-        dtype, becomes a view of the slot, in which autograd accumulates further ones."""
+        """Move a gradient to its slots, or add it to what they have. The gradient of a whole tensor that has the slot's
+        dtype becomes a view of the slot, in which autograd accumulates further ones."""
         parameter, places = self._parameters[name], self._slots_of[name]
         for index in self._buckets_of[name]:
             self.held[index].place_gradients(self._gradient_dtype)
