@@ -167,7 +167,8 @@ def _save(tensors: dict[str, torch.Tensor], model: Facts, folder: Path, max_shar
 
 def save_pretrained(model: Any, folder: Path, tokenizer: Any = None, **options: Any) -> None:
     """Export a dense model with its own `save_pretrained`, in one process. At any moment the folder has the weights of
-    an older export, none, or the new ones; other files in it are kept.
+    an older export, none, or the new ones; other files in it are kept. If it is interrupted while files are moved, the
+    others are in `.unfinished`.
 
     Args:
         tokenizer: saved to the same folder.
@@ -185,27 +186,30 @@ def _replaced_export(folder: Path) -> Iterator[Path]:
 
     What makes weights loadable goes first and comes last: the index, or the only file of weights.
     """
+    folder = Path(os.path.abspath(folder))
     unfinished = folder / ".unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     written = unfinished / folder.name  # of the same name, which `push_to_hub` uses
-    written.mkdir(parents=True)
     try:
+        written.mkdir(parents=True)
         yield written
         new = sorted((path for path in written.rglob("*") if path.is_file()), key=_visibility)
         for path in new:
             sync(path)
-        weights = {_weights_of(path.name) for path in new} - {None}
-        for old in sorted(folder.iterdir(), key=_visibility, reverse=True):
-            if _weights_of(old.name) in weights:
-                old.unlink()
-                sync(folder)
-        for path in new:
-            final = folder / path.relative_to(written)
-            final.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(path, final)
-            sync(final.parent)
-    finally:
+    except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    weights = {_weights_of(path.name) for path in new} - {None}
+    for old in sorted(folder.iterdir(), key=_visibility, reverse=True):
+        if _weights_of(old.name) in weights:
+            old.unlink()
+            sync(folder)
+    for path in new:
+        final = folder / path.relative_to(written)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, final)
+        sync(final.parent)
+    shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _weights_of(name: str) -> str | None:

@@ -40,6 +40,8 @@ def restore_forward(module: nn.Module) -> None:
     """Undo the last `replace_forward`, with what has been done to the forward since."""
     previous = vars(module).pop("_sdp_forward").previous
     del vars(module)["forward"]
+    if isinstance(outer := getattr(previous, "__self__", None), Forward):
+        vars(module)["_sdp_forward"] = outer
     if getattr(previous, "__func__", None) is not type(module).forward:
         vars(module)["forward"] = previous
 

@@ -138,6 +138,7 @@ class Meetings:
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._rank, self._size, self._name = dist.get_rank(), dist.get_world_size(), name
         self._num_passes = self._num_meetings = 0
+        self._store.set(f"{name}/{self._rank}", "0 0")
 
     def passing(self) -> None:
         """Record that this rank begins another backward pass or step."""
@@ -157,10 +158,14 @@ class Meetings:
         """
         if self._size == 1:
             return
-        keys = [f"{self._name}/meeting/{self._num_meetings}/{rank}" for rank in range(self._size)]
+        meeting = f"{self._name}/meeting/{self._num_meetings}"
+        keys = [f"{meeting}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], what)
+        self._store.add(f"{meeting}/{what}", 1)
+        self._store.add(meeting, 1)
         deadline, pause = time.monotonic() + self._store.timeout.total_seconds(), 0.001  # seconds
-        while not self._store.check(keys):
+        longest_pause = 0.1 * max(1.0, self._size / 64)  # rank 0 serves all of them
+        while self._store.add(meeting, 0) < self._size:
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise RuntimeError(
@@ -168,26 +173,27 @@ class Meetings:
                     "that rank for an error or a hang"
                 )
             time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-            if pause == 0.1 and (gone := self._gone()):
+            pause = min(2 * pause, longest_pause)
+            if pause >= 0.1 and (gone := self._gone()):
                 self._store.delete_key(keys[self._rank])  # the others may come without this rank
+                self._store.add(f"{meeting}/{what}", -1)
+                self._store.add(meeting, -1)
                 raise RuntimeError(
                     f"{what}: rank {listed(gone)} continued training while rank {self._rank} waits; call it on all "
                     "ranks"
                 )
         self._num_meetings += 1
         self._num_passes = 0
-        calls = dict.fromkeys(call.decode() for call in self._store.multi_get(keys))
-        if len(calls) > 1:
+        if self._store.add(f"{meeting}/{what}", 0) < self._size:
+            calls = dict.fromkeys(call.decode() for call in self._store.multi_get(keys))
             raise RuntimeError(f"ranks made different calls: {'; '.join(calls)}; make each call on all ranks together")
 
     def _gone(self) -> list[int]:
         """Ranks that have begun more passes since the last meeting than this rank."""
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        known = [rank for rank in others if self._store.check([f"{self._name}/{rank}"])]
-        found = []
-        for rank in known:
-            meetings, passes = map(int, self._store.get(f"{self._name}/{rank}").split())
-            if meetings == self._num_meetings and passes > self._num_passes:
-                found.append(rank)
-        return found
+        keys = [f"{self._name}/{rank}" for rank in range(self._size)]
+        if not self._store.check(keys):
+            return []
+        counts = [tuple(map(int, value.split())) for value in self._store.multi_get(keys)]
+        return [
+            rank for rank, (n, passes) in enumerate(counts) if n == self._num_meetings and passes > self._num_passes
+        ]

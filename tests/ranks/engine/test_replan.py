@@ -219,6 +219,7 @@ def what_is_refused_leaves_no_trace(rank: Rank) -> None:
     refused = partial(refusal, ValueError)
     refused(lambda: engine.replan({"holders": 3}), "holders")
     refused(lambda: engine.replan({"colour": 3}), "colour")
+    refused(lambda: engine.replan({"colour" if rank.rank else "seed": 3}), "colour", "[on rank 1]")
     refused(lambda: engine.replan({"strategy": "neuron", "neuron_groups": 1000}), "neuron_groups")
     refused(lambda: engine.replan({"assignment": "nowhere.json", "holders": None}), "nowhere.json")
     refused(lambda: engine.replan({"checkpoint": {"keep_last": 1}}), "cannot change in a run")

@@ -142,6 +142,15 @@ def test_damage_is_named(tmp_path: Path) -> None:
             files.read_checksums(tmp_path / "tag")
 
 
+def test_a_long_file_is_checked_to_its_end(tmp_path: Path) -> None:
+    content = "a" * (5 << 19)  # more than is read at once
+    save(tmp_path, "tag", content)
+    file, expected = tmp_path / "tag" / "data.distcp", files.read_checksums(tmp_path / "tag")["files"]["data.distcp"]
+    assert files.problem_of(file, expected) is None
+    file.write_text(content[:-1] + "b")
+    assert "checksum" in str(files.problem_of(file, expected))
+
+
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(files, "FORMAT", 2)
