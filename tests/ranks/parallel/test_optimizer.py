@@ -393,6 +393,9 @@ def between_nodes(rank: Rank) -> None:
     directly in some or all of theirs."""
     model = sliced_model(rank.size, "neuron")
     groups = Groups(model.holder_sets, nodes=[0, 0, 0, 1])
+    for holders, directly in ((0, 1, 2), (True, True)), ((0, 1, 3), (True, False)), ((0, 1, 2, 3), (False, False)):
+        if group := groups.of(holders):
+            assert (group.scatters_directly, group.gathers_directly) == directly
     for regime, stage, dtype in pairwise(("forward", "backward"), (1, 2), (torch.float32, torch.bfloat16)):
         check_case(rank, model, regime, Case(stage, 2, 1.0, dtype), groups)
     groups.close()
