@@ -67,7 +67,7 @@ def mistakes_of_one_rank(rank: Rank) -> None:
     tied: Any = llama()
     if rank.rank == 1:
         tied.lm_head.weight.data = tied.model.embed_tokens.weight.data
-    refusal(ValueError, lambda: engine_of(config(holders=1), tied), "same memory", "[on rank 1]")
+    refusal(ValueError, lambda: engine_of(config(holders=1), tied), "share memory", "[on rank 1]")
 
 
 def the_block_on_one_rank(rank: Rank) -> None:

@@ -166,7 +166,7 @@ def is_refused(rank: Rank) -> None:
     gate = mlp.gate_proj.weight
     hooks = len(mlp.gate_proj._forward_pre_hooks), len(mlp.gate_proj._forward_hooks)
     mlp.up_proj.weight = nn.Parameter(DTensor.from_local(gate.to_local().detach(), gate.device_mesh, gate.placements))
-    refusal(ValueError, lambda: sdp_deepspeed.fully_shard(model, mesh, ONE), "the same memory")
+    refusal(ValueError, lambda: sdp_deepspeed.fully_shard(model, mesh, ONE), "share memory")
     assert hooks == (len(mlp.gate_proj._forward_pre_hooks), len(mlp.gate_proj._forward_hooks))
     part = torch.zeros(8 * (1 + root.get_local_rank("tp")), 16)
     uneven = DTensor.from_local(part, root["tp"], [Shard(0)], shape=torch.Size((24, 16)), stride=(16, 1))
@@ -180,7 +180,7 @@ def is_refused(rank: Rank) -> None:
     model = sdp_deepspeed.fully_shard(model, parallelized(model), {"holders": 2})
     loss_of(model, TOKENS).backward()
     parameters = list(model.parameters())
-    refusal(ValueError, lambda: clip_grad_norm_(parameters, 1.0), "give the model")
+    refusal(ValueError, lambda: clip_grad_norm_(parameters, 1.0), "pass the model")
     refusal(RuntimeError, lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0))
     state = get_model_state_dict(model)
     refusal(CheckpointException, lambda: dcp.save(state, checkpoint_id=rank.folder / "parts"), "one name")
