@@ -25,7 +25,7 @@ from benchmarks.figures import MIB, SDP, most, ratio_of_steps
 from benchmarks.quality import LABELS, Figures, few_data_rows, quality_rows
 
 ROOT = Path(__file__).parents[1]
-SAME_LOSS = 0.01  # nats; equal algorithms differ by less after hundreds of steps
+LOSS_TOLERANCE = 0.01  # nats; equal algorithms differ by less after hundreds of steps
 Result = Mapping[str, Any]
 
 
@@ -181,7 +181,7 @@ def time_to_loss(*results: Result) -> str:
         for result in results:
             runs = {(row["name"], row["seed"]): row["curve"] for row in result["results"]}
             seeds = [seed for other, seed in runs if other == name]
-            times = [_reached(runs[name, seed], runs["ZeRO-1", seed][-1][2] + SAME_LOSS) for seed in seeds]
+            times = [_reached(runs[name, seed], runs["ZeRO-1", seed][-1][2] + LOSS_TOLERANCE) for seed in seeds]
             reached = [time for time in times if time is not None]
             cells.append(f"{statistics.mean(reached):.0f}" if len(reached) == len(times) else "-")
         rows.append([name, *cells])
@@ -189,7 +189,9 @@ def time_to_loss(*results: Result) -> str:
     size = results[0]["model"]["num_parameters"] / 1e6
     caption = f"{results[0]['ranks']} ranks on 2 nodes, {size:.2f}M parameters, mean of {number} seeds; "
     heads = [f"{result['link']}, s" for result in results]
-    return f"{caption}{_commit(results[0])}:\n\n" + table([f"until ZeRO-1's final loss + {SAME_LOSS}", *heads], rows)
+    return f"{caption}{_commit(results[0])}:\n\n" + table(
+        [f"until ZeRO-1's final loss + {LOSS_TOLERANCE}", *heads], rows
+    )
 
 
 def _reached(curve: Sequence[Sequence[float]], loss: float) -> float | None:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlan
 
 from sdp_deepspeed.atomic_files import sync, write_text
 
-FORMAT = 1
+FORMAT = 2
 CHECKSUMS, INDEX, LATEST, LOCK = "checksums.json", ".metadata", "latest", ".lock"
 WRITING, REPLACED = ".tmp", ".old"
 Checksums = dict[str, list[int]]  # size in bytes and XXH3 of each file
@@ -211,8 +211,10 @@ def read_checksums(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         own, names, found = content.pop("own"), content["files"], content["format"]
-        if own != _hash_of(content) or any("/" in name for name in names) or INDEX not in names:
+        if found == FORMAT and own != _hash_of(content):
             raise ValueError("its checksum does not match")
+        if any("/" in name for name in names) or INDEX not in names:
+            raise ValueError("its names are not those of a checkpoint's files")
     except FileNotFoundError:
         raise ValueError(f"{path} is not a complete checkpoint: {CHECKSUMS} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

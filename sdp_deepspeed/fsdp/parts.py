@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -97,7 +98,7 @@ def chunk(length: int, position: int, number: int) -> tuple[int, int]:
     return min(position * size, length), min((position + 1) * size, length)
 
 
-def parts_of(mask: Mask, ignored: Collection[nn.Parameter]) -> dict[str, list[Part]]:
+def parts_of(mask: Mask, ignored: AbstractSet[nn.Parameter]) -> dict[str, list[Part]]:
     """Parts of each parameter on all ranks, by dense name, sorted by holders.
 
     Args:

@@ -16,10 +16,10 @@ A step, for every bucket that this rank holds:
 
 All ranks have the same list of buckets (`plan_buckets`), sorted by (depth at which the last gradient is ready, holders,
 param group and dtype). Each rank processes the buckets that it holds in this order, in every phase: averages of a
-backward pass, the norm, weights. A bucket that is complete early waits for its turn. Collectives
-are issued with `async_op=False` on one stream: the next one starts after the previous one has finished, so two
-communicators of a rank never run at once. If ranks exchange shards directly (`groups.exchange`), the messages of a
-bucket count as one collective. A rank may post those of consecutive buckets at once, then wait for all.
+backward pass, the norm, weights. A bucket that is complete early waits for its turn. Collectives are issued with
+`async_op=False` on one stream: the next one starts after the previous one has finished, so two communicators of a rank
+never run at once. If ranks exchange shards directly (`groups.exchange`), the messages of a bucket count as one
+collective. A rank may post those of consecutive buckets at once, then wait for all.
 
 This cannot deadlock. Give each collective the key (number of the phase, position in the list). Its members agree on the
 key, and each rank issues its collectives in ascending order of keys. Suppose that some collective never finishes, and

@@ -136,7 +136,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     assert files.problem_of(tmp_path / "tag" / "data.distcp", expected, read=False) is None
     (tmp_path / "tag" / "data.distcp").unlink()
     assert "data.distcp is missing" in str(files.problem_of(tmp_path / "tag" / "data.distcp", expected))
-    for text in ("{", "[]", json.dumps({"format": 1, "files": {"../x": [0, 0]}}), json.dumps({"format": 1})):
+    for text in ("{", "[]", json.dumps({"format": 2, "files": {"../x": [0, 0]}}), json.dumps({"format": 2})):
         (tmp_path / "tag" / files.CHECKSUMS).write_text(text)
         with pytest.raises(ValueError, match=r"checksums.json is damaged"):
             files.read_checksums(tmp_path / "tag")
@@ -153,9 +153,10 @@ def test_a_long_file_is_checked_to_its_end(tmp_path: Path) -> None:
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(files, "FORMAT", 2)
+        patch.setattr(files, "FORMAT", 1)
+        patch.setattr(files, "_hash_of", lambda _: 0)  # its checksums were others, too
         save(tmp_path, "tag", "abc")
-    with pytest.raises(ValueError, match="has format 2, expected 1"):
+    with pytest.raises(ValueError, match="has format 1, expected 2"):
         files.read_checksums(tmp_path / "tag")
 
 
