@@ -175,7 +175,9 @@ class _LiveBytes(FlopCounter):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return args[0].dtype is torch.bool  # "all tokens are in one sequence", "no token is padding"
+            if args[0].dtype is not torch.bool:
+                raise NotImplementedError("the model reads numbers that it computes, so it cannot be estimated")
+            return True  # "all tokens are in one sequence", "no token is padding"
         if any(value.alias_info for value in (*func._schema.arguments, *func._schema.returns)):
             return super().__torch_dispatch__(func, types, args, kwargs)  # a view, or in place
         key = (func, _described(args), _described(list((kwargs or {}).items())))
@@ -247,7 +249,8 @@ def _fused_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` as on a CPU: for meta tensors PyTorch's takes the form that stores scores."""
-    if query.device.type != "meta" or (attn_mask is not None and attn_mask.requires_grad):
+    is_fused = query.shape[-1] == value.shape[-1] and not (attn_mask is not None and attn_mask.requires_grad)
+    if query.device.type != "meta" or not is_fused:
         options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if enable_gqa:

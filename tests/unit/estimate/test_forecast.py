@@ -108,3 +108,10 @@ def test_a_stem_for_small_images() -> None:
     figures = forecast(shape, config, num_ranks=RANKS)
     assert figures.flops < forecast(shape, BATCH, num_ranks=RANKS).flops
     assert figures.activations > MICRO * 8 * 32**2 * 4
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    """As in DeepSeek's attention: PyTorch has no fused kernel for it on a CPU, so scores are stored."""
+    narrow = SHAPE | {"model_type": "stablelm", "partial_rotary_factor": 0.25}  # 5 columns of keys and 4 of values
+    short, long = (forecast(narrow, BATCH, num_ranks=RANKS, sequence_length=length) for length in (8, 32))
+    assert long.activations > 4 * short.activations
