@@ -336,12 +336,12 @@ class SubnetworkEngine(DeepSpeedEngine):
     # ---- training -----------------------------------------------------------------------------------------------
 
     def _backward_prologue(self) -> None:
-        self.optimizer.sharded.is_last_micro_step = self.is_gradient_accumulation_boundary()
+        self.optimizer.sharded.reducer.is_last_micro_step = self.is_gradient_accumulation_boundary()
         super()._backward_prologue()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Called by DeepSpeed's engine after a backward pass."""
-        self.optimizer.sharded.finish_backward()
+        self.optimizer.sharded.reducer.finish_backward()
 
     def clip_fp32_gradients(self) -> None:
         """Does nothing: the sharded optimizer clips by the norm of the averaged dense gradient."""

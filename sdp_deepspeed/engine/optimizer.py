@@ -73,11 +73,11 @@ class SubnetworkOptimizer(ZeROOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step. At stage 2 all ranks must call it."""
-        self.sharded.zero_grad()
+        self.sharded.reducer.zero_grad()
 
     def has_gradients(self) -> bool:
         """Whether there are gradients of an unfinished step."""
-        return self.sharded.has_gradients()
+        return self.sharded.reducer.has_gradients()
 
     # ---- loss scale ---------------------------------------------------------------------------------------------
 

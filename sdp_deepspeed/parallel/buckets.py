@@ -1,195 +1,23 @@
-"""Buckets: slices with the same holders, param group and dtype in one flat buffer.
-
-`plan_buckets` is a pure function of facts that all ranks share. Every rank computes the same list, including buckets of
-other holders; its order is the order of collectives (optimizer.py). `Bucket` is one rank's memory for one of them.
-
-Buckets are cut at common depth boundaries. The slices of a holder set may span the whole model (with neurons every set
-touches every layer), and a bucket is complete only when the gradient of its first layer is ready. Without boundaries,
-nothing would overlap with backward, and ZeRO stage 2 would keep all gradients.
+"""One rank's memory for its buckets (bucket_layouts.py): flat weights and gradients, and the shard that it steps.
 
 Whole tensors need no packing: they are views of their bucket's flat weight buffer, and their gradients are views of its
 flat gradient buffer. The slices of a cut tensor have several holder sets, so they are copied to and from flat buffers;
 the returned weights use the memory of the gradients.
-
-An optimizer that updates whole tensors (Muon) cannot step equal shards. Its tensors are assigned to the holders. Each
-bucket has the tensors of one owner, which receives their gradients and broadcasts their weights.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from sdp_deepspeed.parallel.groups import HolderGroup, Holders
+from sdp_deepspeed.parallel.bucket_layouts import BucketLayout, Pieces, Slice
+from sdp_deepspeed.parallel.groups import HolderGroup, received_elements
 from sdp_deepspeed.parallel.offload import HostShard
 from sdp_deepspeed.units import Piece
-
-Pieces = Mapping[str, Sequence[tuple[Piece, Holders]]]
-BUCKET_SIZE = 50_000_000  # elements; the default
-
-
-class Slice(NamedTuple):
-    """A piece of a dense tensor in a bucket.
-
-    Args:
-        start: first element in the bucket.
-        shape: of the slice, in row-major order.
-    """
-
-    piece: Piece
-    start: int
-    shape: tuple[int, ...]
-
-    @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class BucketLayout:
-    """Contents of a bucket, the same on all ranks.
-
-    Args:
-        depth_range: 0 for the last layers, whose gradients are ready first.
-        holders: data-parallel indices.
-        param_group: index of the optimizer's param group.
-        dtype: of the weights.
-        is_whole: whether the slices are whole tensors, not parts of cut ones.
-        is_replicated: whether all tensor-parallel ranks have the same values.
-        owner: data-parallel index of the holder that steps the bucket, for an optimizer of whole tensors; None if each
-            holder steps a shard.
-        slices: in the order in which their gradients become ready.
-    """
-
-    depth_range: int
-    holders: Holders
-    param_group: int
-    dtype: torch.dtype
-    is_whole: bool
-    is_replicated: bool
-    owner: int | None
-    slices: tuple[Slice, ...]
-
-    @cached_property
-    def num_elements(self) -> int:
-        last = self.slices[-1]
-        return last.start + last.num_elements
-
-    @property
-    def num_shards(self) -> int:
-        return 1 if self.owner is not None else len(self.holders)
-
-    @cached_property
-    def size(self) -> int:
-        """Elements of the flat buffer: `num_elements`, padded with zeros to shards of equal size."""
-        return -(-self.num_elements // self.num_shards) * self.num_shards
-
-    def shard_range(self, position: int) -> tuple[int, int]:
-        """Range of elements that the holder at `position` owns, including padding."""
-        if self.owner is not None:
-            return 0, self.size if self.holders[position] == self.owner else 0
-        size = self.size // self.num_shards
-        return position * size, (position + 1) * size
-
-    def owned(self, position: int) -> Iterator[tuple[Slice, int, int]]:
-        """Yield the parts of slices in the shard of the holder at `position`: slice, and range within the slice."""
-        first, end = self.shard_range(position)
-        for part in self.slices:
-            start, stop = max(first - part.start, 0), min(end - part.start, part.num_elements)
-            if start < stop:
-                yield part, start, stop
-
-
-def plan_buckets(
-    pieces: Pieces,
-    shapes: Mapping[str, Sequence[int]],
-    dtypes: Mapping[str, torch.dtype],
-    param_groups: Mapping[str, int],
-    *,
-    bucket_size: int | None = None,
-    replicated: Collection[str] = (),
-    stepped_whole: Collection[str] = (),
-) -> list[BucketLayout]:
-    """All buckets of the model in the static global order of their collectives.
-
-    Args:
-        pieces: pieces of each dense tensor with their holders, in the order in which the forward pass uses tensors.
-        shapes: of the dense tensors.
-        dtypes: of the weights.
-        param_groups: param group index of each trained tensor; other tensors are in no bucket.
-        bucket_size: maximum number of elements that a rank holds in one depth range, unless a single tensor has more.
-            Default: 50 million, or a sixteenth of what a rank holds if that is more, since a rank has a bucket per
-            holder set and depth range.
-        replicated: tensors that are equal on all tensor-parallel ranks.
-        stepped_whole: tensors that must be stepped as a whole by one rank; none of them is cut.
-    """
-    owners = _deal({name: pieces[name][0] for name in pieces if name in param_groups and name in stepped_whole})
-    backward_order = [name for name in reversed([*pieces]) if name in param_groups]
-    ranges = _depth_ranges(backward_order, pieces, shapes, bucket_size)
-    layouts: list[BucketLayout] = []
-    for depth_range, names in enumerate(ranges):
-        members: defaultdict[tuple[Any, ...], list[tuple[int, Piece]]] = defaultdict(list)
-        for depth, name in enumerate(names):
-            for piece, holders in pieces[name]:
-                is_whole = piece.dim is None
-                key = holders, param_groups[name], dtypes[name], is_whole, name in replicated, owners.get(name)
-                members[key].append((depth, piece))
-        in_order = sorted(members.items(), key=lambda item: (item[1][-1][0], *item[0][:2], str(item[0][2:])))
-        layouts += [
-            BucketLayout(depth_range, *key, _slices([piece for _, piece in found], shapes))  # type: ignore[call-arg]
-            for key, found in in_order
-        ]
-    return layouts
-
-
-def _depth_ranges(
-    names: Sequence[str], pieces: Pieces, shapes: Mapping[str, Sequence[int]], bucket_size: int | None
-) -> list[list[str]]:
-    """Group consecutive tensors so that no rank holds more than `bucket_size` elements of a group."""
-    held: dict[str, Counter[int]] = {name: Counter() for name in names}  # number of elements by rank
-    for name in names:
-        for piece, holders in pieces[name]:
-            held[name].update(dict.fromkeys(holders, piece.num_elements(shapes[name])))
-    if bucket_size is None:
-        total = sum(held.values(), Counter[int]())
-        bucket_size = max(BUCKET_SIZE, max(total.values(), default=0) // 16)
-    ranges: list[list[str]] = []
-    load: Counter[int] = Counter()
-    for name in names:
-        if not ranges or any(load[rank] + size > bucket_size for rank, size in held[name].items()):
-            ranges.append([])
-            load.clear()
-        ranges[-1].append(name)
-        load.update(held[name])
-    return ranges
-
-
-def _deal(tensors: Mapping[str, tuple[Piece, Holders]]) -> dict[str, int]:
-    """Assign each whole tensor to an owner: the largest first, to the holder with the fewest elements so far."""
-    load: defaultdict[int, int] = defaultdict(int)
-    owners = {}
-    for name, (piece, holders) in sorted(tensors.items(), key=lambda item: -item[1][0].length):
-        owners[name] = min(holders, key=lambda rank: (load[rank], rank))
-        load[owners[name]] += piece.length
-    return owners
-
-
-def _slices(pieces: Sequence[Piece], shapes: Mapping[str, Sequence[int]]) -> tuple[Slice, ...]:
-    slices: list[Slice] = []
-    start = 0
-    for piece in pieces:
-        dense = shapes[piece.parameter]
-        shape = tuple(piece.length if dim == piece.dim else size for dim, size in enumerate(dense))
-        slices.append(Slice(piece, start, shape))
-        start += slices[-1].num_elements
-    return tuple(slices)
 
 
 def row_major_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -386,6 +214,13 @@ class Bucket:
         if self.layout.owner is not None:
             self.parameters = [nn.Parameter(tensor) for tensor in self._stepped_tensors(self.shard.detach())]
 
+    def add_average(self, average: torch.Tensor) -> None:
+        """Take an averaged gradient of the shard into `gradient`, or add it to that of earlier micro-steps."""
+        if self.host is not None:
+            self.gradient = self.host.receive_gradient(average, adds=self.gradient is not None)
+        else:
+            self.gradient = average if self.gradient is None else self.gradient.add_(average)
+
     def set_gradients(self, gradient: torch.Tensor | None) -> None:
         """Set the gradient of `shard` for the optimizer; None removes it."""
         gradients: Sequence[torch.Tensor | None] = [gradient]
@@ -448,3 +283,77 @@ class Bucket:
         """Copy `weights` into cut tensors; whole ones are views of it."""
         if not self.layout.is_whole:
             torch._foreach_copy_([view(part.piece) for part in self.layout.slices], self.weight_slots)
+
+
+class HeldTensor(NamedTuple):
+    """A trained tensor of which this rank holds slices.
+
+    Args:
+        dim: in which it is cut; None for a whole tensor.
+        lengths: of the held slices, which are adjacent in the parameter.
+        slots: bucket and slot of each held slice; buckets by their index among the held ones.
+        buckets: their indices, ascending.
+    """
+
+    parameter: nn.Parameter
+    dim: int | None
+    lengths: list[int]
+    slots: list[tuple[int, int]]
+    buckets: list[int]
+
+    def slices(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Views of the held slices of the parameter, or of its gradient."""
+        return (tensor,) if self.dim is None else tensor.split(self.lengths, self.dim)
+
+
+def held_tensors(
+    buckets: Sequence[Bucket], parameters: Mapping[str, nn.Parameter], pieces: Pieces, rank: int
+) -> dict[str, HeldTensor]:
+    """The tensors of which a rank holds slices, by name; also sets `places` of its buckets.
+
+    Args:
+        buckets: that the rank holds.
+        parameters: trained tensors.
+        rank: data-parallel index.
+    """
+    slots = {
+        part.piece: (index, number)
+        for index, bucket in enumerate(buckets)
+        for number, part in enumerate(bucket.layout.slices)
+    }
+    tensors: dict[str, HeldTensor] = {}
+    places: dict[Piece, int] = {}
+    for name, parameter in parameters.items():
+        if held := [piece for piece, holders in pieces[name] if rank in holders]:
+            own = [slots[piece] for piece in held]
+            indices = sorted({index for index, _ in own})
+            tensors[name] = HeldTensor(parameter, held[0].dim, [piece.length for piece in held], own, indices)
+            places |= {piece: place for place, piece in enumerate(held)}
+    for bucket in buckets:
+        bucket.places = [(part.piece.parameter, places[part.piece]) for part in bucket.layout.slices]
+    return tensors
+
+
+def sent_together(buckets: Sequence[Bucket], bucket_size: int, *, gathers: bool = False) -> Iterator[list[Bucket]]:
+    """Group consecutive buckets whose holders exchange shards directly, so that a rank waits for others less often.
+    Other buckets are sent one by one.
+
+    Args:
+        bucket_size: maximum number of elements that this rank receives for a group of several.
+        gathers: whether they are all-gathered, not reduce-scattered.
+    """
+    together: list[Bucket] = []
+    num_received = 0
+    for bucket in buckets:
+        group = bucket.holder_group
+        is_direct = group.gathers_directly if gathers else group.scatters_directly
+        is_direct = is_direct and not bucket.steps_all and bucket.layout.owner is None
+        count = received_elements(bucket.layout.size, group)
+        fits = is_direct and num_received + count <= bucket_size
+        if together and not (fits and bucket.layout.dtype == together[0].layout.dtype):
+            yield together
+            together, num_received = [], 0
+        together.append(bucket)
+        num_received += count if is_direct else bucket_size
+    if together:
+        yield together

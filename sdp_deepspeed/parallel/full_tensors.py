@@ -71,9 +71,9 @@ def write_full(
 
 def _prepare(optimizer: ShardedOptimizer, kind: Kind, key: str) -> None:
     if kind == "gradient":
-        if not optimizer.is_last_micro_step:
+        if not optimizer.reducer.is_last_micro_step:
             raise RuntimeError("gradients are averaged after the last micro-step; read or set them before step() only")
-        optimizer.average_gradients()
+        optimizer.reducer.finish()
     elif kind == "state":
         parameters = [parameter for bucket in optimizer.held for parameter in bucket.parameters]
         states = [(parameter, optimizer.optimizer.state.get(parameter, {})) for parameter in parameters]

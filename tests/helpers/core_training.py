@@ -108,7 +108,7 @@ class Training:
             (tokens,) = step[dist.get_rank()]
             loss = self.model(input_ids=tokens, labels=tokens).loss
             loss.backward()
-            self.optimizer.finish_backward()
+            self.optimizer.reducer.finish_backward()
             self.optimizer.step()
             losses.append(loss.item())
             if hasattr(self.model, "seen"):

@@ -173,7 +173,7 @@ def dtypes_spelled_out(rank: Rank) -> None:
         bf16 = {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"} | data_types}
         engine = engine_of(sgd(2) | bf16)
         train(engine, num_steps=1)  # the first of two micro-steps
-        assert {gradient.dtype for gradient in engine.optimizer.sharded.gradient_tensors()} == {dtype}
+        assert {gradient.dtype for gradient in engine.optimizer.sharded.reducer.gradient_tensors()} == {dtype}
         assert {buffer.dtype for buffer in engine.module.buffers()} == {torch.bfloat16}
 
 

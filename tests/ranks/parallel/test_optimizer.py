@@ -108,9 +108,9 @@ def sharded(
 
 def train_step(mask: SlicedMask, optimizer: ShardedOptimizer, case: Case, step: int, **options: Any) -> None:
     for micro_step in range(case.num_micro_steps):
-        optimizer.is_last_micro_step = micro_step == case.num_micro_steps - 1
+        optimizer.reducer.is_last_micro_step = micro_step == case.num_micro_steps - 1
         mask.loss(micro_step, step, **options).backward()
-        optimizer.finish_backward()
+        optimizer.reducer.finish_backward()
     assert optimizer.step()
 
 
@@ -198,11 +198,11 @@ def overflow_skips_the_step(rank: Rank) -> None:
         mask, optimizer = sharded(model, rank, "forward", case, groups, wire_dtype=wire)
         reference = Reference(model, rank.size, make_optimizer("sgd"), case.dtype, case.clip)
         (mask.loss(0) * (math.inf if rank.rank == 1 else 1)).backward()
-        optimizer.finish_backward()
+        optimizer.reducer.finish_backward()
         assert not optimizer.step(8.0, check_overflow=True)
         assert_equal_weights(mask, reference, case, "forward")
         (mask.loss(0) * 8).backward()
-        optimizer.finish_backward()
+        optimizer.reducer.finish_backward()
         assert optimizer.step(8.0, check_overflow=True)
         reference.step(1, 0)
         assert float(optimizer.norm) == pytest.approx(reference.norm, rel=1e-5 if wire is None else 1e-3)  # type: ignore[arg-type]
@@ -222,13 +222,13 @@ def replaced_data_and_kept_gradients(rank: Rank) -> None:
         mask, optimizer = sharded(model, rank, "forward", case, groups)
         reference = Reference(model, rank.size, make_optimizer("sgd"), case.dtype, 0.0)
         mask.loss(0, 7).backward()
-        optimizer.finish_backward()
+        optimizer.reducer.finish_backward()
         if stage < 2:
             for parameter in mask.parameters.values():
                 if parameter.grad is not None:
                     parameter.grad.zero_()
         else:
-            optimizer.zero_grad()
+            optimizer.reducer.zero_grad()
             for parameter in mask.parameters.values():
                 parameter.data = parameter.data.clone()
         for step in range(2):

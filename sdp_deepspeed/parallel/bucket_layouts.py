@@ -1,0 +1,186 @@
+"""Which slices are in which bucket: those with the same holders, param group and dtype.
+
+`plan_buckets` is a pure function of facts that all ranks share. Every rank computes the same list, including buckets of
+other holders; its order is the order of collectives (optimizer.py).
+
+Buckets are cut at common depth boundaries. The slices of a holder set may span the whole model (with neurons every set
+touches every layer), and a bucket is complete only when the gradient of its first layer is ready. Without boundaries,
+nothing would overlap with backward, and ZeRO stage 2 would keep all gradients.
+
+An optimizer that updates whole tensors (Muon) cannot step equal shards. Its tensors are assigned to the holders. Each
+bucket has the tensors of one owner, which receives their gradients and broadcasts their weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from sdp_deepspeed.parallel.groups import Holders
+from sdp_deepspeed.units import Piece
+
+Pieces = Mapping[str, Sequence[tuple[Piece, Holders]]]
+BUCKET_SIZE = 50_000_000  # elements; the default
+
+
+class Slice(NamedTuple):
+    """A piece of a dense tensor in a bucket.
+
+    Args:
+        start: first element in the bucket.
+        shape: of the slice, in row-major order.
+    """
+
+    piece: Piece
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Contents of a bucket, the same on all ranks.
+
+    Args:
+        depth_range: 0 for the last layers, whose gradients are ready first.
+        holders: data-parallel indices.
+        param_group: index of the optimizer's param group.
+        dtype: of the weights.
+        is_whole: whether the slices are whole tensors, not parts of cut ones.
+        is_replicated: whether all tensor-parallel ranks have the same values.
+        owner: data-parallel index of the holder that steps the bucket, for an optimizer of whole tensors; None if each
+            holder steps a shard.
+        slices: in the order in which their gradients become ready.
+    """
+
+    depth_range: int
+    holders: Holders
+    param_group: int
+    dtype: torch.dtype
+    is_whole: bool
+    is_replicated: bool
+    owner: int | None
+    slices: tuple[Slice, ...]
+
+    @cached_property
+    def num_elements(self) -> int:
+        last = self.slices[-1]
+        return last.start + last.num_elements
+
+    @property
+    def num_shards(self) -> int:
+        return 1 if self.owner is not None else len(self.holders)
+
+    @cached_property
+    def size(self) -> int:
+        """Elements of the flat buffer: `num_elements`, padded with zeros to shards of equal size."""
+        return -(-self.num_elements // self.num_shards) * self.num_shards
+
+    def shard_range(self, position: int) -> tuple[int, int]:
+        """Range of elements that the holder at `position` owns, including padding."""
+        if self.owner is not None:
+            return 0, self.size if self.holders[position] == self.owner else 0
+        size = self.size // self.num_shards
+        return position * size, (position + 1) * size
+
+    def owned(self, position: int) -> Iterator[tuple[Slice, int, int]]:
+        """Yield the parts of slices in the shard of the holder at `position`: slice, and range within the slice."""
+        first, end = self.shard_range(position)
+        for part in self.slices:
+            start, stop = max(first - part.start, 0), min(end - part.start, part.num_elements)
+            if start < stop:
+                yield part, start, stop
+
+
+def plan_buckets(
+    pieces: Pieces,
+    shapes: Mapping[str, Sequence[int]],
+    dtypes: Mapping[str, torch.dtype],
+    param_groups: Mapping[str, int],
+    *,
+    bucket_size: int | None = None,
+    replicated: Collection[str] = (),
+    stepped_whole: Collection[str] = (),
+) -> list[BucketLayout]:
+    """All buckets of the model in the static global order of their collectives.
+
+    Args:
+        pieces: pieces of each dense tensor with their holders, in the order in which the forward pass uses tensors.
+        shapes: of the dense tensors.
+        dtypes: of the weights.
+        param_groups: param group index of each trained tensor; other tensors are in no bucket.
+        bucket_size: maximum number of elements that a rank holds in one depth range, unless a single tensor has more.
+            Default: 50 million, or a sixteenth of what a rank holds if that is more, since a rank has a bucket per
+            holder set and depth range.
+        replicated: tensors that are equal on all tensor-parallel ranks.
+        stepped_whole: tensors that must be stepped as a whole by one rank; none of them is cut.
+    """
+    owners = _deal({name: pieces[name][0] for name in pieces if name in param_groups and name in stepped_whole})
+    backward_order = [name for name in reversed([*pieces]) if name in param_groups]
+    ranges = _depth_ranges(backward_order, pieces, shapes, bucket_size)
+    layouts: list[BucketLayout] = []
+    for depth_range, names in enumerate(ranges):
+        members: defaultdict[tuple[Any, ...], list[tuple[int, Piece]]] = defaultdict(list)
+        for depth, name in enumerate(names):
+            for piece, holders in pieces[name]:
+                is_whole = piece.dim is None
+                key = holders, param_groups[name], dtypes[name], is_whole, name in replicated, owners.get(name)
+                members[key].append((depth, piece))
+        in_order = sorted(members.items(), key=lambda item: (item[1][-1][0], *item[0][:2], str(item[0][2:])))
+        layouts += [
+            BucketLayout(depth_range, *key, _slices([piece for _, piece in found], shapes))  # type: ignore[call-arg]
+            for key, found in in_order
+        ]
+    return layouts
+
+
+def _depth_ranges(
+    names: Sequence[str], pieces: Pieces, shapes: Mapping[str, Sequence[int]], bucket_size: int | None
+) -> list[list[str]]:
+    """Group consecutive tensors so that no rank holds more than `bucket_size` elements of a group."""
+    held: dict[str, Counter[int]] = {name: Counter() for name in names}  # number of elements by rank
+    for name in names:
+        for piece, holders in pieces[name]:
+            held[name].update(dict.fromkeys(holders, piece.num_elements(shapes[name])))
+    if bucket_size is None:
+        total = sum(held.values(), Counter[int]())
+        bucket_size = max(BUCKET_SIZE, max(total.values(), default=0) // 16)
+    ranges: list[list[str]] = []
+    load: Counter[int] = Counter()
+    for name in names:
+        if not ranges or any(load[rank] + size > bucket_size for rank, size in held[name].items()):
+            ranges.append([])
+            load.clear()
+        ranges[-1].append(name)
+        load.update(held[name])
+    return ranges
+
+
+def _deal(tensors: Mapping[str, tuple[Piece, Holders]]) -> dict[str, int]:
+    """Assign each whole tensor to an owner: the largest first, to the holder with the fewest elements so far."""
+    load: defaultdict[int, int] = defaultdict(int)
+    owners = {}
+    for name, (piece, holders) in sorted(tensors.items(), key=lambda item: -item[1][0].length):
+        owners[name] = min(holders, key=lambda rank: (load[rank], rank))
+        load[owners[name]] += piece.length
+    return owners
+
+
+def _slices(pieces: Sequence[Piece], shapes: Mapping[str, Sequence[int]]) -> tuple[Slice, ...]:
+    slices: list[Slice] = []
+    start = 0
+    for piece in pieces:
+        dense = shapes[piece.parameter]
+        shape = tuple(piece.length if dim == piece.dim else size for dim, size in enumerate(dense))
+        slices.append(Slice(piece, start, shape))
+        start += slices[-1].num_elements
+    return tuple(slices)

@@ -1,0 +1,305 @@
+"""Gradients: accumulation, and their average over the holders of each bucket, during backward or in the step.
+
+Hooks on accumulated gradients tell when a bucket is complete. Buckets are reduced in the order of collectives
+(optimizer.py); one that is complete early waits for its turn. At the end of a backward pass the remaining buckets are
+reduced, with zeros for missing gradients (experts without tokens, skipped branches).
+
+The time at which a bucket is reduced may differ between ranks. If a tensor gets several gradients in one backward pass,
+its buckets are reduced at the end of the pass, on the ranks where that happened. The first pass detects such tensors.
+In stages 0 and 1 it reduces nothing early. Stage 2 cannot wait, so after the first pass all ranks agree on buckets that
+are reduced again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from sdp_deepspeed.parallel.buckets import Bucket, HeldTensor, sent_together
+from sdp_deepspeed.parallel.groups import HolderGroup, reduce, reduce_scatter
+
+
+class Reducer:
+    """Leaves the average that this rank's optimizer needs in `gradient` of each bucket.
+
+    Args:
+        mask: this rank's subnetwork.
+        names: of all trained tensors, the same on all ranks.
+        tensors: those of which this rank holds slices, by name.
+        buckets: those that this rank holds, in the order of collectives.
+        group: the data-parallel ranks.
+        stage: ZeRO stage.
+        bucket_size: maximum number of elements that arrive at once.
+        overlap: whether stages 0 and 1 reduce complete buckets during backward, as stage 2 always does, and on a GPU
+            on a separate stream.
+        gradient_dtype: dtype in which gradients of micro-steps are accumulated. Default: that of the weights.
+        wire_dtype: communication dtype. Default: the accumulation dtype.
+
+    Attributes:
+        is_last_micro_step: whether the next backward pass is the last before the step. Set by the host.
+        overlap: the argument.
+    """
+
+    def __init__(
+        self,
+        mask: Any,
+        names: Iterable[str],
+        tensors: Mapping[str, HeldTensor],
+        buckets: Sequence[Bucket],
+        group: HolderGroup,
+        *,
+        stage: Literal[0, 1, 2],
+        bucket_size: int,
+        overlap: bool = False,
+        gradient_dtype: torch.dtype | None = None,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.is_last_micro_step = True
+        self._mask, self._parameters = mask, {name: mask.parameters[name] for name in names}
+        self._tensors, self._buckets, self._group = tensors, buckets, group
+        self._stage, self._bucket_size, self.overlap = stage, bucket_size, overlap
+        self._gradient_dtype, self._wire_dtype = gradient_dtype, wire_dtype
+        self._device = next(iter(self._parameters.values())).device
+        self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
+        self._next = 0  # index of the first bucket that has not been reduced
+        self._is_first_pass = True  # of backward
+        self._seen: set[str] = set()  # tensors with a gradient in this pass
+        self._repeated: set[str] = set()  # tensors with several gradients in one pass
+        self._num_reduced_passes = 0  # backward passes of this step that stage 2 has reduced
+        self._hooks = [
+            tensor.parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._on_gradient(name))
+            for name, tensor in tensors.items()
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # ---- backward ---------------------------------------------------------------------------------------------------
+
+    def _on_gradient(self, name: str) -> None:
+        """Hook: a gradient has been accumulated in a tensor's `.grad`."""
+        if not self._mask.is_applied:
+            raise RuntimeError(
+                "a backward pass inside engine.dense(): use torch.autograd.grad, or leave the context first"
+            )
+        tensor = self._tensors[name]
+        if name in self._seen:  # for example with reentrant activation checkpointing
+            self._repeated.add(name)
+        self._seen.add(name)
+        if tensor.buckets[0] < self._next:
+            if self._stage == 2 and self._is_first_pass:
+                return  # `_reduce_again` handles it
+            raise RuntimeError(
+                f"a gradient of {name!r} came after its average was taken; call step() before the next backward pass, "
+                "and enable activation checkpointing before deepspeed.initialize"
+            )
+        if self._stage < 2:
+            self._accumulate(tensor)
+        overlaps = self.overlap and self.is_last_micro_step and not self._is_first_pass
+        if (self._stage == 2 or overlaps) and name not in self._repeated:
+            for index in tensor.buckets:
+                self._buckets[index].waits_for.discard(name)
+            for bucket in itertools.takewhile(lambda bucket: not bucket.waits_for, self._buckets[self._next :]):
+                self._reduce([bucket])
+
+    def _accumulate(self, tensor: HeldTensor) -> None:
+        """Move a gradient to its slots, or add it to what they have. The gradient of a whole tensor that has the slot's
+        dtype becomes a view of the slot, in which autograd accumulates further ones."""
+        parameter = tensor.parameter
+        for index in tensor.buckets:
+            self._buckets[index].place_gradients(self._gradient_dtype)
+        places = [(self._buckets[index], number) for index, number in tensor.slots]
+        slots = [bucket.gradient_slots[number] for bucket, number in places]
+        first, number = places[0]
+        assert parameter.grad is not None
+        if first.layout.is_whole and slots[0].dtype == parameter.grad.dtype:
+            if slots[0].data_ptr() != parameter.grad.data_ptr():
+                slots[0].copy_(parameter.grad)
+                parameter.grad = slots[0]
+            return
+        gradients = tensor.slices(parameter.grad)
+        if first.filled[number]:
+            torch._foreach_add_(slots, list(gradients))
+        else:
+            torch._foreach_copy_(slots, list(gradients))
+            for bucket, number in places:
+                bucket.filled[number] = True
+        parameter.grad = None
+
+    @torch.no_grad()
+    def finish_backward(self) -> None:
+        """Called by the host after each backward pass, on every rank. Stage 2 reduces the remaining buckets; stages 0
+        and 1 do so after the last micro-step with overlap, else in `finish`."""
+        is_first, self._is_first_pass = self._is_first_pass, False
+        self._seen.clear()
+        if self._stage == 2:
+            self._reduce(self._buckets[self._next :])
+            if is_first:
+                self._reduce_again()
+            self._num_reduced_passes += 1
+            self._restart()
+        elif self.overlap and self.is_last_micro_step:
+            self._reduce(self._buckets[self._next :])
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Reduce the remaining buckets after the last micro-step, and wait for the averages. Collective."""
+        if self._stage < 2:
+            self._reduce(self._buckets[self._next :])
+        elif not self._num_reduced_passes:
+            self.finish_backward()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if self._device.type == "cuda" and any(bucket.host is not None for bucket in self._buckets):
+            torch.cuda.current_stream(self._device).synchronize()  # the host reads gradients next
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of this step."""
+        if self._stream is not None:  # its reductions may still use the gradients
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        for bucket in self._buckets:
+            bucket.gradient = None
+            bucket.set_gradients(None)
+            bucket.drop_gradients()
+        self._num_reduced_passes = 0
+        self._restart()
+
+    def _restart(self) -> None:
+        self._next = 0
+        self._seen.clear()
+        for bucket in self._buckets:
+            bucket.waits_for.update(bucket.names)
+            bucket.filled = [False] * len(bucket.filled)
+
+    def has_gradients(self) -> bool:
+        """Whether there are gradients of an unfinished step."""
+        return any(bucket.gradient is not None or any(bucket.filled) for bucket in self._buckets) or any(
+            parameter.grad is not None for parameter in self._parameters.values()
+        )
+
+    def gradient_tensors(self) -> list[torch.Tensor]:
+        """Tensors of gradients besides `.grad`: averages and accumulation buffers."""
+        found = [tensor for bucket in self._buckets for tensor in (bucket.gradient, bucket.gradients)]
+        return [tensor for tensor in found if tensor is not None]
+
+    # ---- reduction --------------------------------------------------------------------------------------------------
+
+    def _reduce(self, buckets: Sequence[Bucket]) -> None:
+        """Average gradients over the holders: their sum, divided by their number.
+
+        Args:
+            buckets: the next ones.
+        """
+        views: dict[str, Sequence[torch.Tensor]] = {}
+        for together in sent_together(buckets, self._bucket_size):
+            with self._on_side_stream():
+                for bucket in together:
+                    self._pack(bucket, views)
+                first, groups, flats = together[0], [b.holder_group for b in together], self._to_wire(together)
+                if first.steps_all:
+                    if groups[0].size > 1:
+                        groups[0].comm.all_reduce(flats[0], group=groups[0].process_group)
+                    averages = [flats[0].to(first.step_dtype)]
+                else:
+                    averages = [self._own_shard(bucket) for bucket in together]
+                    if first.layout.owner is not None:
+                        reduce(averages[0], flats[0], groups[0], first.layout.owner)
+                    else:
+                        reduce_scatter(averages, flats, groups)
+                for bucket, flat, average in zip(together, flats, averages, strict=True):
+                    if flat.dtype != torch.float16:
+                        average.div_(bucket.holder_group.size)
+                    bucket.add_average(average)
+                    if self._stage == 2:
+                        bucket.drop_gradients()
+            self._next += len(together)
+
+    def _pack(self, bucket: Bucket, views: dict[str, Sequence[torch.Tensor]]) -> None:
+        """Fill the slots that have no gradient yet, with zeros for missing gradients. Stage 2 frees `.grad` in the last
+        bucket of each tensor.
+
+        Args:
+            views: cached views of gradients.
+        """
+        bucket.place_gradients(self._gradient_dtype)
+        sources, targets, empty = [], [], []
+        for (name, place), slot, is_filled in zip(bucket.places, bucket.gradient_slots, bucket.filled, strict=True):
+            gradient = self._parameters[name].grad
+            if is_filled:
+                continue
+            if gradient is None:
+                empty.append(slot)
+                continue
+            if name not in views:
+                views[name] = self._tensors[name].slices(gradient)
+            source = views[name][place]
+            if not bucket.layout.is_whole or source.data_ptr() != slot.data_ptr():
+                if self._stream is not None:
+                    gradient.record_stream(self._stream)
+                sources.append(source)
+                targets.append(slot)
+        if sources:
+            torch._foreach_copy_(targets, sources)
+        if empty:
+            torch._foreach_zero_(empty)
+        assert bucket.gradients is not None
+        bucket.gradients[bucket.layout.num_elements :].zero_()
+        if self._stage == 2:
+            for name in bucket.names:
+                if self._buckets[self._tensors[name].buckets[-1]] is bucket:
+                    self._parameters[name].grad = None
+
+    def _to_wire(self, buckets: Sequence[Bucket]) -> list[torch.Tensor]:
+        """Flat gradients in the communication dtype; in fp16 divided by the number of holders, since the sum may
+        overflow although the mean does not."""
+        flats = [bucket.gradients for bucket in buckets if bucket.gradients is not None]
+        dtype = self._wire_dtype or flats[0].dtype
+        if dtype != flats[0].dtype:
+            sizes = [flat.numel() for flat in flats]
+            buffers = torch.empty(sum(sizes), dtype=dtype, device=self._device).split(sizes)
+            flats = [buffer.copy_(flat) for buffer, flat in zip(buffers, flats, strict=True)]
+        if dtype == torch.float16:
+            for bucket, flat in zip(buckets, flats, strict=True):
+                flat.div_(bucket.holder_group.size)
+        return flats
+
+    def _own_shard(self, bucket: Bucket) -> torch.Tensor:
+        """Memory for the average of this rank's shard: that of its gradients, if they are not dropped before."""
+        assert bucket.gradients is not None
+        shard = bucket.shard_of(bucket.gradients)
+        is_kept = self._stage < 2 and shard.dtype == bucket.step_dtype
+        return shard if is_kept else torch.empty_like(shard, dtype=bucket.step_dtype)
+
+    def _reduce_again(self) -> None:
+        """Reduce buckets again whose tensors got another gradient after their average was taken, on any rank."""
+        with self._on_side_stream():  # after the averages
+            late = [parameter.grad is not None for parameter in self._parameters.values()]
+            flags = torch.tensor(late, dtype=torch.int32, device=self._device)
+            if self._group.size > 1:
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group.process_group)
+        names = [name for name, is_late in zip(self._parameters, flags.tolist(), strict=True) if is_late]
+        self._repeated.update(names)
+        for index, bucket in enumerate(self._buckets):
+            if not set(names).isdisjoint(bucket.names):
+                self._next = index
+                self._reduce([bucket])
+
+    @contextlib.contextmanager
+    def _on_side_stream(self) -> Iterator[None]:
+        """Context on the side stream, after the work that is queued on the current stream."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
