@@ -282,7 +282,7 @@ def inspect(path: _Checkpoint, tag: _Tag = None) -> None:
 
 def _description(path: Path) -> Iterator[str]:
     from sdp_deepspeed.checkpoint import files
-    from sdp_deepspeed.checkpoint.manager import COMMON, dense_tensors, read_bytes
+    from sdp_deepspeed.checkpoint.checkpointer import COMMON, dense_tensors, read_bytes
     from sdp_deepspeed.plan.coverage import in_words
 
     sizes = [size for size, _ in files.read_checksums(path)["files"].values()]
@@ -336,7 +336,7 @@ def export(
     import torch
 
     from sdp_deepspeed.checkpoint import files, hugging_face
-    from sdp_deepspeed.checkpoint.manager import COMMON, read_bytes
+    from sdp_deepspeed.checkpoint.checkpointer import COMMON, read_bytes
 
     found, _ = _find(path, tag)
     if problems := files.problems_in(found):

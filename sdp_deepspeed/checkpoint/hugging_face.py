@@ -68,7 +68,7 @@ def export(
     Tensors are staged in a scratch file, so that one output shard is in memory at a time.
 
     Args:
-        facts: of the checkpoint (manager.py).
+        facts: of the checkpoint (checkpointer.py).
         dtype: of floating-point weights. Default: that of the run; masters are rounded once.
         tokenizer: folder of a tokenizer to add.
 

@@ -243,7 +243,7 @@ def refuse_foreign(folder: Path, tag: str | None) -> None:
 def load_universal(
     state: RankState, path: Path, *, optimizer_states: bool = True, strict: bool = True
 ) -> dict[str, Any]:
-    """Load masters, weights, moments and step counts; collective. Returns the `common` state of `manager.py`.
+    """Load masters, weights, moments and step counts; collective. Returns the `common` state of `checkpointer.py`.
 
     Args:
         path: folder of a checkpoint in the universal format.

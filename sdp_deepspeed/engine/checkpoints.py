@@ -9,21 +9,14 @@ from typing import Any
 
 from deepspeed.utils import log_dist
 
-from sdp_deepspeed.checkpoint.manager import CheckpointManager
 from sdp_deepspeed.checkpoint.universal import COUNTERS, load_universal, refuse_foreign, universal_tag
 from sdp_deepspeed.engine.replan import follow_schedule, rank_state
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.agree import run_on_all_ranks
 
 
-def new_manager(engine: Any) -> CheckpointManager:
-    """Create the manager with the options of the block's `checkpoint`; collective."""
-    options = engine.block.checkpoint
-    return CheckpointManager(**options.model_dump())
-
-
 def save(engine: Any, folder: Path, tag: str | None, client_state: Mapping[str, Any], **options: bool) -> None:
-    """Save a checkpoint; collective. See `CheckpointManager.save`.
+    """Save a checkpoint; collective. See `Checkpointer.save`.
 
     Args:
         tag: name of the checkpoint. Default: the step.
@@ -44,7 +37,7 @@ def save(engine: Any, folder: Path, tag: str | None, client_state: Mapping[str, 
 def load(
     engine: Any, folder: Path, tag: str | None, *, module_only: bool, scheduler: bool, **options: bool
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Load a checkpoint; collective. See `CheckpointManager.restore`. With `checkpoint.load_universal` in the config,
+    """Load a checkpoint; collective. See `Checkpointer.restore`. With `checkpoint.load_universal` in the config,
     checkpoints in DeepSpeed's universal format load, too.
 
     Args:

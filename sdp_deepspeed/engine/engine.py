@@ -34,12 +34,12 @@ from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.batch_norm import batches_of
+from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from sdp_deepspeed.checkpoint.hugging_face import load_pretrained, save_pretrained
-from sdp_deepspeed.checkpoint.manager import CheckpointManager
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.dense import DenseView
-from sdp_deepspeed.engine.checkpoints import load, new_manager, save
+from sdp_deepspeed.engine.checkpoints import load, save
 from sdp_deepspeed.engine.full_access import install_full_access
 from sdp_deepspeed.engine.monitor import StepEvents
 from sdp_deepspeed.engine.optimizer import SubnetworkOptimizer
@@ -106,7 +106,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     mask: Mask
     groups: Groups
     tensor_parallel: TensorParallel
-    checkpoints: CheckpointManager
+    checkpoints: Checkpointer
     optimizer: SubnetworkOptimizer
     schedule: Schedule | None
     phase = draw = stage_of_config = 0
@@ -139,7 +139,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             raise ValueError(f"{KEY} needs an optimizer: name one in the config, or pass one to deepspeed.initialize")
         _engines[model] = weakref.ref(self)
         self._step_events = StepEvents.of(self)
-        self.checkpoints = new_manager(self)
+        self.checkpoints = Checkpointer(**self.block.checkpoint.model_dump())
         for name in self.optimizer.sharded.param_groups:
             install_full_access(self.mask.parameters[name], name, self)
 

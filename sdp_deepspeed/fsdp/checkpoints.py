@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from sdp_deepspeed.checkpoint import manager
+from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from sdp_deepspeed.checkpoint.hugging_face import load_pretrained
 from sdp_deepspeed.checkpoint.state import NUMBER, Other, RankState, group_facts
 from sdp_deepspeed.fsdp.parts import Box
@@ -153,10 +153,7 @@ class CheckpointManager:
         self._sharded, self._optimizer, self._lr_scheduler = sharded_model_of(model), optimizer, lr_scheduler
         state_of(self._sharded, optimizer)  # checks it
         run_on_all_ranks(lambda: _check_whole(self._sharded, optimizer), self._sharded.groups.control)
-        options = self._sharded.block.checkpoint
-        self._manager = manager.CheckpointManager(
-            asynchronous=options.asynchronous, keep_last=options.keep_last, verify=options.verify
-        )
+        self._checkpointer = Checkpointer(**self._sharded.block.checkpoint.model_dump())
         self.global_steps = 0
         self._is_checked = False
         optimizer.register_step_post_hook(self._count)
@@ -208,7 +205,7 @@ class CheckpointManager:
             }
             name = f"global_step{self.global_steps}" if tag is None else str(tag)
             options = {"latest": save_latest, "exclude_frozen": exclude_frozen_parameters}
-            self._manager.save(Path(save_dir), name, state, common, **options)
+            self._checkpointer.save(Path(save_dir), name, state, common, **options)
 
     def load_checkpoint(
         self,
@@ -238,7 +235,7 @@ class CheckpointManager:
         """
         with without_wrappers(self._sharded.module):
             state = self._state("load_checkpoint")
-            found = self._manager.load(
+            found = self._checkpointer.load(
                 Path(load_dir),
                 None if tag is None else str(tag),
                 state,
@@ -274,7 +271,7 @@ class CheckpointManager:
         Raises:
             RuntimeError: on all ranks, if the checkpoint could not be written.
         """
-        self._manager.wait()
+        self._checkpointer.wait()
 
 
 def _check_whole(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:

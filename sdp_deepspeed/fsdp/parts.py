@@ -25,7 +25,7 @@ from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.fsdp.state_dicts import PartsDict
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.forwards import Forward, replace_forward, set_data
-from sdp_deepspeed.masking.split_layers import Cut, Ranges, set_sizes, split_layer
+from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, set_sizes, split_layer
 from sdp_deepspeed.units import Piece
 
 PARTS = "sdp_parts"  # child of a layer that contains the parts of its branches
@@ -225,7 +225,7 @@ def _split_layer(
             copied._parameters[name] = nn.Parameter(values, requires_grad=mask.trainable[own[number].name])
         set_sizes(copied)
         copies.append(copied)
-    cuts = {name: Cut(own[0].dim or 0, _ranges(mask, own[0].name, sets)) for name, own in parts.items()}
+    cuts = {name: ParameterSplit(own[0].dim or 0, _ranges(mask, own[0].name, sets)) for name, own in parts.items()}
     split_layer(layer, [copied._parameters for copied in copies], cuts, output_bias=bias, is_sum=is_sum)
     for name in parts:
         parameter = layer._parameters.pop(name)

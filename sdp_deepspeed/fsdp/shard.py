@@ -32,7 +32,7 @@ from sdp_deepspeed.fsdp.parts import Holders, parts_of
 from sdp_deepspeed.fsdp.refusals import check_call, check_plan, check_same_settings
 from sdp_deepspeed.fsdp.sharded_model import OF_SHARED, OF_UNITS, ShardedModel, attach, device_type
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel, check_per_head, columns_of
-from sdp_deepspeed.fsdp.units import HeldUnit, Unit, held_units, units_of
+from sdp_deepspeed.fsdp.units import HeldUnit, UnitModules, held_units, units_of
 from sdp_deepspeed.fsdp.wrappers import without_wrappers
 from sdp_deepspeed.init import DeferredWeights, give
 from sdp_deepspeed.masking import Mask
@@ -140,7 +140,7 @@ class Start:
     state_names: Mapping[str, str] = field(default_factory=dict)
     plan: Plan = field(init=False)
     mask: Mask = field(init=False)
-    units: Sequence[Unit] = ()
+    units: Sequence[UnitModules] = ()
 
     @property
     def device(self) -> torch.device:

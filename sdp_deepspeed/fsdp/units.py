@@ -16,7 +16,7 @@ from sdp_deepspeed.masking.check import blocks_of_units
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitModules:
     """Modules with the same holders, the same on all ranks.
 
     Args:
@@ -37,7 +37,7 @@ class HeldUnit(NamedTuple):
     modules: tuple[nn.Module, ...]
 
 
-def units_of(mask: Mask) -> Iterator[Unit]:
+def units_of(mask: Mask) -> Iterator[UnitModules]:
     """Yield units in forward order; a branch that every rank holds is a unit of all ranks.
 
     Args:
@@ -63,7 +63,7 @@ def units_of(mask: Mask) -> Iterator[Unit]:
             own = {piece.parameter for piece in mask.plan.units[index].pieces if piece.kind == "parameter"}
             outer = dict.fromkeys(path for member in blocks[index] for path in _outer(mask, member, own))
             paths = tuple(path for name in outer for path in _whole_modules(mask.model, name, own))
-            yield Unit(branch, mask.plan.ranks_of(index), paths)
+            yield UnitModules(branch, mask.plan.ranks_of(index), paths)
         elif any(tensor.parameter in cut for tensor in branch.cut_tensors):
             if len(branch.bodies) > 1:
                 raise ValueError(
@@ -71,11 +71,11 @@ def units_of(mask: Mask) -> Iterator[Unit]:
                     f'({", ".join(branch.description.bodies)}); use "block" for {branch.description.name!r}, or '
                     "DeepSpeed"
                 )
-            yield Unit(branch, None, branch.bodies)
+            yield UnitModules(branch, None, branch.bodies)
         elif branch.name not in of_blocks:
             own = {piece.parameter for piece in branch.pieces}
             paths = tuple(path for body in branch.bodies for path in _whole_modules(mask.model, body, own))
-            yield Unit(branch, everyone, paths)
+            yield UnitModules(branch, everyone, paths)
 
 
 def _check_encoder_is_reached(mask: Mask, blocks: Mapping[int, Sequence[LocatedBranch]]) -> None:
@@ -93,7 +93,7 @@ def _check_encoder_is_reached(mask: Mask, blocks: Mapping[int, Sequence[LocatedB
         )
 
 
-def held_units(mask: Mask, units: Iterable[Unit], parts: Mapping[str, Sequence[Part]]) -> list[HeldUnit]:
+def held_units(mask: Mask, units: Iterable[UnitModules], parts: Mapping[str, Sequence[Part]]) -> list[HeldUnit]:
     """The units that this rank holds. Neurons and heads are split by holder set (parts.py); the parts of a layer's
     branches with the same holders are one unit, in the position of its last branch.
 

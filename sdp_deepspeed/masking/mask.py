@@ -16,7 +16,7 @@ from sdp_deepspeed.masking.experts import check_experts, router_refusal
 from sdp_deepspeed.masking.forwards import restore_forward, set_data
 from sdp_deepspeed.masking.lacking_blocks import skip_branch
 from sdp_deepspeed.masking.narrow_layers import Sizes, select_heads
-from sdp_deepspeed.masking.split_layers import Cut, Ranges, set_sizes, split_layer
+from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, set_sizes, split_layer
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, pieces_by_tensor
 from sdp_deepspeed.units import Piece
@@ -236,7 +236,7 @@ class Mask:
     def _apply_backward(self) -> None:
         """Freeze the weights of lacking units, and split cut layers. Buffers are unchanged, since every rank runs the
         whole model."""
-        cuts: dict[str, dict[str, Cut]] = defaultdict(dict)  # by name of the module and of its parameter
+        cuts: dict[str, dict[str, ParameterSplit]] = defaultdict(dict)  # by name of the module and of its parameter
         rests: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)  # frozen slices
         for name, pieces in self.pieces.items():
             held = [piece for piece, _ in pieces if self.is_held(piece)]
@@ -253,7 +253,7 @@ class Mask:
             self._reshaped.append(name)
             owner, _, own_name = name.rpartition(".")
             ranges = Ranges(tuple(p.length for p, _ in pieces), tuple(int(not self.is_held(p)) for p, _ in pieces))
-            cuts[owner][own_name], rests[owner][own_name] = Cut(dim, ranges.merged()), rest
+            cuts[owner][own_name], rests[owner][own_name] = ParameterSplit(dim, ranges.merged()), rest
         outputs = self.output_biases()
         for branch in self._cut_branches():
             assert branch.description.inner is not None

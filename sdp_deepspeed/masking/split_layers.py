@@ -72,7 +72,7 @@ class Ranges:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ParameterSplit:
     """How a parameter is divided into parts: along `dim`, in `ranges`."""
 
     dim: int
@@ -94,7 +94,7 @@ class SplitState:
     """
 
     parts: Sequence[Mapping[str, Any]]
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, ParameterSplit]
     sizes: Sequence[Mapping[str, int]]
     dim: int
     bias: str
@@ -104,7 +104,7 @@ class SplitState:
 def split_layer(
     layer: Any,
     parts: Sequence[Mapping[str, Any]],
-    cuts: Mapping[str, Cut],
+    cuts: Mapping[str, ParameterSplit],
     *,
     output_bias: str,
     is_sum: bool,

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from sdp_deepspeed.checkpoint import files
+from sdp_deepspeed.checkpoint.checkpointer import COMMON, read_bytes
 from sdp_deepspeed.checkpoint.hugging_face import export
-from sdp_deepspeed.checkpoint.manager import COMMON, read_bytes
 from sdp_deepspeed.checkpoint.random_state import random_state
 from tests.helpers.checkpointed_runs import names_in, settings_of, stepped
 from tests.helpers.models import LENGTH, SPECIMENS, VOCABULARY

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sdp_deepspeed.checkpoint.manager import CheckpointManager
+from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from sdp_deepspeed.checkpoint.peers import give_state, take_state
 from tests.helpers.core_training import Layout, muon, training
 from tests.helpers.ranks import Rank
@@ -34,7 +34,7 @@ LAYOUTS = (
 
 def whole_matrices_go_on(rank: Rank) -> None:
     """Bit for bit, with Muon."""
-    manager, layout = CheckpointManager(), Layout(2, optimizer=muon)
+    manager, layout = Checkpointer(), Layout(2, optimizer=muon)
     with training(layout) as run:
         run.train(3)
         manager.save(rank.folder, "tag", run.state, {})
@@ -50,18 +50,18 @@ def whole_matrices_go_on(rank: Rank) -> None:
 def before_the_first_step(rank: Rank) -> None:
     """There are no moments yet; those of the run that loads go."""
     with training(Layout(2)) as run:
-        CheckpointManager().save(rank.folder, "tag", run.state, {})
+        Checkpointer().save(rank.folder, "tag", run.state, {})
         losses = run.train(2)
     with training(Layout(2)) as run:
         run.train(1, seed=9)
-        CheckpointManager().load(rank.folder, "tag", run.state)
+        Checkpointer().load(rank.folder, "tag", run.state)
         run.steps = 0
         assert run.train(2) == losses
 
 
 def options_of_groups(rank: Rank) -> None:
     """Those of the checkpoint, but how to step; param groups stay the objects that they are."""
-    manager = CheckpointManager()
+    manager = Checkpointer()
     with training(Layout(2)) as run:
         for group in run.optimizer.optimizer.param_groups:
             group.update(lr=0.5, initial_lr=0.7, foreach=True)
@@ -75,7 +75,7 @@ def options_of_groups(rank: Rank) -> None:
 
 def moved(rank: Rank) -> None:
     """From memory to memory, in place: the same as saved and loaded, whatever both layouts are."""
-    manager = CheckpointManager()
+    manager = Checkpointer()
     layouts = [layout for layout in LAYOUTS if layout.size == rank.size]
     for index, (old, new) in enumerate(zip(layouts, [*layouts[1:], layouts[0]], strict=True)):
         layout = replace(new, dtype=old.dtype)

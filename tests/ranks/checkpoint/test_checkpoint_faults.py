@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sdp_deepspeed.checkpoint import files
-from sdp_deepspeed.checkpoint.manager import CheckpointManager
+from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from tests.helpers.core_training import Layout, Training, training
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, refusal
@@ -26,7 +26,7 @@ LARGEST = 2**15  # bytes of a file: tensors have more, all others less
 
 def damaged_files_are_refused(rank: Rank) -> None:
     """Each file in turn is cut short, changed in one bit, deleted: it is named, or the checkpoint before is loaded."""
-    manager, folder = CheckpointManager(), rank.folder
+    manager, folder = Checkpointer(), rank.folder
     with training(Layout(2)) as run:
         states = {}
         for tag in ("older", "newer"):
@@ -81,7 +81,7 @@ def _damaged(rank: Rank, path: Path, damage: Callable[[Path], Any]) -> Iterator[
 def files_may_not_grow(rank: Rank) -> None:
     """A limit of the system on one rank, which fails as a full disk does: in the middle of a file."""
     for asynchronous in (False, True):
-        manager, folder = CheckpointManager(asynchronous=asynchronous), rank.folder / str(asynchronous)
+        manager, folder = Checkpointer(asynchronous=asynchronous), rank.folder / str(asynchronous)
         with training(Layout(2)) as run:
             manager.save(folder, "good", run.state, {})
             manager.wait()
@@ -102,12 +102,12 @@ def files_may_not_grow(rank: Rank) -> None:
         assert sorted(path.name for path in folder.iterdir()) == [".lock", "good", "latest", "next"]
 
 
-def save_and_wait(manager: CheckpointManager, folder: Path, tag: str, run: Training) -> None:
+def save_and_wait(manager: Checkpointer, folder: Path, tag: str, run: Training) -> None:
     manager.save(folder, tag, run.state, {})
     manager.wait()
 
 
-def assert_loaded(manager: CheckpointManager, folder: Path, tag: str, run: Training) -> None:
+def assert_loaded(manager: Checkpointer, folder: Path, tag: str, run: Training) -> None:
     loaded = manager.load(folder, None, run.state)
     assert loaded is not None
     assert loaded.path == folder / tag
@@ -125,7 +125,7 @@ def _limited(num_bytes: int) -> Iterator[None]:
 
 def what_one_rank_cannot_do(rank: Rank) -> None:
     """An error on all: to look for checkpoints, to read one, to finish one, to describe its state."""
-    manager = CheckpointManager()
+    manager = Checkpointer()
     with training(Layout(2)) as run:
         manager.save(rank.folder, "tag", run.state, {})
         load = partial(manager.load, rank.folder, "tag", run.state)
@@ -133,7 +133,7 @@ def what_one_rank_cannot_do(rank: Rank) -> None:
         for name, failing, call in (
             ("sdp_deepspeed.checkpoint.files.Reader.read", 1, load),
             ("sdp_deepspeed.checkpoint.files.publish", 0, save),
-            ("sdp_deepspeed.checkpoint.manager.written_state", 1, save),
+            ("sdp_deepspeed.checkpoint.checkpointer.written_state", 1, save),
             ("sdp_deepspeed.checkpoint.files.Writer.write_data", 1, save),
         ):
             with mock.patch(name, side_effect=OSError(5, "Input/output error")) if rank.rank == failing else _nothing():
@@ -150,7 +150,7 @@ def _nothing() -> Iterator[None]:
 
 
 def calls_that_differ(rank: Rank) -> None:
-    manager = CheckpointManager()
+    manager = Checkpointer()
     with training(Layout(2)) as run:
 
         def save(tag: str, common: Any) -> None:
@@ -185,11 +185,11 @@ def calls_that_differ(rank: Rank) -> None:
 def one_job_in_a_folder(rank: Rank) -> None:
     """Of another process: here one that the folder's lock is not told of."""
     with training(Layout(2)) as run:
-        manager = CheckpointManager()
+        manager = Checkpointer()
         manager.save(rank.folder, "tag", run.state, {})
         if rank.rank == 0:
             files.filelock.FileLock._instances.clear()
-        other = CheckpointManager()
+        other = Checkpointer()
         refusal(ValueError, lambda: other.save(rank.folder, "tag", run.state, {}), "another job writes checkpoints")
         assert other.load(rank.folder, None, run.state) is not None
         manager.close()

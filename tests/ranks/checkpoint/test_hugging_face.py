@@ -14,9 +14,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from sdp_deepspeed.checkpoint.checkpointer import COMMON, Checkpointer, read_bytes
 from sdp_deepspeed.checkpoint.files import Reader
 from sdp_deepspeed.checkpoint.hugging_face import dense_state_dict, export, load_pretrained
-from sdp_deepspeed.checkpoint.manager import COMMON, CheckpointManager, read_bytes
 from tests.helpers.core_training import Layout, Training, training
 from tests.helpers.models import TOKENS, family, llama
 from tests.helpers.ranks import Rank
@@ -39,7 +39,7 @@ def saved(model: Any, folder: Path, rank: Rank, **options: Any) -> Path:
 
 def exported(run: Training, rank: Rank, name: str, **options: Any) -> Path:
     """By way of a checkpoint; on rank 0."""
-    CheckpointManager().save(rank.folder / "checkpoints", name, run.state, {})
+    Checkpointer().save(rank.folder / "checkpoints", name, run.state, {})
     if rank.rank == 0:
         reader = Reader(rank.folder / "checkpoints" / name)
         export(reader, read_bytes(reader, COMMON), rank.folder / name, **options)

@@ -63,7 +63,7 @@ class Found:
         return common
 
 
-class CheckpointManager:
+class Checkpointer:
     """Checkpoints of one run. Constructor and methods are collective; the caller has synchronized all ranks
     (`agree.Meetings`).
 
