@@ -21,7 +21,7 @@ from torch import nn
 
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.masking.partial import PartialTensor
+from sdp_deepspeed.masking.placeholders import PartialTensor
 from sdp_deepspeed.masking.running_statistics import average_running_statistics, running_statistics
 from sdp_deepspeed.masking.scale import scaled
 from sdp_deepspeed.parallel.groups import Groups

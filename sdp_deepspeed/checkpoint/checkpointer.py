@@ -24,8 +24,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sdp_deepspeed.checkpoint import files
-from sdp_deepspeed.checkpoint.boxes import LoadPlanner, SavePlanner, State, add_box, on_host
 from sdp_deepspeed.checkpoint.hugging_face import model_facts
+from sdp_deepspeed.checkpoint.planners import LoadPlanner, SavePlanner, State, add_box, on_host
 from sdp_deepspeed.checkpoint.random_state import random_state, restore_random_state
 from sdp_deepspeed.checkpoint.state import (
     RankState,
@@ -249,7 +249,7 @@ class Checkpointer:
 
         targets, own = run_on_all_ranks(prepare, control)
         run_on_all_ranks(read, control)
-        state.optimizer.return_weights()
+        state.optimizer.gather_weights()
         if own is not None:
             restore_random_state(own["random"])
             restore_buffers(state, own["buffers"])

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from sdp_deepspeed.atomic_files import sync
-from sdp_deepspeed.checkpoint.boxes import LoadPlanner, State, add_box
 from sdp_deepspeed.checkpoint.files import Reader, new_folder
 from sdp_deepspeed.checkpoint.peers import Offers, fill
+from sdp_deepspeed.checkpoint.planners import LoadPlanner, State, add_box
 from sdp_deepspeed.checkpoint.state import WEIGHT, RankState, make_targets, persistent_buffers, written_state
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.agree import run_on_all_ranks
@@ -241,7 +241,7 @@ def load_pretrained(state: RankState, folder: Path) -> None:
 
     tensors, targets = run_on_all_ranks(prepare, state.groups.control)
     run_on_all_ranks(lambda: fill_boxes(targets, tensors), state.groups.control)
-    state.optimizer.return_weights()
+    state.optimizer.gather_weights()
 
 
 def whole_metadata(tensors: Mapping[str, torch.Tensor]) -> Metadata:

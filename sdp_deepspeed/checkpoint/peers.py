@@ -1,7 +1,7 @@
 """Move state between ranks in memory: a checkpoint that is saved and loaded without files.
 
-For re-planning: `take_state` of the old layout, then a new mask and a new `ShardedOptimizer` with the same wrapped
-optimizer, then `give_state`. The result equals saving under the old plan and loading under the new one, bit for bit.
+For re-planning: `collect_state` of the old layout, then a new mask and a new `ShardedOptimizer` with the same wrapped
+optimizer, then `load_state`. The result equals saving under the old plan and loading under the new one, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from sdp_deepspeed.checkpoint.boxes import LoadPlanner, State
+from sdp_deepspeed.checkpoint.planners import LoadPlanner, State
 from sdp_deepspeed.checkpoint.state import (
     Facts,
     RankState,
@@ -44,7 +44,7 @@ class TakenState:
     """One rank's share of the training state, as in a checkpoint.
 
     Args:
-        tensors: views of the old shards, which must not be written to before `give_state`.
+        tensors: views of the old shards, which must not be written to before `load_state`.
         layout: the old layout.
         buffers: copies of this rank's buffers, which it keeps if the layout is unchanged.
     """
@@ -55,7 +55,7 @@ class TakenState:
     buffers: dict[str, torch.Tensor]
 
 
-def take_state(state: RankState) -> TakenState:
+def collect_state(state: RankState) -> TakenState:
     """Take the state of the old layout; collective."""
     control = state.groups.control
     numbers = gather_results(lambda: group_facts(state), control)
@@ -67,7 +67,7 @@ def take_state(state: RankState) -> TakenState:
     return run_on_all_ranks(take, control)
 
 
-def give_state(taken: TakenState, state: RankState, device: torch.device) -> int:
+def load_state(taken: TakenState, state: RankState, device: torch.device) -> int:
     """Load the state into the new layout; collective.
 
     Args:
@@ -85,7 +85,7 @@ def give_state(taken: TakenState, state: RankState, device: torch.device) -> int
     targets = run_on_all_ranks(lambda: make_targets(state, stored, taken.optimizer), control)
     num_bytes = fill(targets.boxes, taken.tensors, offers, device)
     restore_optimizer(state, targets, taken.optimizer)
-    state.optimizer.return_weights()
+    state.optimizer.gather_weights()
     if taken.layout == state.layout:
         restore_buffers(state, taken.buffers)
     return num_bytes

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from sdp_deepspeed.checkpoint.boxes import State, add_box
+from sdp_deepspeed.checkpoint.planners import State, add_box
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.groups import Groups
@@ -79,7 +79,7 @@ class SteppedModel(Protocol):
 
     def shard_parts(self, *, owned: bool) -> Sequence[Stepped]: ...
 
-    def return_weights(self) -> None: ...
+    def gather_weights(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -268,7 +268,7 @@ def load_universal(
 
     stored, targets, facts = run_on_all_ranks(prepare, state.groups.control)
     run_on_all_ranks(read, state.groups.control)
-    state.optimizer.return_weights()
+    state.optimizer.gather_weights()
     model = stored.model
     counters = {name: int(model[name]) for name in COUNTERS if name in model}
     client_state = {key: value for key, value in model.items() if key not in _OF_DEEPSPEED}

@@ -46,11 +46,11 @@ from sdp_deepspeed.engine.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.engine.refusals import refuse_config, refuse_model
 from sdp_deepspeed.engine.replan import (
     Replanned,
+    check_schedule,
     follow_schedule,
     new_config,
     rank_state,
     replan,
-    try_schedule,
 )
 from sdp_deepspeed.engine.settings import loss_scaler, sharded_options, skips_overflow
 from sdp_deepspeed.init import DeferredWeights
@@ -160,7 +160,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         self.refuse_stage(self.stage_of_config)
         self._meetings = Meetings(f"sdp_deepspeed/meetings/{next(_numbers)}")
         self.schedule = run_on_all_ranks(self._find_schedule, self._control)
-        try_schedule(self)
+        check_schedule(self)
         self.plan, self.mask = self.plan_and_mask(self.block)
 
     def refuse_stage(self, stage: int) -> None:
@@ -178,11 +178,11 @@ class SubnetworkEngine(DeepSpeedEngine):
             schedule.check_first(self.stage_of_config)
         return schedule
 
-    def plan_and_mask(self, block: SubnetworkConfig, *, tells: bool = True) -> tuple[Plan, Mask]:
+    def plan_and_mask(self, block: SubnetworkConfig, *, logs: bool = True) -> tuple[Plan, Mask]:
         """Compute the plan of a block and this rank's mask, without applying it. Collective; the module must be dense.
 
         Args:
-            tells: whether to log the plan and warnings.
+            logs: whether to log the plan and warnings.
 
         Raises:
             ValueError: on all ranks, if the block does not fit the model or the number of ranks.
@@ -196,9 +196,9 @@ class SubnetworkEngine(DeepSpeedEngine):
             mask = Mask(self.module, local, members.index(dist.get_rank()), branches=branches)
             if block.dense_branch_scale == "coverage":
                 output_scales(mask)  # raises
-            for warning in warnings if tells else ():
+            for warning in warnings if logs else ():
                 log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
-            if tells and dist.get_rank() == 0:
+            if logs and dist.get_rank() == 0:
                 _announce(f"{KEY}\n{plan.table(unit_costs(self.module, local.units))}")
             return plan, mask
 
@@ -301,7 +301,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             **sharded_options(self),
         )
 
-    def lay_out(self, block: SubnetworkConfig, plan: Plan, mask: Mask) -> None:
+    def apply_plan(self, block: SubnetworkConfig, plan: Plan, mask: Mask) -> None:
         """Apply another plan, without moving optimizer state. Collective; the module must be dense."""
         self.dense_view.close()
         self.optimizer.sharded.close()
@@ -340,7 +340,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         super()._backward_prologue()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Called by DeepSpeed's engine after a backward pass."""
+        """Called by DeepSpeed's engine after each backward pass. Reduces gradients at stage 2, and with `overlap_comm`
+        at the accumulation boundary; else `step` does."""
         self.optimizer.sharded.reducer.finish_backward()
 
     def clip_fp32_gradients(self) -> None:
@@ -349,7 +350,11 @@ class SubnetworkEngine(DeepSpeedEngine):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **options: Any
     ) -> Any:
-        """As DeepSpeed's."""
+        """As in DeepSpeed.
+
+        Raises:
+            RuntimeError: inside `dense`.
+        """
         self._refuse_dense("backward")
         if self.optimizer.sharded.stage == 2:
             self._meetings.passing()
@@ -362,7 +367,12 @@ class SubnetworkEngine(DeepSpeedEngine):
         self.optimizer.zero_grad()
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """As in DeepSpeed; collective at the accumulation boundary."""
+        """As in DeepSpeed; collective at the accumulation boundary.
+
+        Raises:
+            RuntimeError: inside `dense`; a Parameter was replaced, or frozen (stage 0); at stage 2, if the caller sets
+                the boundary, a rank does not call it.
+        """
         self._refuse_dense("step")
         is_managed = self.managed_gradient_accumulation()
         if self.is_gradient_accumulation_boundary() or not is_managed:

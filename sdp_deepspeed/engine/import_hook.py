@@ -101,8 +101,8 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     from sdp_deepspeed.config import KEY
+    from sdp_deepspeed.engine.agreed_block import agreed_block
     from sdp_deepspeed.engine.engine import SubnetworkEngine, refuse_cut
-    from sdp_deepspeed.engine.start import agreed_block
 
     block = agreed_block(kwargs.get("config"), kwargs)
     if block is None:

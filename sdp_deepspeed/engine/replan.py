@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from deepspeed.utils import log_dist
 
-from sdp_deepspeed.checkpoint.peers import give_state, take_state
+from sdp_deepspeed.checkpoint.peers import collect_state, load_state
 from sdp_deepspeed.checkpoint.state import RankState
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.engine.refusals import refuse_config
@@ -104,9 +104,9 @@ def replan(engine: Any, config: Mapping[str, Any], stage: int | None) -> Replann
         engine.dense_view.end()
         raise
     with torch.no_grad():
-        taken = take_state(rank_state(engine))
-        run_on_all_ranks(lambda: engine.lay_out(block, plan, mask), control)
-        sent = give_state(taken, rank_state(engine), engine.device)
+        taken = collect_state(rank_state(engine))
+        run_on_all_ranks(lambda: engine.apply_plan(block, plan, mask), control)
+        sent = load_state(taken, rank_state(engine), engine.device)
     del taken
     engine.config = dict(config)
     result = Replanned(*map(max, zip(*gather_objects((sent, time.monotonic() - begin), control), strict=True)))
@@ -134,7 +134,7 @@ def follow_schedule(engine: Any, steps: int) -> None:
     engine.phase, engine.draw = phase, draw
 
 
-def try_schedule(engine: Any) -> None:
+def check_schedule(engine: Any) -> None:
     """Check the later phases, and the first re-drawn assignment, at start-up. Collective; the module must be dense.
 
     Raises:
@@ -150,7 +150,7 @@ def try_schedule(engine: Any) -> None:
             block = _block_of(config)
             run_on_all_ranks(lambda: refuse_config(config, engine._config), engine._control)  # noqa: B023
             engine.refuse_stage(_stage_of(engine, phase))
-            engine.plan_and_mask(block, tells=False)
+            engine.plan_and_mask(block, logs=False)
 
 
 @contextmanager

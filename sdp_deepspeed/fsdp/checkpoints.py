@@ -88,7 +88,7 @@ class SteppedShards:
             parameter, is_owned = sharded.parameter(part), part.is_sharded or sharded.rank == 0
             yield from ((parameter, box, is_owned) for box in part.boxes(sharded.rank))
 
-    def return_weights(self) -> None:
+    def gather_weights(self) -> None:
         """Does nothing: the optimizer steps the weights themselves."""
 
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from sdp_deepspeed.masking.partial import PartialTensor
+from sdp_deepspeed.masking.placeholders import PartialTensor
 
 _WAY = (
     "save it with torch.distributed.checkpoint on all ranks or sdp_deepspeed.fsdp.CheckpointManager; the whole model "

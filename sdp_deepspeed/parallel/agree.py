@@ -113,13 +113,14 @@ def check_agreement(mask: Any, groups: Any) -> None:
         if mask.stored(piece)
     }
     gathered = gather_objects((groups.tensor_parallel_rank, groups.rank, own), groups.control)
-    sums_of = {rank: sums for number, rank, sums in gathered if number == groups.tensor_parallel_rank}
+    global_ranks = groups.ranks[groups.tensor_parallel_rank]
+    sums_of = {global_ranks[index]: sums for number, index, sums in gathered if number == groups.tensor_parallel_rank}
     for piece in dict.fromkeys(piece for sums in sums_of.values() for piece in sums):
         ranks = [rank for rank, sums in sums_of.items() if piece in sums]
         if len({sums_of[rank][piece] for rank in ranks}) > 1:
-            where = "" if piece.dim is None else f"[dim {piece.dim}, {piece.start}:+{piece.length}]"
+            where = "" if piece.dim is None else f" [dim {piece.dim}, {piece.start}:{piece.start + piece.length}]"
             raise RuntimeError(
-                f"holders do not agree on {piece.parameter}{where} (ranks {listed(ranks)}): training has diverged"
+                f"ranks {listed(ranks)} have different values of {piece.parameter}{where}: training has diverged"
             )
 
 

@@ -87,15 +87,15 @@ class Bucket:
 
     Attributes:
         weights: flat [size] in the weights' dtype; of cut tensors only while they are sent, else None.
-        gradients: flat [size] in the accumulation dtype; None or without memory while there are none.
+        gradients: flat [size] local gradients in the accumulation dtype; None or without memory while there are none.
         weight_slots, gradient_slots: views of each slice into these, in the slice's shape.
         parameters: what the optimizer steps: the shard, or whole tensors.
         places: tensor of each slice, and index of the slice among the held slices of the tensor.
         filled: for each slice whether its slot has the accumulated gradient of this step.
         waits_for: names of tensors whose gradients are not ready in this backward pass.
         shard: flat fp32 parameter of the optimizer, possibly empty; a view of `weights` if possible.
-        gradient: the average for `shard`, once available.
-        host: host memory of `shard` and `gradient` with CPU offload.
+        average: [shard size] averaged gradient of `shard`, in `step_dtype`; None until it is available.
+        host: host memory of `shard` and `average` with CPU offload.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Bucket:
         self.gradient_slots: list[torch.Tensor] = []
         self.shard: nn.Parameter | None = None
         self.parameters: list[nn.Parameter] = []
-        self.gradient: torch.Tensor | None = None
+        self.average: torch.Tensor | None = None
         self.host: HostShard | None = None
 
     def place_weights(self, *, over_gradients: bool = False) -> None:
@@ -215,11 +215,11 @@ class Bucket:
             self.parameters = [nn.Parameter(tensor) for tensor in self._stepped_tensors(self.shard.detach())]
 
     def add_average(self, average: torch.Tensor) -> None:
-        """Take an averaged gradient of the shard into `gradient`, or add it to that of earlier micro-steps."""
+        """Take an averaged gradient of the shard into `average`, or add it to that of earlier micro-steps."""
         if self.host is not None:
-            self.gradient = self.host.receive_gradient(average, adds=self.gradient is not None)
+            self.average = self.host.receive_gradient(average, adds=self.average is not None)
         else:
-            self.gradient = average if self.gradient is None else self.gradient.add_(average)
+            self.average = average if self.average is None else self.average.add_(average)
 
     def set_gradients(self, gradient: torch.Tensor | None) -> None:
         """Set the gradient of `shard` for the optimizer; None removes it."""
@@ -334,9 +334,9 @@ def held_tensors(
     return tensors
 
 
-def sent_together(buckets: Sequence[Bucket], bucket_size: int, *, gathers: bool = False) -> Iterator[list[Bucket]]:
-    """Group consecutive buckets whose holders exchange shards directly, so that a rank waits for others less often.
-    Other buckets are sent one by one.
+def coalesced(buckets: Sequence[Bucket], bucket_size: int, *, gathers: bool = False) -> Iterator[list[Bucket]]:
+    """Yield lists of consecutive buckets whose messages are posted together: over gloo, those whose holders exchange
+    shards point-to-point, so that a rank waits for others less often. Other buckets are sent one by one.
 
     Args:
         bucket_size: maximum number of elements that this rank receives for a group of several.

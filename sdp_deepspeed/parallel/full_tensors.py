@@ -91,7 +91,7 @@ def _values(
     for bucket in optimizer.held:
         if name in bucket.names:
             if kind == "gradient":
-                bucket.set_gradients(bucket.gradient)
+                bucket.set_gradients(bucket.average)
             for part in bucket.parts(owned=owned):
                 state = optimizer.optimizer.state.get(part.parameter, {})
                 tensor = {"weight": part.parameter, "gradient": part.parameter.grad, "state": state.get(key)}[kind]

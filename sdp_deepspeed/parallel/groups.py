@@ -29,10 +29,10 @@ class HolderGroup:
         holders: data-parallel indices in ascending order.
         process_group: of these ranks; None for a single holder.
         position: index of this rank in `holders`.
-        scatters_directly, gathers_directly: whether a reduce-scatter and an all-gather send shards point-to-point,
-            over gloo, as they always do on one node. Its reduce-scatter is an all-reduce on the wire: between nodes,
-            sending directly is less if none has more than two of the ranks. Its all-gather is a ring, which is less if
-            any has two.
+        scatters_directly, gathers_directly: whether a reduce-scatter and an all-gather send shards point-to-point: over
+            gloo only, on one node always. Gloo implements reduce-scatter as an all-reduce; between nodes, sending
+            directly takes fewer bytes if no node has more than two of the ranks. Gloo's all-gather is a ring, which
+            takes fewer bytes if any node has two.
         comm: `torch.distributed`, or a module with the same functions that logs them (`deepspeed.comm`).
     """
 

@@ -17,16 +17,17 @@ A step, for every bucket that this rank holds:
 All ranks have the same list of buckets (`plan_buckets`), sorted by (depth at which the last gradient is ready, holders,
 param group and dtype). Each rank processes the buckets that it holds in this order, in every phase: averages of a
 backward pass, the norm, weights. A bucket that is complete early waits for its turn. Collectives are issued with
-`async_op=False` on one stream: the next one starts after the previous one has finished, so two communicators of a rank
-never run at once. If ranks exchange shards directly (`groups.exchange`), the messages of a bucket count as one
-collective. A rank may post those of consecutive buckets at once, then wait for all.
+`async_op=False` on one stream: the next one starts after the previous one has finished, so two holder groups of a rank
+never communicate at once. (With overlap on a GPU it is a side stream; tensor-parallel layers all-reduce activations on
+the current stream meanwhile, as in DeepSpeed.) If ranks exchange shards directly (`groups.exchange`), the messages of a
+bucket count as one collective. A rank may post those of consecutive buckets at once, then wait for all.
 
 This cannot deadlock. Give each collective the key (number of the phase, position in the list). Its members agree on the
 key, and each rank issues its collectives in ascending order of keys. Suppose that some collective never finishes, and
 take the one with the smallest key. All collectives with smaller keys have finished, so none of its members waits in
 another one: each is inside it or has posted its messages, or is computing and will. Hence all members arrive, and it
-finishes: a contradiction. Collectives of the host between tensor-parallel ranks do not change this: these ranks hold
-the same buckets, so all of them insert such a collective at the same position.
+finishes: a contradiction. Collectives between tensor-parallel ranks do not change this: these ranks hold the same
+buckets, so all of them insert such a collective at the same position.
 
 The list depends on facts that all ranks share, never on which gradients exist.
 """
@@ -38,9 +39,9 @@ from typing import Any, Literal
 
 import torch
 
-from sdp_deepspeed.parallel.backward_returns import plan_returns
+from sdp_deepspeed.parallel.backward_gathers import plan_gathers
 from sdp_deepspeed.parallel.bucket_layouts import BUCKET_SIZE, plan_buckets
-from sdp_deepspeed.parallel.buckets import Bucket, ShardPart, held_tensors, sent_together
+from sdp_deepspeed.parallel.buckets import Bucket, ShardPart, coalesced, held_tensors
 from sdp_deepspeed.parallel.groups import Groups, all_gather, broadcast
 from sdp_deepspeed.parallel.norm import gradient_norm, scale_gradients
 from sdp_deepspeed.parallel.offload import Moved, move_back, move_to_host
@@ -71,7 +72,7 @@ class ShardedOptimizer:
         pin_memory: whether to pin that memory, if weights are on a GPU.
 
     Attributes:
-        reducer: accumulates and averages gradients; the host calls it around backward passes.
+        reducer: accumulates and averages gradients; the engine calls it around backward passes.
         norm: of the last step's averaged gradient before clipping; None before the first step.
         held: buckets of which this rank is a holder, in the order of collectives.
         buckets: `held`; in the backward regime all buckets.
@@ -132,7 +133,7 @@ class ShardedOptimizer:
             wire_dtype=wire_dtype,
         )
         returned = [bucket for bucket in self.buckets if regime == "backward" and not self._all_step(bucket)]
-        self._returns = plan_returns(returned, groups.data_parallel.size, groups.rank)
+        self._returns = plan_gathers(returned, groups.data_parallel.size, groups.rank)
         replace_parameters(
             optimizer,
             [
@@ -221,11 +222,14 @@ class ShardedOptimizer:
         """Average the remaining gradients, clip, update, return weights, drop gradients. Collective.
 
         Args:
-            loss_scale: factor of the losses.
+            loss_scale: by which losses were multiplied; gradients are divided by it.
             check_overflow: whether to skip the update on all ranks if the gradient is not finite.
 
         Returns:
             Whether weights were updated.
+
+        Raises:
+            RuntimeError: param groups were added since the constructor, or the optimizer's state is in host memory.
         """
         if len(self.optimizer.param_groups) != self._num_param_groups:
             raise RuntimeError(
@@ -235,7 +239,7 @@ class ShardedOptimizer:
         if self._is_offloaded:
             raise RuntimeError("the optimizer's state is in host memory; call reload_states() before step()")
         self.reducer.finish()
-        gradients = [bucket.gradient for bucket in self.held if bucket.gradient is not None]
+        gradients = [bucket.average for bucket in self.held if bucket.average is not None]
         self.norm = gradient_norm(self._owned_gradients(), self._device) / loss_scale
         if check_overflow and not torch.isfinite(self.norm):
             self.reducer.zero_grad()
@@ -249,30 +253,30 @@ class ShardedOptimizer:
         self.optimizer.step()
         for bucket in self.held:
             bucket.set_gradients(None)
-            bucket.gradient = None
-        self.return_weights(over_gradients=True)
+            bucket.average = None
+        self.gather_weights(over_gradients=True)
         self.reducer.zero_grad()
         return True
 
     def _owned_gradients(self) -> list[torch.Tensor]:
         """Gradients of the shards that this rank counts in the norm; in stage 0, too, each holder counts one shard."""
         counted = [b for b in self.held if not b.layout.is_replicated or self.groups.tensor_parallel_rank == 0]
-        return [b.shard_of(b.gradient) if b.steps_all else b.gradient for b in counted if b.gradient is not None]
+        return [b.shard_of(b.average) if b.steps_all else b.average for b in counted if b.average is not None]
 
     def _all_step(self, bucket: Bucket) -> bool:
         return bucket.steps_all and len(bucket.layout.holders) == self.groups.data_parallel.size
 
     @torch.no_grad()
-    def return_weights(self, *, over_gradients: bool = False) -> None:
-        """Write updated shards to the module's tensors, of the holders, or in the backward regime of all ranks.
-        Collective; after a step, and when a checkpoint has changed shards.
+    def gather_weights(self, *, over_gradients: bool = False) -> None:
+        """All-gather updated weights from their shards: over the holders, in the backward regime over all data-parallel
+        ranks. Collective; after a step, and when a checkpoint has changed shards.
 
         Args:
             over_gradients: whether gradients are not needed any more, so that their memory can be used.
         """
         if self.regime == "forward":
             views: dict[str, Sequence[torch.Tensor]] = {}
-            for buckets in sent_together(self.held, self._bucket_size, gathers=True):
+            for buckets in coalesced(self.held, self._bucket_size, gathers=True):
                 first, groups = buckets[0], [bucket.holder_group for bucket in buckets]
                 for bucket in buckets:
                     bucket.place_weights(over_gradients=over_gradients)

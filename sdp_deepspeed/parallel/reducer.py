@@ -20,12 +20,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from sdp_deepspeed.parallel.buckets import Bucket, HeldTensor, sent_together
+from sdp_deepspeed.parallel.buckets import Bucket, HeldTensor, coalesced
 from sdp_deepspeed.parallel.groups import HolderGroup, reduce, reduce_scatter
 
 
 class Reducer:
-    """Leaves the average that this rank's optimizer needs in `gradient` of each bucket.
+    """Accumulates gradients, reduce-scatters them over the holders (stage 0: all-reduces), and stores the average of
+    this rank's shard in `average` of each bucket.
 
     Args:
         mask: this rank's subnetwork.
@@ -41,7 +42,7 @@ class Reducer:
         wire_dtype: communication dtype. Default: the accumulation dtype.
 
     Attributes:
-        is_last_micro_step: whether the next backward pass is the last before the step. Set by the host.
+        is_last_micro_step: whether the next backward pass is the last before the step. Set by the engine.
         overlap: the argument.
     """
 
@@ -136,7 +137,7 @@ class Reducer:
 
     @torch.no_grad()
     def finish_backward(self) -> None:
-        """Called by the host after each backward pass, on every rank. Stage 2 reduces the remaining buckets; stages 0
+        """Called by the engine after each backward pass, on every rank. Stage 2 reduces the remaining buckets; stages 0
         and 1 do so after the last micro-step with overlap, else in `finish`."""
         is_first, self._is_first_pass = self._is_first_pass, False
         self._seen.clear()
@@ -159,7 +160,7 @@ class Reducer:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         if self._device.type == "cuda" and any(bucket.host is not None for bucket in self._buckets):
-            torch.cuda.current_stream(self._device).synchronize()  # the host reads gradients next
+            torch.cuda.current_stream(self._device).synchronize()  # the CPU reads gradients next
 
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""
@@ -168,7 +169,7 @@ class Reducer:
         for parameter in self._parameters.values():
             parameter.grad = None
         for bucket in self._buckets:
-            bucket.gradient = None
+            bucket.average = None
             bucket.set_gradients(None)
             bucket.drop_gradients()
         self._num_reduced_passes = 0
@@ -183,13 +184,13 @@ class Reducer:
 
     def has_gradients(self) -> bool:
         """Whether there are gradients of an unfinished step."""
-        return any(bucket.gradient is not None or any(bucket.filled) for bucket in self._buckets) or any(
+        return any(bucket.average is not None or any(bucket.filled) for bucket in self._buckets) or any(
             parameter.grad is not None for parameter in self._parameters.values()
         )
 
     def gradient_tensors(self) -> list[torch.Tensor]:
         """Tensors of gradients besides `.grad`: averages and accumulation buffers."""
-        found = [tensor for bucket in self._buckets for tensor in (bucket.gradient, bucket.gradients)]
+        found = [tensor for bucket in self._buckets for tensor in (bucket.average, bucket.gradients)]
         return [tensor for tensor in found if tensor is not None]
 
     # ---- reduction --------------------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ class Reducer:
             buckets: the next ones.
         """
         views: dict[str, Sequence[torch.Tensor]] = {}
-        for together in sent_together(buckets, self._bucket_size):
+        for together in coalesced(buckets, self._bucket_size):
             with self._on_side_stream():
                 for bucket in together:
                     self._pack(bucket, views)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
-from sdp_deepspeed.checkpoint.peers import give_state, take_state
+from sdp_deepspeed.checkpoint.peers import collect_state, load_state
 from tests.helpers.core_training import Layout, muon, training
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical
@@ -82,13 +82,13 @@ def moved(rank: Rank) -> None:
         with training(old) as run:
             run.train(2)
             manager.save(rank.folder / str(index), "tag", run.state, {})
-            taken = take_state(run.state)
+            taken = collect_state(run.state)
             run.end()
         with training(layout) as loaded:
             manager.load(rank.folder / str(index), "tag", loaded.state)
             expected = loaded.tensors()
         with training(layout, run) as other:
-            give_state(taken, other.state, torch.device("cpu"))
+            load_state(taken, other.state, torch.device("cpu"))
             assert_identical(other.tensors(), expected)
             other.train(1)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sdp_deepspeed.masking.partial import PartialTensor
+from sdp_deepspeed.masking.placeholders import PartialTensor
 from tests.helpers.hosts import deepspeed_config, loaded, mean_loss, rows
 from tests.helpers.live_tensors import present_lacking
 from tests.helpers.models import llama

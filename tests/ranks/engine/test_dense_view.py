@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import nn
 
 from sdp_deepspeed.config import MODES
-from sdp_deepspeed.masking.partial import PartialTensor
+from sdp_deepspeed.masking.placeholders import PartialTensor
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.live_tensors import present_lacking
 from tests.helpers.models import MIXED, VOCABULARY, batches, config, family, llama, loss_of

@@ -167,13 +167,13 @@ def a_tampered_holder_is_noticed(rank: Rank) -> None:
         if rank.rank == 1:
             with torch.no_grad():
                 engine.module.get_parameter(name).view(-1)[0] += 1e-3
-        engine.optimizer.sharded.return_weights = lambda **_: None
-        refusal(RuntimeError, partial(train, engine, num_steps=1), "holders do not agree", "diverged")
+        engine.optimizer.sharded.gather_weights = lambda **_: None
+        refusal(RuntimeError, partial(train, engine, num_steps=1), "have different values", "diverged")
 
 
 def a_stale_copy_is_noticed(rank: Rank) -> None:
     """Backward regime: who does not hold a unit must have its owners' weights all the same."""
-    for strategy, name in (("block", "mlp.gate_proj.weight"), ("neuron", "mlp.gate_proj.weight[dim 0, 0:+12]")):
+    for strategy, name in (("block", "mlp.gate_proj.weight"), ("neuron", "mlp.gate_proj.weight [dim 0, 0:12]")):
         engine = engine_of(config(holders=1, regime="backward", strategy=strategy, check_agreement=True))
         train(engine, num_steps=1)
         index = next(index for index, unit in enumerate(engine.plan.units) if "0.mlp" in unit.name)
@@ -181,7 +181,7 @@ def a_stale_copy_is_noticed(rank: Rank) -> None:
             piece = engine.plan.units[index].pieces[strategy == "block"]
             engine.mask.view(piece).add_(1e-3)
         said = refusal(RuntimeError, partial(check_agreement, engine.mask, engine.groups))
-        assert said == f"holders do not agree on model.layers.0.{name} (ranks 0, 1): training has diverged"
+        assert said == f"ranks 0, 1 have different values of model.layers.0.{name}: training has diverged"
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:

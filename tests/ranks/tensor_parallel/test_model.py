@@ -93,8 +93,8 @@ def generates(rank: Rank) -> None:
 def divergence_is_found(rank: Rank) -> None:
     """What tensor-parallel ranks have in common, and what data-parallel ranks of one shard have."""
     tampered = {
-        "model.layers.0.self_attn.q_norm.weight": ((1, 3), "different values of"),
-        "lm_head.weight": ((3,), "holders do not agree on"),
+        "model.layers.0.self_attn.q_norm.weight": ((1, 3), "tensor-parallel ranks have different values of"),
+        "lm_head.weight": ((3,), "ranks 1, 3 have different values of"),
     }
     for name, (ranks, words) in tampered.items():
         engine = Divided("qwen3", forward("block"), stage=0).start()

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from sdp_deepspeed.checkpoint import files
-from sdp_deepspeed.checkpoint.boxes import Boxes, LoadPlanner, add_box
+from sdp_deepspeed.checkpoint.planners import Boxes, LoadPlanner, add_box
 from sdp_deepspeed.parallel.buckets import row_major_boxes
 
 
@@ -225,5 +225,5 @@ def test_what_is_nowhere_is_not_left_as_it_is() -> None:
     add_box(state, "weight/x", (4, 3), (1, 0), torch.zeros(2, 3))
     planner = LoadPlanner()
     planner.set_up_planner(state, Metadata({"weight/x": stored}))
-    with pytest.raises(ValueError, match="'weight/x': 3 of 6 elements are there"):
+    with pytest.raises(ValueError, match="'weight/x': the checkpoint has 3 of the 6 elements needed"):
         planner.create_local_plan()

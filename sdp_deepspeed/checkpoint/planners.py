@@ -104,7 +104,7 @@ class LoadPlanner(DefaultLoadPlanner):
         for key, boxes in self.state_dict.items():
             wanted = sum(values.numel() for values in boxes.parts.values())
             if found.get(key, 0) != wanted:
-                raise ValueError(f"{key!r}: {found.get(key, 0)} of {wanted} elements are there")
+                raise ValueError(f"{key!r}: the checkpoint has {found.get(key, 0)} of the {wanted} elements needed")
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Backward regime: return updated weights to all ranks, with one all-gather per depth range and dtype."""
+"""Backward regime: all-gather updated weights over all ranks, once per depth range and dtype."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ReturnedRange:
-    """Buckets whose weights are returned together. Each rank sends the shards that it owns, padded to the largest
+class GatheredRange:
+    """Buckets whose weights are gathered together. Each rank sends the shards that it owns, padded to the largest
     count.
 
     Args:
@@ -82,7 +82,7 @@ class ReturnedRange:
             bucket.drop_weights()
 
 
-def plan_returns(buckets: Sequence[Bucket], num_ranks: int, rank: int) -> list[ReturnedRange]:
+def plan_gathers(buckets: Sequence[Bucket], num_ranks: int, rank: int) -> list[GatheredRange]:
     """The all-gathers, in the same order on all ranks.
 
     Args:
@@ -95,7 +95,7 @@ def plan_returns(buckets: Sequence[Bucket], num_ranks: int, rank: int) -> list[R
     return [_plan_range(members, num_ranks, rank) for members in ranges.values()]
 
 
-def _plan_range(buckets: Sequence[Bucket], num_ranks: int, rank: int) -> ReturnedRange:
+def _plan_range(buckets: Sequence[Bucket], num_ranks: int, rank: int) -> GatheredRange:
     counts = [0] * num_ranks
     all_runs, starts = [], []
     for bucket in buckets:
@@ -110,4 +110,4 @@ def _plan_range(buckets: Sequence[Bucket], num_ranks: int, rank: int) -> Returne
                 runs.append(Run(position, owner, 1, start))
             counts[owner] += layout.size // layout.num_shards
         all_runs.append(runs)
-    return ReturnedRange(buckets, all_runs, starts, max(counts))
+    return GatheredRange(buckets, all_runs, starts, max(counts))
