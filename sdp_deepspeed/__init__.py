@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from sdp_deepspeed.engine import import_hook
-from sdp_deepspeed.messages import NEEDS_DEEPSPEED, lacks_deepspeed
 from sdp_deepspeed.version import __version__
 
 __all__ = [
@@ -19,28 +18,10 @@ __all__ = [
     "__version__",
     "check_description",
     "fully_shard",
-    "initialize",
     "reestimate_batch_norm",
 ]
 
 import_hook.arm()
-
-
-def initialize(*args: Any, **kwargs: Any) -> Any:
-    """`deepspeed.initialize` with support for the block: the same arguments and results.
-
-    Raises:
-        ModuleNotFoundError: DeepSpeed is not installed.
-    """
-    try:
-        import deepspeed
-    except ModuleNotFoundError as error:
-        if not lacks_deepspeed(error):
-            raise
-        what = f"sdp_deepspeed.initialize {NEEDS_DEEPSPEED}; sdp_deepspeed.fully_shard does not"
-        raise ModuleNotFoundError(what, name=error.name) from None
-
-    return deepspeed.initialize(*args, **kwargs)
 
 
 _MODULES = {

@@ -52,7 +52,7 @@ class CheckpointOptions(BaseModel):
     keep_last: int | None = Field(
         default=None,
         ge=1,
-        title="a whole number of checkpoints to keep, at least 1",
+        title="an integer, at least 1",
         description="Delete older checkpoints. By default all are kept.",
     )
     verify: bool = Field(
@@ -71,11 +71,11 @@ class SubnetworkConfig(BaseModel):
         default=None,
         title='a number above 0 and at most 1, or rules such as [{"units": "mlp", "coverage": 0.5}]',
         description="Share C of the subnetworks that hold each unit: one number, or [rules](#rules) by depth and name. "
-        "C times the number of subnetworks must be a whole number. Required without `holders` or a plan.",
+        "C times the number of subnetworks must be an integer. Required without `holders` or a plan.",
     )
     holders: Holders | None = Field(
         default=None,
-        title='a whole number of holders per unit, at least 1, or rules such as [{"units": "mlp", "holders": 2}]',
+        title='an integer, at least 1, or rules such as [{"units": "mlp", "holders": 2}]',
         description="In place of `coverage`: number of subnetworks that hold each unit.",
     )
     regime: Regime = Field(
@@ -92,7 +92,7 @@ class SubnetworkConfig(BaseModel):
     )
     subnetworks: Literal["auto"] | int = Field(
         default="auto",
-        title='"auto" (one per data-parallel rank, fewer above eight holders) or a whole number of at least 1',
+        title='"auto" (one per data-parallel rank, fewer above eight holders) or an integer, at least 1',
         description="Number k of subnetworks, a divisor of the number D of data-parallel ranks; D / k ranks train each"
         " one.",
     )
@@ -104,7 +104,7 @@ class SubnetworkConfig(BaseModel):
     neuron_groups: int | None = Field(
         default=None,
         ge=1,
-        title="a whole number of groups, at least 1",
+        title="an integer, at least 1",
         description="Strategy `neuron`: groups of neurons in each MLP. By default one per subnetwork.",
     )
     shared: tuple[str, ...] = Field(
@@ -121,13 +121,13 @@ class SubnetworkConfig(BaseModel):
     seed: int = Field(
         default=0,
         ge=0,
-        title="a whole number of at least 0",
+        title="an integer, at least 0",
         description="Chooses among equally good plans.",
     )
     redraw_interval: int | None = Field(
         default=None,
         ge=1,
-        title="a whole number of steps, at least 1",
+        title="an integer, at least 1",
         description="Number of steps between two plans; each takes the next seed.",
     )
     schedule: tuple[dict[str, Any], ...] | None = Field(

@@ -134,7 +134,7 @@ def groups(
 
 
 def _possible(coverage: float, num_ranks: int) -> bool:
-    """Whether so many ranks can have it: a whole number of holders, at least one."""
+    """Whether so many ranks can have it: an integer number of holders, at least one."""
     return coverage * num_ranks >= 1 and not coverage * num_ranks % 1
 
 

@@ -51,7 +51,7 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> Run:
     images = classifies_images(shape)
     length = None if images else data.get("sequence_length")
     if not images and (type(length) is not int or length < 1):
-        raise ValueError(f"data.sequence_length: got {length!r}, expected a whole number of tokens, at least 1")
+        raise ValueError(f"data.sequence_length: got {length!r}, expected an integer, at least 1")
     own, given = ("image_size", "size") if images else ("vocab_size", "vocab_size")
     if given in data:
         shape = {own: data[given]} | shape

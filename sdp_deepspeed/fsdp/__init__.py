@@ -2,14 +2,13 @@
 
 from sdp_deepspeed.fsdp.checkpoints import CheckpointManager
 from sdp_deepspeed.fsdp.clip import clip_grad_norm_, param_groups
-from sdp_deepspeed.fsdp.export import dense, full_state_dict, reestimate_batch_norm, save_pretrained
+from sdp_deepspeed.fsdp.export import full_state_dict, reestimate_batch_norm, save_pretrained
 from sdp_deepspeed.fsdp.shard import fully_shard
 from sdp_deepspeed.fsdp.sharded_model import sharded_model_of
 
 __all__ = [
     "CheckpointManager",
     "clip_grad_norm_",
-    "dense",
     "full_state_dict",
     "fully_shard",
     "param_groups",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +22,6 @@ from sdp_deepspeed.masking.running_statistics import estimate_statistics, tracki
 from sdp_deepspeed.parallel.agree import run_on_all_ranks
 
 logger = logging.getLogger("sdp_deepspeed")
-
-
-@contextmanager
-def dense(module: nn.Module) -> Iterator[None]:
-    """Context in which forward passes must be the dense model's: any other pass raises.
-
-    Call the model in `eval()` under `torch.no_grad()`, the same number of times on all ranks.
-
-    Args:
-        module: a model that `fully_shard` returned.
-    """
-    sharded = sharded_model_of(module)
-    before, sharded.is_dense = sharded.is_dense, True
-    try:
-        yield
-    finally:
-        sharded.is_dense = before
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:

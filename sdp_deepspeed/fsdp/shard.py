@@ -313,8 +313,6 @@ def _run_dense_in_evaluation(sharded: ShardedModel) -> None:
         if _is_evaluating(model):
             sharded.begin_evaluation("an evaluation")
             return
-        if sharded.is_dense:
-            raise RuntimeError("inside sdp_deepspeed.fsdp.dense(model), call the model in eval() and torch.no_grad()")
         if model.training != torch.is_grad_enabled() and not sharded.has_warned:
             sharded.has_warned = True
             logger.warning("%s: this pass is a subnetwork's; the dense one needs eval() and torch.no_grad()", KEY)

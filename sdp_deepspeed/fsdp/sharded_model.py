@@ -67,7 +67,6 @@ class ShardedModel:
     coverage: float
     tensor_parallel: TensorParallel | None
     meetings: Meetings
-    is_dense: bool = False  # inside `dense(model)`
     has_warned: bool = False
     has_trained: bool = True  # since the last average of running statistics
     owners: dict[str, tuple[nn.Module, str]] = field(default_factory=dict, init=False)

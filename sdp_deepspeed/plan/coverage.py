@@ -46,7 +46,7 @@ class _Rule(BaseModel, ABC, Generic[Number]):
     whole_ends: int = Field(
         default=0,
         ge=0,
-        title="a whole number of layers",
+        title="an integer, at least 0",
         description="Layers at each end of the model that every rank holds.",
     )
 
@@ -96,7 +96,7 @@ class HoldersRule(_Rule[Count]):
     """A rule of `holders`."""
 
     holders: Count | None = Field(
-        default=None, title="a whole number of at least 1", description="Number of holders of the units that match."
+        default=None, title="an integer, at least 1", description="Number of holders of the units that match."
     )
 
     @property
@@ -179,7 +179,7 @@ def whole_holders(given: float, k: int, path: str) -> int:
     """p from a share of k subnetworks (float) or a count (int).
 
     Raises:
-        ValueError: a share that is not a whole number of holders, or a count above k.
+        ValueError: a share that is not an integer number of holders, or a count above k.
     """
     if isinstance(given, int):
         if given > k:
@@ -190,7 +190,7 @@ def whole_holders(given: float, k: int, path: str) -> int:
         return p
     nearest = sorted(sorted(range(1, k + 1), key=lambda n: abs(n / k - given))[:4])
     raise ValueError(
-        f"{path}: {given:g} of {k} subnetworks is {given * k:g} holders per unit, not a whole number; use "
+        f"{path}: {given:g} of {k} subnetworks is {given * k:g} holders per unit, not an integer; use "
         f"{', '.join(f'{round(n / k, 4):g} (holders {n})' for n in nearest)}"
     )
 

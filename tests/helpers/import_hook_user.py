@@ -62,14 +62,13 @@ def main(folder: Path, first: str) -> None:
     from deepspeed.pipe import PipelineModule
     from torch import nn
 
-    import sdp_deepspeed
     from tests.helpers.models import llama
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
 
-    def start(config: Any = None, *, by: Callable[..., Any] = initialize, model: Any = None, **options: Any) -> str:
+    def start(config: Any = None, *, model: Any = None, **options: Any) -> str:
         model = llama() if model is None else model
-        return outcome(lambda: by(model=model, model_parameters=model.parameters(), config=config, **options))
+        return outcome(lambda: initialize(model=model, model_parameters=model.parameters(), config=config, **options))
 
     path = folder / "ds.json"
     path.write_text(json.dumps(settings(**BLOCK)))
@@ -78,8 +77,6 @@ def main(folder: Path, first: str) -> None:
         "block": start(settings(**BLOCK)),
         "plain": start(settings()),
         "switched off": start(settings(**switched_off)),
-        "ours": start(settings(**BLOCK), by=sdp_deepspeed.initialize),
-        "ours plain": start(settings(), by=sdp_deepspeed.initialize),
         "path": start(str(path)),
         "args": start(args=argparse.Namespace(deepspeed_config=str(path), local_rank=0)),
         "near miss": start(settings(subnetworks_data_parallel={"coverage": 1.0})),

@@ -249,7 +249,7 @@ def why_not(case: Case) -> str | None:
     is_resnet = case.model.startswith("resnet")
     reasons = {
         # One is a part of the other.
-        "ranks, tensor_parallel, replicas: no whole number of subnetworks": case.ranks
+        "ranks, tensor_parallel, replicas: no integer number of subnetworks": case.ranks
         % (case.tensor_parallel * case.replicas),
         "holders: more than subnetworks": case.holders > case.num_subnetworks,
         "nodes: more than ranks": case.nodes > case.num_workers or case.tensor_parallel > 1 < case.nodes,

@@ -19,8 +19,6 @@ EXPECTED = {
     "block": OURS,
     "plain": PLAIN,
     "switched off": PLAIN,
-    "ours": OURS,
-    "ours plain": PLAIN,
     "path": OURS,
     "args": OURS,
     "near miss": "ValueError: .*subnetworks_data_parallel.*subnetwork_data_parallel",
@@ -86,10 +84,9 @@ class Hide:
 sys.meta_path.insert(0, Hide())
 import sdp_deepspeed
 from sdp_deepspeed.config import parse
-for work in (lambda: __import__("deepspeed"), sdp_deepspeed.initialize):
-    try:
-        work()
-    except ModuleNotFoundError as error:
-        print(error.name)
+try:
+    import deepspeed
+except ModuleNotFoundError as error:
+    print(error.name)
 """
-    assert run(code) == ["deepspeed", "deepspeed"]
+    assert run(code) == ["deepspeed"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sdp_deepspeed
-from sdp_deepspeed.fsdp import CheckpointManager, dense, full_state_dict, param_groups, reestimate_batch_norm
+from sdp_deepspeed.fsdp import CheckpointManager, full_state_dict, param_groups, reestimate_batch_norm
 from tests.helpers.batch_norms import Net, batches, means, statistics_of
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded import sharded
@@ -92,8 +92,7 @@ def re_estimation(rank: Rank) -> None:
         assert model.training
         first = statistics_of(model)
         model.norm.running_mean.fill_(1e3)
-        with dense(model):
-            assert sdp_deepspeed.reestimate_batch_norm(model, own, num_batches=NUM) == 9
+        assert sdp_deepspeed.reestimate_batch_norm(model, own, num_batches=NUM) == 9
         assert_identical(statistics_of(model), first)
         expected = oracle(state[0])
         for name, value in means(gathered(first)).items():

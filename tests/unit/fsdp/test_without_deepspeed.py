@@ -48,10 +48,6 @@ pathlib.Path(sys.argv[2], "run.yaml").write_text(
 assert main(["estimate", "--ranks", "4", sys.argv[2] + "/run.yaml"]) == 0
 assert main(["plan", "--ranks", "4", sys.argv[2] + "/run.yaml"]) == 0
 assert main(["checkpoint", "import", sys.argv[2], sys.argv[2] + "/universal"]) == 2
-try:
-    sdp_deepspeed.initialize()
-except ImportError as error:
-    assert str(error).startswith("sdp_deepspeed.initialize needs DeepSpeed: pip install"), error
 print("done")
 """
 
