@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.learning.batched_workers import BatchedReference
 from benchmarks.learning.dropping import dropped, with_dropout
+from benchmarks.learning.held_rows import scaled_branches
 from benchmarks.learning.plans import Planner, build, dense_flops
 from benchmarks.learning.subjects import Study, Subject
 from benchmarks.learning.text import Corpus, digest_of, read_corpus, training_rows, validation_rows
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.batched_workers import BatchedReference
-from sdp_deepspeed.reference.held_rows import scaled_branches
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from benchmarks.learning.row_sites import Rows, SkippedRows
 from sdp_deepspeed.architectures import locate_branches
-from sdp_deepspeed.reference.row_sites import Rows, SkippedRows
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from benchmarks.learning.held_rows import scaled_branches
 from sdp_deepspeed import architectures, check_description
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.scale import scaled
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.held_rows import scaled_branches
 from sdp_deepspeed.units import Piece
 from tests.helpers import models, more_models
 from tests.helpers.core_masks import (

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.learning.held_rows import HeldRows
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.held_rows import HeldRows
 from sdp_deepspeed.reference.virtual_workers import Reference, divisors
 
 

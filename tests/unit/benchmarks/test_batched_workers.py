@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.learning.batched_workers import BatchedReference
+from benchmarks.learning.held_rows import HeldRows, scaled_branches
 from sdp_deepspeed.config import KEY, MODES, parse
 from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.reference.batched_workers import BatchedReference
-from sdp_deepspeed.reference.held_rows import HeldRows, scaled_branches
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.models import LENGTH, MIXED, SPECIMENS, VOCABULARY, batches, loss_of

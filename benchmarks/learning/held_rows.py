@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from benchmarks.learning.row_sites import FrozenRows, MaskedGradient, MaskedInput, Rows, Site, SkippedRows
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.row_sites import FrozenRows, MaskedGradient, MaskedInput, Rows, Site, SkippedRows
 from sdp_deepspeed.units import Piece
 
 
