@@ -123,7 +123,7 @@ def compare(result: Result) -> str:
     caption = f"{_place(result)}, batch {arguments['micro_batch']} x {arguments['sequence']} per rank; "
     caption += f"{arguments['repeats']} repeats, DDP's step takes {milliseconds:.0f} ms; "
     caption += f"load before the run {result['groups']['main']['load']:.1f}; {_commit(result)}:"
-    heads = ["", "state, MiB", "peak, MiB", "sent, MB", "of fewest", "collectives", "groups", "step of DDP's"]
+    heads = ["", "state, MiB", "peak, MiB", "sent, MB", "of the bound", "collectives", "groups", "step / DDP's"]
     return f"{caption}\n\n" + table([*heads, "fwd / bwd / exchange / optimizer / host, ms"], rows)
 
 
@@ -207,9 +207,8 @@ def quality(result: Result) -> str:
     learned = Figures.of(result, "text")
     heads, rows = quality_rows(learned)
     seeds = "± standard error of the seeds, where there are several"
-    return f"Final loss, nats per byte, {seeds}; in brackets, less data parallelism of the same size:\n\n" + table(
-        ["", *heads], rows
-    )
+    same_size = "in parentheses, the difference from data parallelism of the same size"
+    return f"Final loss, nats per byte, {seeds}; {same_size}:\n\n" + table(["", *heads], rows)
 
 
 def few_data(result: Result) -> str:

@@ -43,7 +43,7 @@ from sdp_deepspeed.engine.checkpoints import load, save
 from sdp_deepspeed.engine.full_access import install_full_access
 from sdp_deepspeed.engine.monitor import StepEvents
 from sdp_deepspeed.engine.optimizer import SubnetworkOptimizer
-from sdp_deepspeed.engine.refusals import refuse_config, refuse_model
+from sdp_deepspeed.engine.refusals import refuse_config
 from sdp_deepspeed.engine.replan import (
     Replanned,
     check_schedule,
@@ -76,6 +76,7 @@ from sdp_deepspeed.parallel.groups import CONTROL, Groups
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.parallel.param_groups import param_group_indices
+from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.parallel.tensor_parallel import TensorParallel, WholeModel, of_author, of_autotp
 from sdp_deepspeed.parallel.whole_state_dicts import WholeStateDicts
 from sdp_deepspeed.plan.plan import Plan

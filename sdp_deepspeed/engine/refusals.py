@@ -1,4 +1,4 @@
-"""Settings and models that the engine refuses before it is built, because the run would not train what they ask for.
+"""Settings that the engine refuses before it is built, because the run would not train what they ask for.
 
 Settings that do not change the result are accepted: those without an effect at the run's ZeRO stage, and those that
 only tune DeepSpeed's own reduction.
@@ -7,11 +7,8 @@ only tune DeepSpeed's own reduction.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
-
-import torch
-from torch import nn
 
 from sdp_deepspeed.config import KEY
 
@@ -126,48 +123,3 @@ def _lookup(tree: Any, path: str) -> Any:
     for key in path.split("."):
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree
-
-
-def refuse_model(model: nn.Module) -> None:
-    """Raise ValueError for modules whose gradients cannot be averaged over holders, and for Parameters that share
-    memory without being one object: each of them would be averaged and stepped on its own. Frozen ones may.
-    """
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True:
-            raise ValueError(f"{KEY}: {name!r} ({type(module).__name__}) makes sparse gradients; use sparse=False")
-        if "deepspeed.moe.layer" in {base.__module__ for base in type(module).__mro__}:
-            raise ValueError(f"{KEY}: {name!r} is a DeepSpeed mixture of experts; use one of Transformers' instead")
-    for one, other in _in_the_same_memory(model):
-        raise ValueError(
-            f"{KEY}: {one!r} and {other!r} share memory, but are two Parameters; assign the Parameter itself "
-            "(b.weight = a.weight, not .data), or clone one"
-        )
-
-
-def _in_the_same_memory(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Pairs of names of parameters that share elements, where at least one is trained."""
-    parameters = dict(model.named_parameters())
-    before: dict[Any, list[tuple[Any, Any, bool, str]]] = {}
-    for name, parameter in parameters.items():
-        if not parameter.numel():
-            continue
-        start = parameter.storage_offset()
-        strides = zip(parameter.shape, parameter.stride(), strict=True)
-        stop, is_trained = start + 1 + sum((size - 1) * stride for size, stride in strides), parameter.requires_grad
-        key = parameter.untyped_storage()._cdata
-        for other_start, other_stop, other_is_trained, other_name in before.get(key, ()):
-            may_overlap = start < other_stop and other_start < stop
-            if may_overlap and (is_trained or other_is_trained) and _overlap(parameter, parameters[other_name]):
-                yield other_name, name
-        before.setdefault(key, []).append((start, stop, is_trained, name))
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two views of one storage share an element; strided views may interleave without sharing any."""
-    places = [
-        torch.arange(t.untyped_storage().nbytes() // t.element_size(), device="cpu")
-        .as_strided(t.shape, t.stride(), int(t.storage_offset()))
-        .flatten()
-        for t in (one, other)
-    ]
-    return bool(torch.isin(*places).any())

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sdp_deepspeed.architectures import LocatedBranch, branches_of_units
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
-from sdp_deepspeed.engine.refusals import refuse_model
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.parts import chunk
 from sdp_deepspeed.fsdp.wrappers import is_wrapper
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.agree import difference, gather_objects
+from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.plan.plan import Plan
 
 _IMPL = "checkpoint_impl"  # of torch's checkpoint_wrapper

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.engine.refusals import refuse_model
 from sdp_deepspeed.fsdp import state_dicts
 from sdp_deepspeed.fsdp.dense_model import DenseModel
 from sdp_deepspeed.fsdp.options import ShardOptions
@@ -41,6 +40,7 @@ from sdp_deepspeed.masking.forwards import set_data
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.agree import Meetings, check_agreement, check_same_plan, gather_objects, run_on_all_ranks
 from sdp_deepspeed.parallel.groups import CONTROL, Groups, default_group_timeout, group_of_one
+from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import named_tensors
