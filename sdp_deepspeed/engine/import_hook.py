@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def arm() -> None:
-    """Patch each host now if it is imported, else when it will be imported."""
+    """Patch each library now if it is imported, else when it will be imported."""
     waiting = {}
     patches = {
         "deepspeed": _patch_deepspeed,
@@ -29,8 +29,8 @@ def arm() -> None:
         "transformers.trainer": _patch_trainer,
     }
     for name, patch in patches.items():
-        host = sys.modules.get(name)
-        if host is not None and not getattr(getattr(host, "__spec__", None), "_initializing", False):
+        module = sys.modules.get(name)
+        if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
             patch()
         else:
             waiting[name] = patch
@@ -39,7 +39,7 @@ def arm() -> None:
 
 
 class _AfterImport:
-    """A meta path finder that patches each host once its import is complete.
+    """A meta path finder that patches each library once its import is complete.
 
     It has no base class, since importing `importlib.abc` takes longer than importing this package.
     """
@@ -58,7 +58,7 @@ class _AfterImport:
             spec = importlib.util.find_spec(fullname)
         finally:
             self._searching = False
-        # Looking up a spec does not mean that the host is imported, so patch only when it is executed.
+        # Looking up a spec does not mean that the library is imported, so patch only when it is executed.
         if spec is not None and spec.loader is not None:
             loader: Any = _PatchingLoader(spec.loader, self._waiting[fullname])
             spec.loader = loader
@@ -83,14 +83,10 @@ class _PatchingLoader:
 
 def _patch_deepspeed() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.utils import logger
 
-    from sdp_deepspeed.engine.abandoned_builds import remove_abandoned_builds
     from sdp_deepspeed.engine.shared_memory import patch_backend
 
     patch_backend()
-    for text in remove_abandoned_builds():  # now, since operators are built before any engine
-        logger.warning(text)
     if "__new__" not in vars(DeepSpeedEngine):
         DeepSpeedEngine.__new__ = _new
 
