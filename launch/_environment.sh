@@ -14,8 +14,8 @@ build_cpu_operators() {
     return 1
   fi
   say "building DeepSpeed's CPU operators (once; about a minute)"
+  rm -f "$prefix"/torch_extensions/*/lock # of a killed build, for which PyTorch would wait
   DS_ACCELERATOR=cpu python -c '
-import sdp_deepspeed  # removes the lock of a killed build
 from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 for builder in (ShareMemCommBuilder, CPUAdamBuilder):
     builder().load(verbose=False)' >/dev/null
