@@ -43,7 +43,7 @@ class DenseView:
         mask: applied.
         groups: process groups.
         device: of the weights.
-        meet: synchronizes all ranks before the first collective.
+        wait: synchronizes all ranks before the first collective.
         changed: called when the module is the subnetwork again; weights may have been changed meanwhile.
         is_scaled: whether to multiply dense branches by their coverage.
 
@@ -57,12 +57,12 @@ class DenseView:
         groups: Groups,
         device: torch.device,
         *,
-        meet: Callable[[str], None],
+        wait: Callable[[str], None],
         changed: Callable[[], None],
         is_scaled: bool = False,
     ) -> None:
         self.mask, self._groups, self._device = mask, groups, device
-        self._meet, self._changed, self._is_scaled = meet, changed, is_scaled
+        self._wait, self._changed, self._is_scaled = wait, changed, is_scaled
         self._is_evaluating = False  # made resident by an evaluation, not by `resident()`
         self._scaled = ExitStack()
         self._handles: list[Any] = []
@@ -93,7 +93,7 @@ class DenseView:
         if self.is_resident:
             return
         if self.is_collective:
-            self._meet(what)
+            self._wait(what)
             average_running_statistics(self.mask, self._groups.data_parallel.process_group, self._device)
         self.mask.undo()
         if self.mask.plan.regime == "forward":

@@ -65,7 +65,7 @@ class Found:
 
 class Checkpointer:
     """Checkpoints of one run. Constructor and methods are collective; the caller has synchronized all ranks
-    (`agree.Meetings`).
+    (`agree.CallBarrier`).
 
     Args:
         asynchronous: whether `save` returns once the state has been copied to host memory. The rest then communicates

@@ -66,7 +66,7 @@ from sdp_deepspeed.masking.running_statistics import (
 from sdp_deepspeed.masking.scale import output_scales
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.agree import (
-    Meetings,
+    CallBarrier,
     check_agreement,
     check_same_plan,
     gather_objects,
@@ -159,7 +159,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         self.tensor_parallel = self._find_tensor_parallel()
         self.stage_of_config = int(self.zero_optimization_stage())
         self.refuse_stage(self.stage_of_config)
-        self._meetings = Meetings(f"sdp_deepspeed/meetings/{next(_numbers)}")
+        self._barrier = CallBarrier(f"sdp_deepspeed/barrier/{next(_numbers)}")
         self.schedule = run_on_all_ranks(self._find_schedule, self._control)
         check_schedule(self)
         self.plan, self.mask = self.plan_and_mask(self.block)
@@ -288,7 +288,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             mask,
             self.groups,
             self.device,
-            meet=self._meetings.meet,
+            wait=self._barrier.wait,
             changed=lambda: self.optimizer.refresh_fp32_params(),
             is_scaled=block.dense_branch_scale == "coverage",
         )
@@ -358,7 +358,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         """
         self._refuse_dense("backward")
         if self.optimizer.sharded.stage == 2:
-            self._meetings.passing()
+            self._barrier.record_progress()
         self._step_events.note(loss, is_share=not scale_wrt_gas)
         return super().backward(loss, retain_graph, scale_wrt_gas, **options)
 
@@ -379,8 +379,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         if self.is_gradient_accumulation_boundary() or not is_managed:
             by_caller = self._is_gradient_accumulation_boundary is not None or not is_managed
             if by_caller and self.optimizer.sharded.stage == 2:  # the number of backward passes may differ
-                self._meetings.meet("engine.step")
-            self._meetings.passing()
+                self._barrier.wait("engine.step")
+            self._barrier.record_progress()
             self._known_parameters.check()
             self._refuse_frozen()
         before = self.global_steps
@@ -406,7 +406,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         Raises:
             ValueError, RuntimeError: on all ranks, before anything is changed.
         """
-        self._meetings.meet("engine.replan")
+        self._barrier.wait("engine.replan")
         return replan(self, run_on_all_ranks(lambda: new_config(self, block, stage), self._control), stage)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
@@ -489,7 +489,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     def _before_checkpoint(self, call: str) -> None:
         self._refuse_dense(call)
         self._known_parameters.check()
-        self._meetings.meet(call)
+        self._barrier.wait(call)
         average_running_statistics(self.mask, self.seq_data_parallel_group, self.device)
 
     # ---- the dense model ----------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ class CheckpointManager:
             group_facts(state_of(self._sharded, self._optimizer))  # fail now, not hours later at the first checkpoint
 
     def _state(self, call: str) -> ShardedState:
-        self._sharded.meetings.meet(call)
+        self._sharded.barrier.wait(call)
         self._sharded.average_statistics()
         return state_of(self._sharded, self._optimizer)
 

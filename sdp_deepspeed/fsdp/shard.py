@@ -38,7 +38,7 @@ from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.forwards import set_data
 from sdp_deepspeed.messages import quoted
-from sdp_deepspeed.parallel.agree import Meetings, check_agreement, check_same_plan, gather_objects, run_on_all_ranks
+from sdp_deepspeed.parallel.agree import CallBarrier, check_agreement, check_same_plan, gather_objects, run_on_all_ranks
 from sdp_deepspeed.parallel.groups import CONTROL, Groups, default_group_timeout, group_of_one
 from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.plan.plan import Plan
@@ -169,7 +169,7 @@ def _shard(start: Start) -> ShardedModel:
     sharded = ShardedModel(
         *(module, start.block, start.plan, mask, groups, start.mesh, start.device, parts),
         *([unit.modules for unit in units], dense, start.state_names, coverage),
-        *(start.tensor_parallel, Meetings(f"sdp_deepspeed/fsdp/{next(_numbers)}")),
+        *(start.tensor_parallel, CallBarrier(f"sdp_deepspeed/fsdp/{next(_numbers)}")),
     )
     of_root = {part.path for own in parts.values() for part in own if len(part.holders) == groups.data_parallel.size}
     places = {path: sharded.owners[path] for path in of_root}
@@ -316,7 +316,7 @@ def _run_dense_in_evaluation(sharded: ShardedModel) -> None:
         if model.training != torch.is_grad_enabled() and not sharded.has_warned:
             sharded.has_warned = True
             logger.warning("%s: this pass is a subnetwork's; the dense one needs eval() and torch.no_grad()", KEY)
-        sharded.meetings.passing()
+        sharded.barrier.record_progress()
         sharded.has_trained = True
 
     def after(*_: Any) -> None:

@@ -19,7 +19,7 @@ from sdp_deepspeed.fsdp.parts import Part
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.running_statistics import average_running_statistics
-from sdp_deepspeed.parallel.agree import Meetings
+from sdp_deepspeed.parallel.agree import CallBarrier
 from sdp_deepspeed.parallel.groups import Groups
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensor_parallel import UNDIVIDED, TensorParallelShards
@@ -66,7 +66,7 @@ class ShardedModel:
     state_names: Mapping[str, str]
     coverage: float
     tensor_parallel: TensorParallel | None
-    meetings: Meetings
+    barrier: CallBarrier
     has_warned: bool = False
     has_trained: bool = True  # since the last average of running statistics
     owners: dict[str, tuple[nn.Module, str]] = field(default_factory=dict, init=False)
@@ -118,7 +118,7 @@ class ShardedModel:
         """
         self.reshard_units()
         if self.has_trained:
-            self.meetings.meet(what)
+            self.barrier.wait(what)
             self.average_statistics()
 
     def average_statistics(self) -> None:

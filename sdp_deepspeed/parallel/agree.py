@@ -124,7 +124,7 @@ def check_agreement(mask: Any, groups: Any) -> None:
             )
 
 
-class Meetings:
+class CallBarrier:
     """Barriers for calls that all ranks must make, such as saving a checkpoint.
 
     A waiting rank checks the progress of the others. If one has continued with another training step, it will not come,
@@ -138,16 +138,16 @@ class Meetings:
     def __init__(self, name: str) -> None:
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._rank, self._size, self._name = dist.get_rank(), dist.get_world_size(), name
-        self._num_passes = self._num_meetings = 0
+        self._num_passes = self._num_calls = 0
         self._store.set(f"{name}/{self._rank}", "0 0")
 
-    def passing(self) -> None:
+    def record_progress(self) -> None:
         """Record that this rank begins another backward pass or step."""
         if self._size > 1:
             self._num_passes += 1
-            self._store.set(f"{self._name}/{self._rank}", f"{self._num_meetings} {self._num_passes}")
+            self._store.set(f"{self._name}/{self._rank}", f"{self._num_calls} {self._num_passes}")
 
-    def meet(self, what: str) -> None:
+    def wait(self, what: str) -> None:
         """Wait for all ranks.
 
         Args:
@@ -159,14 +159,14 @@ class Meetings:
         """
         if self._size == 1:
             return
-        meeting = f"{self._name}/meeting/{self._num_meetings}"
-        keys = [f"{meeting}/{rank}" for rank in range(self._size)]
+        prefix = f"{self._name}/calls/{self._num_calls}"
+        keys = [f"{prefix}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], what)
-        self._store.add(f"{meeting}/{what}", 1)
-        self._store.add(meeting, 1)
+        self._store.add(f"{prefix}/{what}", 1)
+        self._store.add(prefix, 1)
         deadline, pause = time.monotonic() + self._store.timeout.total_seconds(), 0.001  # seconds
         longest_pause = 0.1 * max(1.0, self._size / 64)  # rank 0 serves all of them
-        while self._store.add(meeting, 0) < self._size:
+        while self._store.add(prefix, 0) < self._size:
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise RuntimeError(
@@ -177,24 +177,22 @@ class Meetings:
             pause = min(2 * pause, longest_pause)
             if pause >= 0.1 and (gone := self._gone()):
                 self._store.delete_key(keys[self._rank])  # the others may come without this rank
-                self._store.add(f"{meeting}/{what}", -1)
-                self._store.add(meeting, -1)
+                self._store.add(f"{prefix}/{what}", -1)
+                self._store.add(prefix, -1)
                 raise RuntimeError(
                     f"{what}: rank {listed(gone)} continued training while rank {self._rank} waits; call it on all "
                     "ranks"
                 )
-        self._num_meetings += 1
+        self._num_calls += 1
         self._num_passes = 0
-        if self._store.add(f"{meeting}/{what}", 0) < self._size:
+        if self._store.add(f"{prefix}/{what}", 0) < self._size:
             calls = dict.fromkeys(call.decode() for call in self._store.multi_get(keys))
             raise RuntimeError(f"ranks made different calls: {'; '.join(calls)}; make each call on all ranks together")
 
     def _gone(self) -> list[int]:
-        """Ranks that have begun more passes since the last meeting than this rank."""
+        """Ranks that have begun more passes since the last common call than this rank."""
         keys = [f"{self._name}/{rank}" for rank in range(self._size)]
         if not self._store.check(keys):
             return []
         counts = [tuple(map(int, value.split())) for value in self._store.multi_get(keys)]
-        return [
-            rank for rank, (n, passes) in enumerate(counts) if n == self._num_meetings and passes > self._num_passes
-        ]
+        return [rank for rank, (n, passes) in enumerate(counts) if n == self._num_calls and passes > self._num_passes]

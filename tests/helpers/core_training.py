@@ -128,7 +128,7 @@ class Training:
 
     def end(self) -> None:
         """The model is dense again."""
-        view = DenseView(self.mask, self.groups, torch.device("cpu"), meet=lambda _: None, changed=lambda: None)
+        view = DenseView(self.mask, self.groups, torch.device("cpu"), wait=lambda _: None, changed=lambda: None)
         view.make_resident()
         view.close()
 
