@@ -130,44 +130,33 @@ def mistakes(folder: Path, rank: Rank) -> None:
     refusal(ValueError, universal, "set checkpoint.load_universal")
 
 
-CHECKS = {"options": options, "mistakes": mistakes}
-PAIRS = {f"{source}-{reader}": (reader, source) for reader in READERS for source in WRITERS}
-IN_THE_GATE = "zero2-dense"
-
-
-def selected(request: pytest.FixtureRequest) -> list[str]:
-    items: list[Any] = request.session.items
-    return [item.callspec.params["name"] for item in items if item.path == Path(__file__) and "callspec" in vars(item)]
-
-
 @pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """ZeRO checkpoints of stock engines, and `universal/` made of them by the command."""
     path = tmp_path_factory.mktemp("zero")
-    names = [name for name in WRITERS if name == "zero2" or selected(request) != [IN_THE_GATE]]
-    outcomes = run_ranks(2, [(name, partial(write, name, path)) for name in names])
+    outcomes = run_ranks(2, [(name, partial(write, name, path)) for name in WRITERS])
     assert not any(outcomes.values()), next(filter(None, outcomes.values()))
-    for name in names:
+    for name in WRITERS:
         assert sdp(["checkpoint", "import", str(path / name), str(path / "universal" / name)]) == 0
     return path
 
 
+CHECKS = {"options": options, "mistakes": mistakes}
+PAIRS = [(reader, source) for reader in READERS for source in WRITERS]
+
+
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, folder: Path) -> dict[str, str | None]:
-    checks = {name: partial(go_on, *pair, folder) for name, pair in PAIRS.items()}
-    checks |= {name: partial(check, folder) for name, check in CHECKS.items()}
-    return run_ranks(2, [(name, checks[name]) for name in selected(request)])
+def outcomes(folder: Path) -> dict[str, str | None]:
+    checks: list[Any] = [(f"{source}-{reader}", partial(go_on, reader, source, folder)) for reader, source in PAIRS]
+    checks += [(name, partial(check, folder)) for name, check in CHECKS.items()]
+    return run_ranks(2, checks)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n == IN_THE_GATE else pytest.mark.slow) for n in (*PAIRS, *CHECKS)],
-)
+@pytest.mark.parametrize("name", [*(f"{source}-{reader}" for reader, source in PAIRS), *CHECKS])
 def test_start(name: str, outcomes: dict[str, str | None]) -> None:
     assert outcomes[name] is None, outcomes[name]
 
 
-@pytest.mark.slow
 def test_what_is_not_converted(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line; nothing is left."""
     for arguments, words in (

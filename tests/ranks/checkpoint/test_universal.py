@@ -22,8 +22,6 @@ from tests.helpers.models import config, llama
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.training import assert_identical, gathered, refusal, train
 
-pytestmark = pytest.mark.slow
-
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 9}}
 FROZEN = "model.layers.0.input_layernorm.weight"
