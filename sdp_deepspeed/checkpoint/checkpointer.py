@@ -1,6 +1,6 @@
 """Save and load checkpoints: the implementation of `save_checkpoint` and `load_checkpoint` of both hosts.
 
-Besides the tensors of state.py, a checkpoint contains `common` (one for the run: counters, LR scheduler, loss scale,
+Besides the boxes of boxes.py, a checkpoint contains `common` (one for the run: counters, LR scheduler, loss scale,
 client state, facts of the optimizer) and `rank/N` (random state and buffers of each rank). Both are bytes of
 `torch.save` in uint8 tensors and are read with `weights_only=True`, so loading a checkpoint does not execute code.
 """
@@ -24,10 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sdp_deepspeed.checkpoint import files
-from sdp_deepspeed.checkpoint.hugging_face import model_facts
-from sdp_deepspeed.checkpoint.planners import LoadPlanner, SavePlanner, State, add_box, on_host
-from sdp_deepspeed.checkpoint.random_state import random_state, restore_random_state
-from sdp_deepspeed.checkpoint.state import (
+from sdp_deepspeed.checkpoint.boxes import (
     RankState,
     Targets,
     group_facts,
@@ -38,6 +35,9 @@ from sdp_deepspeed.checkpoint.state import (
     restore_optimizer,
     written_state,
 )
+from sdp_deepspeed.checkpoint.hugging_face import model_facts
+from sdp_deepspeed.checkpoint.planners import LoadPlanner, SavePlanner, State, add_box, on_host
+from sdp_deepspeed.checkpoint.random_state import random_state, restore_random_state
 from sdp_deepspeed.parallel.agree import gather_objects, gather_results, run_on_all_ranks
 
 logger = logging.getLogger("sdp_deepspeed")

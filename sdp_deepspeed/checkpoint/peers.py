@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from sdp_deepspeed.checkpoint.planners import LoadPlanner, State
-from sdp_deepspeed.checkpoint.state import (
+from sdp_deepspeed.checkpoint.boxes import (
     Facts,
     RankState,
     group_facts,
@@ -34,6 +33,7 @@ from sdp_deepspeed.checkpoint.state import (
     restore_optimizer,
     written_state,
 )
+from sdp_deepspeed.checkpoint.planners import LoadPlanner, State
 from sdp_deepspeed.parallel.agree import gather_objects, gather_results, run_on_all_ranks
 
 _BYTES = 2**28  # of dense tensors per exchange

@@ -1,4 +1,4 @@
-"""Boxes of dense tensors, and how `torch.distributed.checkpoint` (DCP) saves and loads them.
+"""How `torch.distributed.checkpoint` (DCP) saves and loads boxes of dense tensors.
 
 A shard is a flat range of a slice's elements in row-major order, which corresponds to a few boxes of the dense tensor.
 DCP keys its chunks by boxes, so a checkpoint is independent of the layout that saved it.

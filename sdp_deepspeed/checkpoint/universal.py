@@ -26,9 +26,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from sdp_deepspeed.checkpoint.files import complete_tags, new_folder, tags_to_try
-from sdp_deepspeed.checkpoint.hugging_face import fill_boxes, matched, whole_metadata
-from sdp_deepspeed.checkpoint.state import (
+from sdp_deepspeed.checkpoint.boxes import (
     WEIGHT,
     Facts,
     RankState,
@@ -36,6 +34,8 @@ from sdp_deepspeed.checkpoint.state import (
     persistent_buffers,
     restore_optimizer,
 )
+from sdp_deepspeed.checkpoint.files import complete_tags, new_folder, tags_to_try
+from sdp_deepspeed.checkpoint.hugging_face import fill_boxes, matched, whole_metadata
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.agree import run_on_all_ranks
 

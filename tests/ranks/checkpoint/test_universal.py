@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-from sdp_deepspeed.checkpoint.state import written_state
+from sdp_deepspeed.checkpoint.boxes import written_state
 from sdp_deepspeed.checkpoint.universal import convert, load_universal
 from tests.helpers.core_training import Layout, dense_of, training
 from tests.helpers.foreign_code import Malicious

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from transformers import AutoModelForCausalLM
 
-from sdp_deepspeed.checkpoint.state import written_state
+from sdp_deepspeed.checkpoint.boxes import written_state
 from sdp_deepspeed.fsdp import full_state_dict, save_pretrained, sharded_model_of
 from sdp_deepspeed.fsdp.checkpoints import state_of
 from sdp_deepspeed.plan.tensors import named_tensors
