@@ -211,7 +211,8 @@ class DenseView:
         self._has_warned = True
         if not self.is_resident and self.mask.plan.trains_subnetworks:
             logger.warning(
-                "%s: in training mode a forward pass is a subnetwork's; call eval() for the dense model's", KEY
+                "%s: a forward pass in training mode runs this rank's subnetwork; call eval() to run the dense model",
+                KEY,
             )
 
     def _install_refusals(self, model: nn.Module) -> None:

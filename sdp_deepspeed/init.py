@@ -50,7 +50,7 @@ class Init:
         from transformers import PreTrainedModel
 
         if PreTrainedModel.init_weights is _init_weights:
-            raise RuntimeError("sdp_deepspeed.Init inside another one: build the whole model in one context")
+            raise RuntimeError("sdp_deepspeed.Init contexts cannot be nested; build the whole model in one")
         recording, seed = Recording(), torch.initial_seed()
         modules: dict[int, nn.Module] = {}
 

@@ -1,4 +1,5 @@
-"""All described families, by the qualified name of their layer class."""
+"""All described families, by the qualified name of their layer class. To add one, describe its branches in the file of
+its kind: decoders.py, encoders.py, mixtures.py, vision.py and so on."""
 
 from __future__ import annotations
 

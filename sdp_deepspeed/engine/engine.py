@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from deepspeed import comm as deepspeed_comm  # so that its comms logger records averages and returned weights
+from deepspeed import comm as deepspeed_comm  # so that its comms logger records averages and gathered weights
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.utils import log_dist, logger
 from deepspeed.utils.bwc import (
@@ -570,8 +570,8 @@ class SubnetworkEngine(DeepSpeedEngine):
             names = dict.fromkeys(name for bucket in sharded.held for name in bucket.names)
             if frozen := [name for name in names if not self.mask.parameters[name].requires_grad]:
                 raise RuntimeError(
-                    f"{quoted(frozen)} stopped requiring gradients, but momentum and decay would change it at ZeRO "
-                    "stage 0; freeze it before deepspeed.initialize"
+                    f"frozen after deepspeed.initialize: {quoted(frozen)}; at ZeRO stage 0 momentum and weight decay "
+                    "would still change them, so freeze them before"
                 )
 
     def release(self) -> None:
@@ -616,7 +616,7 @@ def refuse_cut(model: nn.Module) -> None:
     """Raise ValueError for a model that is masked."""
     if any("_sdp_masked" in vars(module) for module in model.modules()):
         raise ValueError(
-            f"{KEY}: an earlier engine cut this model down to subnetworks; build a new one, or use copy.deepcopy "
+            f"{KEY}: an earlier engine reduced this model to a subnetwork; build a new one, or use copy.deepcopy "
             "inside `with engine.dense():`"
         )
 

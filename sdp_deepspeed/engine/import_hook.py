@@ -13,7 +13,7 @@ from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sdp_deepspeed.engine import fsdp_refusals
+from sdp_deepspeed import accelerate_fsdp
 from sdp_deepspeed.engine.trainer_hook import is_ours, patch_trainer
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
 def _patch_accelerate() -> None:
     """Make `Accelerator.get_state_dict`, which the Trainer uses to save, return the dense model (collective), and keep
     Accelerate from filling in "auto" in our block."""
-    fsdp_refusals.patch_accelerator()
+    accelerate_fsdp.patch_accelerator()
     from accelerate.accelerator import Accelerator
     from accelerate.utils.dataclasses import DeepSpeedPlugin
 
@@ -152,4 +152,4 @@ def _patch_accelerate() -> None:
 
 def _patch_trainer() -> None:
     patch_trainer()
-    fsdp_refusals.patch_trainer()
+    accelerate_fsdp.patch_trainer()

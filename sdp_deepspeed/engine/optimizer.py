@@ -58,7 +58,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         return self.sharded.optimizer.state
 
     def step(self, closure: None = None) -> None:
-        """Average and clip gradients, update, return weights; collective.
+        """Average and clip gradients, step, and all-gather the updated weights; collective.
 
         Raises:
             ValueError: a closure was passed.

@@ -91,8 +91,8 @@ def check_plan(
     names = sorted(name for name, parameter in module.named_parameters() if name in of_units and parameter in ignored)
     if names:
         lines.append(
-            f"fully_shard: ignored_params: {quoted(names)} is of a unit, which is averaged over its holders; remove "
-            "it, or match its unit in `shared`"
+            f"fully_shard: ignored_params: gradients of {quoted(names)} must be averaged over the holders of a unit; "
+            "remove these, or match their units in `shared`"
         )
     lacking = {piece.parameter for index in some for piece in plan.units[index].pieces}
     dtensors = {name: buffer for name, buffer in module.named_buffers() if isinstance(buffer, DTensor)}
@@ -166,7 +166,7 @@ def _is_reentrant(module: nn.Module) -> bool:
 
 def _of_model(module: nn.Module) -> Iterator[str]:
     if "_sdp_masked" in vars(module):
-        yield "fully_shard: the model is masked already; build or load a new one"
+        yield "fully_shard: an earlier engine or fully_shard reduced this model to a subnetwork; load a new one"
     if is_wrapper(module):
         yield (
             "fully_shard: the model itself is wrapped, by checkpoint_wrapper or torch.compile; wrap its layers, or the "

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from sdp_deepspeed.accelerate_fsdp import SHARDED
 from sdp_deepspeed.config import SubnetworkConfig
-from sdp_deepspeed.engine.fsdp_refusals import SHARDED
 from sdp_deepspeed.fsdp.dense_model import DenseModel
 from sdp_deepspeed.fsdp.parts import Part
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel

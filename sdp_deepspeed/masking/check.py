@@ -33,7 +33,7 @@ def check_plan(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch]) 
         without = set(range(plan.num_subnetworks)).difference(*[plan.holders[index] for index in units])
         if without and name in constrained:
             raise ValueError(
-                f"plan: subnetwork {min(without)} has no unit of {name!r}; every one needs a group of neurons or a head"
+                f"plan: subnetwork {min(without)} has no unit of {name!r}; each needs a group of neurons or a head"
             )
         if any(plan.coverage_of(index) < 1 for index in units):
             _check_norms(model, by_name[name])

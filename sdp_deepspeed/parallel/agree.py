@@ -95,8 +95,8 @@ def check_same_plan(plan: Any, group: Any) -> None:
     plans = gather_objects((plan.hash, plan.subnetwork_of_rank), group)
     if different := [rank for rank, other in enumerate(plans) if other != plans[0]]:
         raise RuntimeError(
-            f"rank {listed(different)} computed another plan than rank 0; use the same model, config and versions on "
-            "all ranks"
+            f"rank {listed(different)} computed a different plan from rank 0; use the same model, config and versions "
+            "on all ranks"
         )
 
 

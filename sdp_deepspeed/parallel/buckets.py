@@ -2,7 +2,7 @@
 
 Whole tensors need no packing: they are views of their bucket's flat weight buffer, and their gradients are views of its
 flat gradient buffer. The slices of a cut tensor have several holder sets, so they are copied to and from flat buffers;
-the returned weights use the memory of the gradients.
+the gathered weights use the memory of the gradients.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Bucket:
         self.names = list(dict.fromkeys(part.piece.parameter for part in layout.slices))
         self.places: list[tuple[str, int]] = []
         self._has_gradients = False  # whether `gradients` have memory
-        self._over_gradients: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # weights in the gradients' memory
+        self._in_gradients: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # weights in the gradients' memory
         self._like = [torch.zeros(()).expand(part.shape) for part in layout.slices]  # shapes, for `_slots`
         self.waits_for = set(self.names)
         self.filled = [False] * len(layout.slices)
@@ -118,21 +118,21 @@ class Bucket:
         self.average: torch.Tensor | None = None
         self.host: HostShard | None = None
 
-    def place_weights(self, *, over_gradients: bool = False) -> None:
+    def place_weights(self, *, reuse_gradients: bool = False) -> None:
         """Give `weights` memory, unless they have it.
 
         Args:
-            over_gradients: whether to take that of the gradients, which must not be needed any more.
+            reuse_gradients: whether to take that of the gradients, which must not be needed any more.
         """
         if self.weights is not None:
             return
         dtype, size = self.layout.dtype, self.layout.size
-        if over_gradients and self.gradients is not None and self.gradients.nbytes >= size * dtype.itemsize:
+        if reuse_gradients and self.gradients is not None and self.gradients.nbytes >= size * dtype.itemsize:
             self.place_gradients(None)
-            if self._over_gradients is None:
+            if self._in_gradients is None:
                 weights = self.gradients.view(dtype)[:size]
-                self._over_gradients = weights, self._slots(weights)
-            self.weights, self.weight_slots = self._over_gradients
+                self._in_gradients = weights, self._slots(weights)
+            self.weights, self.weight_slots = self._in_gradients
         else:
             self.weights = torch.empty(size, dtype=dtype, device=self.device)
             self.weight_slots = self._slots(self.weights)
@@ -140,7 +140,7 @@ class Bucket:
     def drop_weights(self) -> None:
         """Release `weights` of cut tensors."""
         if not self.layout.is_whole:
-            if self._over_gradients is not None and self.weights is self._over_gradients[0]:
+            if self._in_gradients is not None and self.weights is self._in_gradients[0]:
                 self.drop_gradients()
             self.weights, self.weight_slots = None, []
 

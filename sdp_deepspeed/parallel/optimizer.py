@@ -9,8 +9,8 @@ A step, for every bucket that this rank holds:
 2. The norm of the whole gradient is computed (norm.py). Gradients are clipped, or the step is skipped.
 3. The optimizer steps fp32 shards. If it updates whole tensors (Muon), it steps the tensors that this rank owns: their
    gradients are reduced to it, and their weights broadcast from it.
-4. Weights are returned. Forward regime: an all-gather over the holders. Backward regime: every rank runs the whole
-   model, so for each depth range there is one all-gather over all data-parallel ranks.
+4. Updated weights are all-gathered. Forward regime: over the holders. Backward regime: every rank runs the whole model,
+   so for each depth range there is one all-gather over all data-parallel ranks.
 
 # Order of collectives
 
@@ -39,7 +39,6 @@ from typing import Any, Literal
 
 import torch
 
-from sdp_deepspeed.parallel.backward_gathers import plan_gathers
 from sdp_deepspeed.parallel.bucket_layouts import BUCKET_SIZE, plan_buckets
 from sdp_deepspeed.parallel.buckets import Bucket, ShardPart, coalesced, held_tensors
 from sdp_deepspeed.parallel.groups import Groups, all_gather, broadcast
@@ -48,6 +47,7 @@ from sdp_deepspeed.parallel.offload import Moved, move_back, move_to_host
 from sdp_deepspeed.parallel.optimizer_kinds import groups_of_whole_tensors
 from sdp_deepspeed.parallel.param_groups import prefer_fused, replace_parameters
 from sdp_deepspeed.parallel.reducer import Reducer
+from sdp_deepspeed.parallel.weight_gathers import plan_gathers
 
 
 class ShardedOptimizer:
@@ -62,7 +62,7 @@ class ShardedOptimizer:
         groups: process groups of all holder sets.
         param_groups: param group index of each trained tensor, by dense name. The same on all ranks: without parameters
             that the user froze, with those that only the mask froze here.
-        regime: "forward" returns weights to the holders, "backward" to all ranks.
+        regime: "forward" gathers weights over the holders, "backward" over all ranks.
         stage: ZeRO stage.
         clip: maximum gradient norm; 0 does not clip.
         bucket_size: see `plan_buckets`.
@@ -132,8 +132,8 @@ class ShardedOptimizer:
             gradient_dtype=gradient_dtype,
             wire_dtype=wire_dtype,
         )
-        returned = [bucket for bucket in self.buckets if regime == "backward" and not self._all_step(bucket)]
-        self._returns = plan_gathers(returned, groups.data_parallel.size, groups.rank)
+        gathered = [b for b in self.buckets if regime == "backward" and not self._is_stepped_by_all(b)]
+        self._gathers = plan_gathers(gathered, groups.data_parallel.size, groups.rank)
         replace_parameters(
             optimizer,
             [
@@ -219,7 +219,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def step(self, loss_scale: float = 1.0, *, check_overflow: bool = False) -> bool:
-        """Average the remaining gradients, clip, update, return weights, drop gradients. Collective.
+        """Average the remaining gradients, clip, step, all-gather weights, drop gradients. Collective.
 
         Args:
             loss_scale: by which losses were multiplied; gradients are divided by it.
@@ -254,7 +254,7 @@ class ShardedOptimizer:
         for bucket in self.held:
             bucket.set_gradients(None)
             bucket.average = None
-        self.gather_weights(over_gradients=True)
+        self.gather_weights(reuse_gradients=True)
         self.reducer.zero_grad()
         return True
 
@@ -263,23 +263,23 @@ class ShardedOptimizer:
         counted = [b for b in self.held if not b.layout.is_replicated or self.groups.tensor_parallel_rank == 0]
         return [b.shard_of(b.average) if b.steps_all else b.average for b in counted if b.average is not None]
 
-    def _all_step(self, bucket: Bucket) -> bool:
+    def _is_stepped_by_all(self, bucket: Bucket) -> bool:
         return bucket.steps_all and len(bucket.layout.holders) == self.groups.data_parallel.size
 
     @torch.no_grad()
-    def gather_weights(self, *, over_gradients: bool = False) -> None:
+    def gather_weights(self, *, reuse_gradients: bool = False) -> None:
         """All-gather updated weights from their shards: over the holders, in the backward regime over all data-parallel
         ranks. Collective; after a step, and when a checkpoint has changed shards.
 
         Args:
-            over_gradients: whether gradients are not needed any more, so that their memory can be used.
+            reuse_gradients: whether gradients are not needed any more, so that their memory can be used.
         """
         if self.regime == "forward":
             views: dict[str, Sequence[torch.Tensor]] = {}
             for buckets in coalesced(self.held, self._bucket_size, gathers=True):
                 first, groups = buckets[0], [bucket.holder_group for bucket in buckets]
                 for bucket in buckets:
-                    bucket.place_weights(over_gradients=over_gradients)
+                    bucket.place_weights(reuse_gradients=reuse_gradients)
                     bucket.shard_to_weights()
                 flats = [bucket.weights for bucket in buckets if bucket.weights is not None]
                 if not first.steps_all and first.layout.owner is not None:
@@ -297,14 +297,14 @@ class ShardedOptimizer:
                         bucket.drop_weights()
             return
         for bucket in self.buckets:
-            if self._all_step(bucket):
-                bucket.place_weights(over_gradients=over_gradients)
+            if self._is_stepped_by_all(bucket):
+                bucket.place_weights(reuse_gradients=reuse_gradients)
                 bucket.shard_to_weights()
                 bucket.weights_to_module(self.mask.view)
                 bucket.drop_weights()
         everyone = self.groups.data_parallel
-        for returned in self._returns:
-            returned.run(everyone, self.mask.view, over_gradients=over_gradients)
+        for gathered in self._gathers:
+            gathered.all_gather(everyone, self.mask.view, reuse_gradients=reuse_gradients)
 
     def close(self) -> None:
         """Remove the hooks; the module's tensors and the optimizer's shards are unchanged."""

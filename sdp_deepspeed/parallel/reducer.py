@@ -99,8 +99,8 @@ class Reducer:
             if self._stage == 2 and self._is_first_pass:
                 return  # `_reduce_again` handles it
             raise RuntimeError(
-                f"a gradient of {name!r} came after its average was taken; call step() before the next backward pass, "
-                "and enable activation checkpointing before deepspeed.initialize"
+                f"{name!r} received a gradient after its bucket was reduced; call step() before the next backward "
+                "pass, and enable activation checkpointing before deepspeed.initialize"
             )
         if self._stage < 2:
             self._accumulate(tensor)

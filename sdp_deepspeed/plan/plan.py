@@ -284,7 +284,7 @@ def _check_table(plan: Plan) -> None:
         )
     held = {subnetwork for holders in {*plan.holders} for subnetwork in holders}
     if len(held) < k:
-        raise ValueError(f"plan: {k - len(held)} of {k} subnetworks hold no unit; every one needs a unit")
+        raise ValueError(f"plan: {k - len(held)} of {k} subnetworks hold no unit; each must hold at least one")
     counts = [plan.subnetwork_of_rank.count(subnetwork) for subnetwork in range(k)]
     if sum(counts) != len(plan.subnetwork_of_rank) or min(counts) != max(counts) or not counts[0]:
         raise ValueError(

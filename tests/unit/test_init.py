@@ -278,7 +278,7 @@ def _nested() -> nn.Module:
     ("build", "words"),
     [
         (_by_value, "meta tensor"),
-        (_nested, "inside another one"),
+        (_nested, "cannot be nested"),
         (lambda: LlamaForCausalLM.from_pretrained("nowhere"), "call engine.load_pretrained"),
     ],
 )

@@ -56,7 +56,7 @@ def a_model_that_is_scaled_in_evaluation(rank: Rank) -> None:
 def plain_engines_of_what_only_ours_can_train(rank: Rank) -> None:
     """Cut models, what is inside of them or around them, their partial copies, and models without weights."""
     plain = {key: value for key, value in config().items() if key != "subnetwork_data_parallel"}
-    words = ("an earlier engine cut this model down", "build a new one", "copy.deepcopy inside")
+    words = ("an earlier engine reduced this model", "build a new one", "copy.deepcopy inside")
     for regime, strategy in MODES:
         model: Any = llama()
         engine = engine_of(config(holders=1, regime=regime, strategy=strategy), model)

@@ -114,7 +114,7 @@ def another_plan_on_one_rank(rank: Rank) -> None:
     """The same config, and another plan behind a path of the same name."""
     paths = written_plan(rank, "ours"), written_plan(rank, "theirs", swap)
     own = config(assignment=paths[rank.rank])
-    refusal(RuntimeError, lambda: engine_of(own), "rank 1 computed another plan than rank 0")
+    refusal(RuntimeError, lambda: engine_of(own), "rank 1 computed a different plan from rank 0")
 
 
 def another_layout_on_one_rank(rank: Rank) -> None:

@@ -178,7 +178,7 @@ def refuses(rank: Rank) -> None:
     """On all ranks, before anything is changed."""
     model = SPECIMENS["llama"].build()
     ignored = model.get_parameter("model.layers.0.mlp.up_proj.weight")
-    with pytest.raises(ValueError, match=r"ignored_params: .*up_proj.weight.*is of a unit"):
+    with pytest.raises(ValueError, match=r"ignored_params: .*up_proj.weight.*must be averaged"):
         sharded(model, NEURON, ignored_params=[ignored])
     assert model.get_parameter("model.layers.0.mlp.up_proj.weight") is ignored
 

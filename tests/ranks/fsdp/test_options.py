@@ -116,7 +116,7 @@ def leaves_out_what_is_ignored(rank: Rank) -> None:
     assert (rank.rank == 0) == torch.equal(full.get(name, torch.zeros(1)), llama().get_parameter(name))
     other = llama()
     ignored = [other.get_parameter("model.layers.0.mlp.up_proj.weight")]
-    refusal(ValueError, lambda: sharded(other, ONE, ignored_params=ignored), "is of a unit")
+    refusal(ValueError, lambda: sharded(other, ONE, ignored_params=ignored), "must be averaged")
     name = ("model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight")[rank.rank]
     own = [other.get_parameter(name)]
     refusal(RuntimeError, lambda: sharded(other, ONE | {"shared": [r"\.attention"]}, ignored_params=own), "options")
@@ -247,9 +247,9 @@ def is_refused(rank: Rank) -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     refusal(RuntimeError, lambda: sharded(llama(), ONE | {"seed": rank.rank}), "settings")
     refusal(RuntimeError, lambda: sharded(llama(), ONE, reshard_after_forward=bool(rank.rank)), "settings", "options")
-    refusal(RuntimeError, lambda: sharded(llama(1 + rank.rank), ONE), "rank 1 computed another plan than rank 0")
+    refusal(RuntimeError, lambda: sharded(llama(1 + rank.rank), ONE), "rank 1 computed a different plan from rank 0")
     model = sharded(model, ONE)
-    refusal(ValueError, lambda: sharded(model, ONE), "masked already")
+    refusal(ValueError, lambda: sharded(model, ONE), "reduced this model")
     t5 = sharded(ALL_SPECIMENS["t5"].build(), {"strategy": "neuron", "holders": 1})
     t5.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     refusal(RuntimeError, lambda: loss_of(t5.train(), TOKENS), "cannot checkpoint activations")

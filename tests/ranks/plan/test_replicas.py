@@ -46,7 +46,7 @@ def plans_that_differ(rank: Rank) -> None:
     plan, path = engine_of(sgd(holders=1, subnetworks=2)).plan, rank.folder / f"plan_{rank.rank}.json"
     holders = tuple((1 - one,) for (one,) in plan.holders) if rank.rank == 3 else plan.holders
     replace(plan, holders=holders).save(path)
-    refusal(RuntimeError, lambda: engine_of(sgd(assignment=str(path))), "rank 3 computed another plan than rank 0")
+    refusal(RuntimeError, lambda: engine_of(sgd(assignment=str(path))), "rank 3 computed a different plan from rank 0")
 
 
 def plan_given_back(rank: Rank) -> None:

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import torch
 
+from sdp_deepspeed.parallel import groups
 from sdp_deepspeed.parallel.buckets import Bucket
-from sdp_deepspeed.parallel.groups import HolderGroup, all_gather
+from sdp_deepspeed.parallel.groups import HolderGroup
 from sdp_deepspeed.units import Piece
 
 
-class Run(NamedTuple):
+class Span(NamedTuple):
     """Consecutive shards of a bucket at the same offset in the messages of consecutive ranks, which one copy stores.
 
     Args:
@@ -36,46 +37,46 @@ class GatheredRange:
     count.
 
     Args:
-        runs: of each bucket.
+        spans: of each bucket.
         starts: offset of this rank's shard of each bucket in its message.
         size: number of elements that each rank sends.
     """
 
     buckets: Sequence[Bucket]
-    runs: Sequence[Sequence[Run]]
+    spans: Sequence[Sequence[Span]]
     starts: Sequence[int]
     size: int
 
-    def run(
+    def all_gather(
         self,
         group: HolderGroup,
         view: Callable[[Piece], torch.Tensor],
         *,
-        over_gradients: bool,
+        reuse_gradients: bool,
     ) -> None:
         """All-gather the shards, and store them in the module's tensors; a collective of the data-parallel ranks.
 
         Args:
             group: all data-parallel ranks.
             view: `Mask.view`.
-            over_gradients: see `Bucket.place_weights`.
+            reuse_gradients: see `Bucket.place_weights`.
         """
         first = self.buckets[0]
         received = torch.empty(group.size * self.size, dtype=first.layout.dtype, device=first.device)
         by_rank = received.view(group.size, -1)
         for bucket, start in zip(self.buckets, self.starts, strict=True):
             if bucket.group is not None:
-                bucket.place_weights(over_gradients=over_gradients)
+                bucket.place_weights(reuse_gradients=reuse_gradients)
                 bucket.shard_to_weights()
                 assert bucket.weights is not None
                 shard = bucket.shard_of(bucket.weights)
                 by_rank[group.position, start : start + shard.numel()].copy_(shard)
-        all_gather([received], [by_rank[group.position]], [group])
-        for bucket, runs in zip(self.buckets, self.runs, strict=True):
-            bucket.place_weights(over_gradients=over_gradients)
+        groups.all_gather([received], [by_rank[group.position]], [group])
+        for bucket, spans in zip(self.buckets, self.spans, strict=True):
+            bucket.place_weights(reuse_gradients=reuse_gradients)
             assert bucket.weights is not None
             shards = bucket.weights.view(bucket.layout.num_shards, -1)
-            for position, rank, length, start in runs:
+            for position, rank, length, start in spans:
                 values = by_rank[rank : rank + length, start : start + shards.shape[1]]
                 shards[position : position + length].copy_(values)
             bucket.weights_to_module(view)
@@ -97,17 +98,17 @@ def plan_gathers(buckets: Sequence[Bucket], num_ranks: int, rank: int) -> list[G
 
 def _plan_range(buckets: Sequence[Bucket], num_ranks: int, rank: int) -> GatheredRange:
     counts = [0] * num_ranks
-    all_runs, starts = [], []
+    all_spans, starts = [], []
     for bucket in buckets:
-        layout, runs = bucket.layout, list[Run]()
+        layout, spans = bucket.layout, list[Span]()
         owners = layout.holders if layout.owner is None else (layout.owner,)
         starts.append(counts[rank])
         for position, owner in enumerate(owners):
-            start, last = counts[owner], runs[-1] if runs else None
+            start, last = counts[owner], spans[-1] if spans else None
             if last is not None and (last.rank + last.length, last.start) == (owner, start):
-                runs[-1] = last._replace(length=last.length + 1)
+                spans[-1] = last._replace(length=last.length + 1)
             else:
-                runs.append(Run(position, owner, 1, start))
+                spans.append(Span(position, owner, 1, start))
             counts[owner] += layout.size // layout.num_shards
-        all_runs.append(runs)
-    return GatheredRange(buckets, all_runs, starts, max(counts))
+        all_spans.append(spans)
+    return GatheredRange(buckets, all_spans, starts, max(counts))

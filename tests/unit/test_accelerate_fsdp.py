@@ -18,8 +18,8 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import sdp_deepspeed  # noqa: F401  patches all of them
+from sdp_deepspeed.accelerate_fsdp import SHARDED
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.engine.fsdp_refusals import SHARDED
 
 BLOCK: dict[str, Any] = {KEY: {"coverage": 0.5}}
 REFUSAL = f"{KEY}: has no effect in fsdp_config of .*sdp_deepspeed.fully_shard"
