@@ -143,7 +143,7 @@ def frozen_in_mid_run(rank: Rank) -> None:
             before = parameter.detach().clone()
             parameter.requires_grad_(False)
             if (stage, half) == (0, False) and hasattr(engine, "plan"):
-                refusal(RuntimeError, partial(train, engine, num_steps=1), f"'{name}'", "before deepspeed.initialize")
+                refusal(RuntimeError, partial(train, engine, num_steps=1), f"'{name}'", "after deepspeed.initialize")
                 break
             train(engine, num_steps=2, first=2)
             moved.append(not torch.equal(parameter, before))
