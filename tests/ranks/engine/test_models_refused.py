@@ -26,7 +26,7 @@ def a_model_that_was_cut_before(rank: Rank) -> None:
         train(engine, num_steps=1)
         whole = dense_state(engine)
         if first["holders"] == 1:
-            refusal(ValueError, lambda m=model: engine_of(config(holders=1), deepcopy(m)), "an earlier engine reduced this")
+            refusal(ValueError, lambda m=model: engine_of(config(holders=1), deepcopy(m)), "an earlier engine reduced")
         again, fresh = engine_of(config(**second), model), llama()
         assert_identical(dense_state(again), whole)
         fresh.load_state_dict(whole)
