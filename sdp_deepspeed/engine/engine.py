@@ -14,7 +14,7 @@ import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
@@ -54,6 +54,7 @@ from sdp_deepspeed.engine.replan import (
 )
 from sdp_deepspeed.engine.settings import loss_scaler, sharded_options, skips_overflow
 from sdp_deepspeed.init import DeferredWeights
+from sdp_deepspeed.masking.check import check_trained
 from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.replaced import KnownParameters
@@ -68,8 +69,10 @@ from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.agree import (
     CallBarrier,
     check_agreement,
+    check_same_parameters,
     check_same_plan,
     gather_objects,
+    refuse_difference,
     run_on_all_ranks,
 )
 from sdp_deepspeed.parallel.groups import CONTROL, Groups
@@ -147,6 +150,8 @@ class SubnetworkEngine(DeepSpeedEngine):
     # ---- construction -------------------------------------------------------------------------------------------
 
     def _broadcast_model(self) -> None:
+        every = dict.fromkeys(tuple(ranks) for ranks in gather_objects(self._members(), self._control))
+        check_same_parameters(self.module, every, self._control)
         if self._deferred is not None:
             return  # all ranks initialize the same weights
         for parameter in self.module.parameters():  # DeepSpeed cannot broadcast channels-last; buckets are row-major
@@ -195,6 +200,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             plan, warnings = plan_model(self.module, block, len(members), branches=branches, shards=shards)
             local = shards.local_plan(plan)
             mask = Mask(self.module, local, members.index(dist.get_rank()), branches=branches)
+            check_trained(mask)
             if block.dense_branch_scale == "coverage":
                 output_scales(mask)  # raises
             for warning in warnings if logs else ():
@@ -311,6 +317,8 @@ class SubnetworkEngine(DeepSpeedEngine):
             handle.remove()
         self.optimizer.state.clear()
         self.optimizer.sharded = self._apply(block, plan, mask, self.optimizer.optimizer)
+        # A backward pass through a graph of the earlier plan would be silently incomplete: let autograd refuse it.
+        torch.autograd.graph.increment_version(list(mask.parameters.values()))
 
     def _members(self) -> list[int]:
         """Global ranks of this rank's data-parallel group."""
@@ -331,7 +339,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         found = {name: found[name] for name in self.mask.parameters if name in found}
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         facts = [f"{type(optimizer).__name__} {options}", *(f"{item}" for item in found.items())]
-        _refuse_difference("param groups", gather_objects(facts, self._control))
+        refuse_difference("param groups", dict(enumerate(gather_objects(facts, self._control))))
         return found
 
     # ---- training -----------------------------------------------------------------------------------------------
@@ -629,17 +637,6 @@ def _check_mpu(mpu: Any) -> None:
         if size > 1:
             raise ValueError(
                 f"{KEY}: mpu has {size} {what}-parallel ranks; only tensor and data parallelism are supported"
-            )
-
-
-def _refuse_difference(what: str, facts: Sequence[Sequence[str]]) -> None:
-    """Raise RuntimeError with the first fact in which a rank differs from rank 0."""
-    for rank, own in enumerate(facts):
-        pairs = itertools.zip_longest(facts[0], own, fillvalue="nothing")
-        if differing := next((pair for pair in pairs if pair[0] != pair[1]), None):
-            raise RuntimeError(
-                f"{what}: {differing[1]} on rank {rank}, {differing[0]} on rank 0; use the same model, "
-                "optimizer and requires_grad on all ranks"
             )
 
 

@@ -38,7 +38,14 @@ from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.forwards import set_data
 from sdp_deepspeed.messages import quoted
-from sdp_deepspeed.parallel.agree import CallBarrier, check_agreement, check_same_plan, gather_objects, run_on_all_ranks
+from sdp_deepspeed.parallel.agree import (
+    CallBarrier,
+    check_agreement,
+    check_same_parameters,
+    check_same_plan,
+    gather_objects,
+    run_on_all_ranks,
+)
 from sdp_deepspeed.parallel.groups import CONTROL, Groups, default_group_timeout, group_of_one
 from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.plan.plan import Plan
@@ -156,6 +163,7 @@ def _shard(start: Start) -> ShardedModel:
     with start.tensor_parallel or nullcontext():
         run_on_all_ranks(partial(_prepare, start), control)
         check_same_plan(start.plan, control)
+        check_same_parameters(module, start.columns or [range(dist.get_world_size())], control)
         mask, parts = start.mask, parts_of(start.mask, options.ignored_params)
         is_scaled = start.block.dense_branch_scale == "coverage"
         make = partial(DenseModel, mask, parts, is_scaled, options.mp_policy, start.tensor_parallel)

@@ -103,6 +103,17 @@ def _check_norms(model: nn.Module, branch: LocatedBranch) -> None:
                 )
 
 
+def check_trained(mask: Any) -> None:
+    """Raise ValueError for ranks whose parameters are all frozen, while others train: their loss has no gradient."""
+    trained = {holders for name, pieces in mask.pieces.items() if mask.trainable[name] for _, holders in pieces}
+    idle = set(range(len(mask.plan.subnetwork_of_rank))).difference(*trained)
+    if trained and idle:
+        raise ValueError(
+            f"{KEY}: all parameters that rank {min(idle)} holds are frozen, so it cannot train; unfreeze more, match "
+            "trained units in `shared`, or raise holders"
+        )
+
+
 def _refuse_synchronized_norms(model: nn.Module, plan: Plan) -> None:
     """Raise ValueError for SyncBatchNorm in units: ranks that lack the unit would not take part in its collectives."""
     for index, unit in enumerate(plan.units):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -84,6 +85,39 @@ def difference(values: Sequence[Mapping[str, str]]) -> str:
         f"ranks have different settings: {listed(lines, separator='; ')}. Pass the same config and arguments on all "
         "ranks"
     )
+
+
+def refuse_difference(what: str, facts: Mapping[int, Sequence[str]]) -> None:
+    """Raise RuntimeError with the first fact in which a rank differs from the first one.
+
+    Args:
+        facts: of each rank, gathered.
+    """
+    first = min(facts)
+    for rank, own in facts.items():
+        pairs = itertools.zip_longest(facts[first], own, fillvalue="nothing")
+        if differing := next((pair for pair in pairs if pair[0] != pair[1]), None):
+            raise RuntimeError(
+                f"{what}: {differing[1]} on rank {rank}, {differing[0]} on rank {first}; use the same model, "
+                "optimizer and requires_grad on all ranks"
+            )
+
+
+def check_same_parameters(model: Any, members: Iterable[Sequence[int]], group: Any) -> None:
+    """Compare names, shapes and dtypes of parameters, before a collective of other sizes ends or blocks processes;
+    collective.
+
+    Args:
+        members: ranks that must have the same parameters; tensor-parallel ranks need not.
+        group: of all ranks.
+
+    Raises:
+        RuntimeError: on all ranks.
+    """
+    facts = [f"{name} {list(parameter.shape)} {parameter.dtype}" for name, parameter in model.named_parameters()]
+    every = gather_objects(facts, group)
+    for ranks in members:
+        refuse_difference("model", {rank: every[rank] for rank in ranks})
 
 
 def check_same_plan(plan: Any, group: Any) -> None:

@@ -115,6 +115,20 @@ def memory_that_nobody_trains_twice(rank: Rank) -> None:
         assert_identical(*states)
 
 
+def ranks_that_train_nothing(rank: Rank) -> None:
+    """Where the one that holds what is trained would wait for the others, whose loss has no gradient; also later."""
+    model: Any = llama()
+    model.requires_grad_(False)
+    model.model.layers[1].mlp.requires_grad_(True)
+    words = ("rank", "holds are frozen", "`shared`")
+    for regime in ("forward", "backward"):
+        refusal(ValueError, partial(engine_of, config(holders=1, regime=regime), model), *words)
+    engine = engine_of(config(holders=1, shared=[r"1\.mlp"]), model)
+    train(engine, num_steps=1)
+    refusal(ValueError, lambda: engine.replan({"shared": []}), *words)
+    train(engine, num_steps=1)
+
+
 def _checks(size: int, options: pytest.Config) -> list[tuple[str, Check]]:
     checks = (
         a_model_that_was_cut_before,
@@ -122,6 +136,7 @@ def _checks(size: int, options: pytest.Config) -> list[tuple[str, Check]]:
         plain_engines_of_what_only_ours_can_train,
         ties_by_memory,
         memory_that_nobody_trains_twice,
+        ranks_that_train_nothing,
     )
     return [(check.__name__, check) for check in checks]
 

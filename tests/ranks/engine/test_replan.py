@@ -200,6 +200,15 @@ def the_dense_model_at_once(rank: Rank) -> None:
     assert_identical(dense_state(engine), given)
 
 
+def a_loss_of_the_plan_before(rank: Rank) -> None:
+    """Its graph knows nothing of units that came since: backward is an error, whatever changed."""
+    for before, after in (({}, {"holders": 2}), (CUT, {"seed": 1}), ({}, NEURON), (BACKWARD, {"regime": "forward"})):
+        engine = RUN.engine(Phase(before), 1)
+        last = engine(input_ids=TOKENS, labels=TOKENS).loss
+        engine.replan(after)
+        refusal(RuntimeError, lambda: engine.backward(last), "modified by an inplace operation")  # noqa: B023
+
+
 def compiled(rank: Rank) -> None:
     """It is compiled anew for the shapes that are there."""
     engine, other = RUN.engine(Phase({}), 1), RUN.engine(Phase(CUT), 1)
@@ -265,7 +274,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
         yield "divided_schedule", SCHEDULE
         yield "divided_stage", a_stage_that_shards_cannot_have
     checks = (coverage_is_by_flops, before_the_first_step, the_dense_model_at_once, what_is_refused_leaves_no_trace)
-    for check in (*checks, compiled, fp16) if size == 2 else ():
+    for check in (*checks, a_loss_of_the_plan_before, compiled, fp16) if size == 2 else ():
         yield check.__name__, check
 
 

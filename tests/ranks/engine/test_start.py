@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from sdp_deepspeed import Init
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.engine import agreed_block
-from tests.helpers.models import config, llama
+from tests.helpers.models import VOCABULARY, config, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import engine_of, gathered, refusal, train
 
@@ -70,6 +73,18 @@ def mistakes_of_one_rank(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config(holders=1), tied), "share memory", "[on rank 1]")
 
 
+def models_of_other_sizes(rank: Rank) -> None:
+    """Before they are broadcast, which would end processes; with weights and without."""
+    for make in (nullcontext, Init):
+        with make():
+            resized: Any = llama()
+            resized.resize_token_embeddings(VOCABULARY + rank.rank, mean_resizing=False)
+            deeper = llama(1 + rank.rank)
+        words = ("model.embed_tokens.weight [62, 16] torch.float32 on rank 1", "[61, 16] torch.float32 on rank 0")
+        refusal(RuntimeError, partial(engine_of, config(holders=1), resized), *words)
+        refusal(RuntimeError, partial(engine_of, config(holders=1), deeper), "model.layers.1", "on rank 1")
+
+
 def the_block_on_one_rank(rank: Rank) -> None:
     """The other builds DeepSpeed's engine, which waits in its first collective. Here it only says that it would."""
     if rank.rank == 1:
@@ -112,6 +127,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         a_scheduler_that_one_rank_has,
         an_accelerator_that_one_rank_has,
         mistakes_of_one_rank,
+        models_of_other_sizes,
         the_block_on_one_rank,
         what_ranks_may_choose,
         values_as_deepspeed_reads_them,

@@ -26,7 +26,7 @@ from sdp_deepspeed.fsdp import (
 )
 from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.plan.tensors import dense_tensors
-from tests.helpers.models import TOKENS, family, llama, loss_of
+from tests.helpers.models import TOKENS, VOCABULARY, family, llama, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded import check_against_reference, gathered_state, sharded
@@ -248,6 +248,9 @@ def is_refused(rank: Rank) -> None:
     refusal(RuntimeError, lambda: sharded(llama(), ONE | {"seed": rank.rank}), "settings")
     refusal(RuntimeError, lambda: sharded(llama(), ONE, reshard_after_forward=bool(rank.rank)), "settings", "options")
     refusal(RuntimeError, lambda: sharded(llama(1 + rank.rank), ONE), "rank 1 computed a different plan from rank 0")
+    resized: Any = llama()
+    resized.resize_token_embeddings(VOCABULARY + rank.rank)
+    refusal(RuntimeError, lambda: sharded(resized, ONE), "model.embed_tokens.weight [62, 16]", "on rank 1")
     model = sharded(model, ONE)
     refusal(ValueError, lambda: sharded(model, ONE), "reduced this model")
     t5 = sharded(ALL_SPECIMENS["t5"].build(), {"strategy": "neuron", "holders": 1})
