@@ -585,12 +585,14 @@ class SubnetworkEngine(DeepSpeedEngine):
     def release(self) -> None:
         """Turn the module into the dense model again, for another engine. Collective; ends this engine."""
         self._refuse_dense("deepspeed.initialize")
-        self.checkpoints.wait()
+        self.checkpoints.close()
         self.dense_view.make_resident("deepspeed.initialize", scales=False)
         self.dense_view.close()
         self.optimizer.destroy()
         for handle in self._partial_sums:
             handle.remove()
+        self.groups.close()
+        dist.destroy_process_group(self._control)
 
     def held_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers that this rank stores, by dense name."""

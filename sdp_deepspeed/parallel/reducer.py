@@ -71,6 +71,8 @@ class Reducer:
         self._is_first_pass = True  # of backward
         self._seen: set[str] = set()  # tensors with a gradient in this pass
         self._repeated: set[str] = set()  # tensors with several gradients in one pass
+        self._in_slots: set[str] = set()  # whole tensors whose `.grad` is their slot
+        self._dropped: set[str] = set()  # of these, whose `.grad` was removed since
         self._num_reduced_passes = 0  # backward passes of this step that stage 2 has reduced
         self._hooks = [
             tensor.parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._on_gradient(name))
@@ -103,7 +105,7 @@ class Reducer:
                 "pass, and enable activation checkpointing before deepspeed.initialize"
             )
         if self._stage < 2:
-            self._accumulate(tensor)
+            self._accumulate(name, tensor)
         overlaps = self.overlap and self.is_last_micro_step and not self._is_first_pass
         if (self._stage == 2 or overlaps) and name not in self._repeated:
             for index in tensor.buckets:
@@ -111,7 +113,7 @@ class Reducer:
             for bucket in itertools.takewhile(lambda bucket: not bucket.waits_for, self._buckets[self._next :]):
                 self._reduce([bucket])
 
-    def _accumulate(self, tensor: HeldTensor) -> None:
+    def _accumulate(self, name: str, tensor: HeldTensor) -> None:
         """Move a gradient to its slots, or add it to what they have. The gradient of a whole tensor that has the slot's
         dtype becomes a view of the slot, in which autograd accumulates further ones."""
         parameter = tensor.parameter
@@ -123,6 +125,9 @@ class Reducer:
         assert parameter.grad is not None
         if first.layout.is_whole and slots[0].dtype == parameter.grad.dtype:
             if slots[0].data_ptr() != parameter.grad.data_ptr():
+                if name in self._in_slots and not parameter.grad.requires_grad:  # a graph of gradients adds elsewhere
+                    self._dropped.add(name)
+                self._in_slots.add(name)
                 slots[0].copy_(parameter.grad)
                 parameter.grad = slots[0]
             return
@@ -154,6 +159,7 @@ class Reducer:
     def finish(self) -> None:
         """Reduce the remaining buckets after the last micro-step, and wait for the averages. Collective."""
         if self._stage < 2:
+            self._refuse_dropped()
             self._reduce(self._buckets[self._next :])
         elif not self._num_reduced_passes:
             self.finish_backward()
@@ -161,6 +167,16 @@ class Reducer:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         if self._device.type == "cuda" and any(bucket.host is not None for bucket in self._buckets):
             torch.cuda.current_stream(self._device).synchronize()  # the CPU reads gradients next
+
+    def _refuse_dropped(self) -> None:
+        """Raise RuntimeError if every `.grad` was dropped since the last step, other than by `zero_grad`: those of cut
+        tensors were moved to buckets before, and would still count."""
+        dropped = self._dropped | {name for name in self._in_slots if self._parameters[name].grad is None}
+        if dropped and dropped == self._in_slots and any(any(bucket.filled) for bucket in self._buckets):
+            raise RuntimeError(
+                "gradients were dropped by zero_grad() of the module or the client's optimizer; call zero_grad() of "
+                "the engine"
+            )
 
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""
@@ -177,7 +193,8 @@ class Reducer:
 
     def _restart(self) -> None:
         self._next = 0
-        self._seen.clear()
+        for names in (self._seen, self._in_slots, self._dropped):
+            names.clear()
         for bucket in self._buckets:
             bucket.waits_for.update(bucket.names)
             bucket.filled = [False] * len(bucket.filled)

@@ -70,6 +70,21 @@ def several_backward_passes_before_a_step(rank: Rank) -> None:
             assert torch.allclose(value, two[name], rtol=0, atol=1e-7), (stage, name)
 
 
+def gradients_dropped_by_the_module(rank: Rank) -> None:
+    """They are gone; where those of cut tensors would stay, the step is an error, and the engine's method helps."""
+    first, second = own_batches(rank, 2)
+    for stage, strategy in ((0, "block"), (1, "block"), (0, "neuron"), (1, "neuron")):
+        engine, other = (engine_of(sgd(stage=stage, strategy=strategy)) for _ in range(2))
+        engine.backward(loss_of(engine, first))
+        engine.module.zero_grad()
+        if strategy == "neuron":
+            engine.backward(loss_of(engine, first))
+            refusal(RuntimeError, engine.step, "zero_grad() of the engine")
+            engine.zero_grad()
+        assert micro_step(engine, second) == micro_step(other, second)
+        assert_identical(dense_state(engine), dense_state(other))
+
+
 def torch_style_backward(rank: Rank) -> None:
     """`loss.backward()` does what it does in plain ZeRO, which on Transformers outputs divides more than once."""
     start = llama().state_dict()
@@ -189,6 +204,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
         the_callers_boundary,
         several_backward_passes_before_a_step,
+        gradients_dropped_by_the_module,
         torch_style_backward,
         overflow_skips_the_step_on_all,
         collectives_of_a_step,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import sdp_deepspeed
@@ -129,6 +130,15 @@ def ranks_that_train_nothing(rank: Rank) -> None:
     train(engine, num_steps=1)
 
 
+def process_groups_of_earlier_engines(rank: Rank) -> None:
+    """End with them: each takes memory of a GPU."""
+    model, numbers = llama(), set[int]()
+    for seed in range(3):
+        train(engine_of(config(holders=2, seed=seed), model), num_steps=1)
+        numbers.add(len(dist.distributed_c10d._world.pg_map))
+    assert len(numbers) == 1, numbers
+
+
 def _checks(size: int, options: pytest.Config) -> list[tuple[str, Check]]:
     checks = (
         a_model_that_was_cut_before,
@@ -143,4 +153,9 @@ def _checks(size: int, options: pytest.Config) -> list[tuple[str, Check]]:
 
 @pytest.mark.checks(2, _checks)
 def test_two_ranks(outcome: str | None) -> None:
+    assert outcome is None, outcome
+
+
+@pytest.mark.checks(3, lambda *_: [("process groups", process_groups_of_earlier_engines)])
+def test_three_ranks(outcome: str | None) -> None:
     assert outcome is None, outcome
