@@ -20,7 +20,7 @@ def reestimate_batch_norm(engine_or_model: Any, batches: Iterable[Any], *, num_b
 
     Args:
         engine_or_model: the engine, or a model that `fully_shard` returned, or a wrapper with that as its `module`.
-            The dense model may be active (`engine.dense`, `sdp_deepspeed.fsdp.dense`).
+            The dense model may be active (`engine.dense`).
         batches: inputs of the model's `forward` on its device: dicts of keyword arguments, tuples or lists of
             arguments, or single arguments. Only the first `num_batches` are used.
         num_batches: number of batches on each rank.

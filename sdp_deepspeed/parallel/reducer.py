@@ -6,8 +6,8 @@ reduced, with zeros for missing gradients (experts without tokens, skipped branc
 
 The time at which a bucket is reduced may differ between ranks. If a tensor gets several gradients in one backward pass,
 its buckets are reduced at the end of the pass, on the ranks where that happened. The first pass detects such tensors.
-In stages 0 and 1 it reduces nothing early. Stage 2 cannot wait, so after the first pass all ranks agree on buckets that
-are reduced again.
+In stages 0 and 1 it reduces nothing early. Stage 2 cannot wait, so after the first pass all ranks agree on tensors whose
+buckets are reduced again.
 """
 
 from __future__ import annotations
@@ -110,8 +110,18 @@ class Reducer:
         if (self._stage == 2 or overlaps) and name not in self._repeated:
             for index in tensor.buckets:
                 self._buckets[index].waits_for.discard(name)
-            for bucket in itertools.takewhile(lambda bucket: not bucket.waits_for, self._buckets[self._next :]):
+            for bucket in self._complete():
                 self._reduce([bucket])
+
+    def _complete(self) -> list[Bucket]:
+        """The next buckets that wait for no gradient. In the first pass only with all buckets of their tensors, so that
+        a further gradient of a tensor is late for all of them: it would be added to that of the others."""
+        found = list(itertools.takewhile(lambda bucket: not bucket.waits_for, self._buckets[self._next :]))
+        while self._is_first_pass and any(
+            self._tensors[name].buckets[-1] >= self._next + len(found) for bucket in found for name in bucket.names
+        ):
+            found.pop()
+        return found
 
     def _accumulate(self, name: str, tensor: HeldTensor) -> None:
         """Move a gradient to its slots, or add it to what they have. The gradient of a whole tensor that has the slot's

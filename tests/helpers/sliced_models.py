@@ -7,6 +7,7 @@ import random
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -158,8 +159,9 @@ class SlicedMask:
             for dense in _draws(self.model.shapes[name], name, self.rank, micro_step, step):
                 held = [piece for piece, holders in self.pieces[name] if self.rank in holders]
                 draws.append(_joined(held, dense) if held[0].dim is not None else dense)
-            arguments = (total, self.parameters[name], *draws)
-            total = checkpoint(_add_term, *arguments, use_reentrant=True) if is_reentrant else _add_term(*arguments)
+            # an argument's gradients would be summed before they are accumulated
+            add = partial(_add_term, x=self.parameters[name], a=draws[0], b=draws[1])
+            total = checkpoint(add, total, use_reentrant=True) if is_reentrant else add(total)
         return total
 
 

@@ -189,6 +189,24 @@ def several_gradients(rank: Rank) -> None:
     groups.close()
 
 
+def several_gradients_of_a_cut_tensor(rank: Rank) -> None:
+    """It is in two buckets, one of which is complete before the last of its gradients comes; on some ranks only."""
+    model = SlicedModel({}, {}, {}, used_twice="middle")
+    holders: dict[str, list[tuple[int, ...]]] = {
+        "first": [(0, 1), (1, 2)],
+        "middle": [(0, 1, 2), (0, 1)],
+        "last": [(0, 1, 2), (0, 2)],
+    }
+    for name, sets in holders.items():
+        model.shapes[name], model.groups[name] = torch.Size((4, 3)), 0
+        model.pieces[name] = [(Piece(name, 0, 2 * i, 2), found) for i, found in enumerate(sets)]
+    groups = Groups(model.holder_sets)
+    for stage in (0, 1, 2):
+        case = Case(stage, 2, overlap=True, bucket_size=10**6)
+        check_case(rank, model, "forward", case, groups, is_reentrant=rank.rank != 1)
+    groups.close()
+
+
 def overflow_skips_the_step(rank: Rank) -> None:
     """An infinite gradient on one rank: no rank updates anything, and the next step is as if it had not been."""
     model = sliced_model(rank.size, "block")
@@ -563,6 +581,7 @@ def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
             odd_sizes,
             sums_in_fp32,
             several_gradients,
+            several_gradients_of_a_cut_tensor,
             overflow_skips_the_step,
             replaced_data_and_kept_gradients,
             refreshed_shards_keep_what_was_not_changed,
