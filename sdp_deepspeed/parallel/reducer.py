@@ -6,8 +6,8 @@ reduced, with zeros for missing gradients (experts without tokens, skipped branc
 
 The time at which a bucket is reduced may differ between ranks. If a tensor gets several gradients in one backward pass,
 its buckets are reduced at the end of the pass, on the ranks where that happened. The first pass detects such tensors.
-In stages 0 and 1 it reduces nothing early. Stage 2 cannot wait, so after the first pass all ranks agree on tensors whose
-buckets are reduced again.
+In stages 0 and 1 it reduces nothing early. Stage 2 cannot wait, so after the first pass all ranks agree on tensors
+whose buckets are reduced again.
 """
 
 from __future__ import annotations
