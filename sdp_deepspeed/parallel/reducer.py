@@ -87,6 +87,7 @@ class Reducer:
 
     # ---- backward ---------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()  # also with create_graph=True
     def _on_gradient(self, name: str) -> None:
         """Hook: a gradient has been accumulated in a tensor's `.grad`."""
         if not self._mask.is_applied:
@@ -183,10 +184,7 @@ class Reducer:
         tensors were moved to buckets before, and would still count."""
         dropped = self._dropped | {name for name in self._in_slots if self._parameters[name].grad is None}
         if dropped and dropped == self._in_slots and any(any(bucket.filled) for bucket in self._buckets):
-            raise RuntimeError(
-                "gradients were dropped by zero_grad() of the module or the client's optimizer; call zero_grad() of "
-                "the engine"
-            )
+            raise RuntimeError("gradients were dropped by zero_grad() of the module; call zero_grad() of the engine")
 
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""

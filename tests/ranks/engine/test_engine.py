@@ -85,6 +85,22 @@ def gradients_dropped_by_the_module(rank: Rank) -> None:
         assert_identical(dense_state(engine), dense_state(other))
 
 
+def graphs_of_gradients(rank: Rank) -> None:
+    """`create_graph=True` accumulates the same gradients up to rounding, in all or some micro-steps."""
+    batches = own_batches(rank, 2)
+    for stage, strategy in ((0, "block"), (1, "neuron"), (2, "neuron")):
+        states = []
+        for graphs in ((False, False), (True, True), (False, True), (True, False)):
+            engine = engine_of(sgd(stage=stage, strategy=strategy))
+            for number, (batch, has_graph) in enumerate(zip(batches, graphs, strict=True)):
+                engine.set_gradient_accumulation_boundary(number == 1)
+                loss_of(engine, batch).backward(create_graph=has_graph)
+            engine.step()
+            states.append(dense_state(engine))
+        for state in states[1:]:
+            torch.testing.assert_close(state, states[0], rtol=1e-5, atol=1e-6)
+
+
 def torch_style_backward(rank: Rank) -> None:
     """`loss.backward()` does what it does in plain ZeRO, which on Transformers outputs divides more than once."""
     start = llama().state_dict()
@@ -205,6 +221,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         the_callers_boundary,
         several_backward_passes_before_a_step,
         gradients_dropped_by_the_module,
+        graphs_of_gradients,
         torch_style_backward,
         overflow_skips_the_step_on_all,
         collectives_of_a_step,
