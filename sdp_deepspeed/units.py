@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal["parameter", "buffer"]
+Holders = tuple[int, ...]  # ascending indices of subnetworks in a plan, of data-parallel ranks elsewhere
 
 
 @dataclass(frozen=True)

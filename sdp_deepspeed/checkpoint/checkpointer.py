@@ -24,20 +24,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sdp_deepspeed.checkpoint import files
-from sdp_deepspeed.checkpoint.boxes import (
-    RankState,
-    Targets,
-    group_facts,
-    live_buffers,
-    make_targets,
-    optimizer_facts,
-    restore_buffers,
-    restore_optimizer,
-    written_state,
-)
+from sdp_deepspeed.checkpoint.boxes import Targets, make_targets, written_state
 from sdp_deepspeed.checkpoint.hugging_face import model_facts
+from sdp_deepspeed.checkpoint.optimizer_state import group_facts, optimizer_facts, restore_optimizer
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, SavePlanner, State, add_box, on_host
 from sdp_deepspeed.checkpoint.random_state import random_state, restore_random_state
+from sdp_deepspeed.checkpoint.rank_state import RankState, live_buffers, restore_buffers
 from sdp_deepspeed.parallel.agree import gather_objects, gather_results, run_on_all_ranks
 
 logger = logging.getLogger("sdp_deepspeed")
@@ -245,7 +237,7 @@ class Checkpointer:
         def read() -> None:
             reader.read(LoadPlanner(), targets.boxes)
             if targets.moments is not None:
-                restore_optimizer(state, targets, facts["optimizer"])
+                restore_optimizer(state, targets.moments, facts["optimizer"])
 
         targets, own = run_on_all_ranks(prepare, control)
         run_on_all_ranks(read, control)

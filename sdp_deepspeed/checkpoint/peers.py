@@ -22,18 +22,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from sdp_deepspeed.checkpoint.boxes import (
-    Facts,
-    RankState,
-    group_facts,
-    live_buffers,
-    make_targets,
-    optimizer_facts,
-    restore_buffers,
-    restore_optimizer,
-    written_state,
-)
+from sdp_deepspeed.checkpoint.boxes import make_targets, written_state
+from sdp_deepspeed.checkpoint.optimizer_state import Facts, group_facts, optimizer_facts, restore_optimizer
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, State
+from sdp_deepspeed.checkpoint.rank_state import RankState, live_buffers, restore_buffers
 from sdp_deepspeed.parallel.agree import gather_objects, gather_results, run_on_all_ranks
 
 _BYTES = 2**28  # of dense tensors per exchange
@@ -84,7 +76,8 @@ def load_state(taken: TakenState, state: RankState, device: torch.device) -> int
     stored = offers.metadata.state_dict_metadata
     targets = run_on_all_ranks(lambda: make_targets(state, stored, taken.optimizer), control)
     num_bytes = fill(targets.boxes, taken.tensors, offers, device)
-    restore_optimizer(state, targets, taken.optimizer)
+    assert targets.moments is not None
+    restore_optimizer(state, targets.moments, taken.optimizer)
     state.optimizer.gather_weights()
     if taken.layout == state.layout:
         restore_buffers(state, taken.buffers)

@@ -26,16 +26,11 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from sdp_deepspeed.checkpoint.boxes import (
-    WEIGHT,
-    Facts,
-    RankState,
-    make_targets,
-    persistent_buffers,
-    restore_optimizer,
-)
+from sdp_deepspeed.checkpoint.boxes import make_targets
 from sdp_deepspeed.checkpoint.files import complete_tags, new_folder, tags_to_try
 from sdp_deepspeed.checkpoint.hugging_face import fill_boxes, matched, whole_metadata
+from sdp_deepspeed.checkpoint.optimizer_state import Facts, restore_optimizer
+from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState, persistent_buffers
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.agree import run_on_all_ranks
 
@@ -264,7 +259,7 @@ def load_universal(
     def read() -> None:
         fill_boxes(targets.boxes, stored.tensors)
         if facts is not None:
-            restore_optimizer(state, targets, facts)
+            restore_optimizer(state, targets.moments, facts)
 
     stored, targets, facts = run_on_all_ranks(prepare, state.groups.control)
     run_on_all_ranks(read, state.groups.control)

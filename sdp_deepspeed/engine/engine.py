@@ -123,7 +123,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         Args:
             args, model, rest, options: arguments of DeepSpeed's engine. `block` has been set by import_hook.py.
         """
-        self._control = dist.new_group(backend="gloo", group_desc=CONTROL) if dist.is_initialized() else None
+        self._control = dist.new_group(backend="gloo", group_desc=CONTROL)
 
         def prepare() -> nn.Module:
             self._frozen_before = _make_whole(model)
@@ -150,8 +150,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     # ---- construction -------------------------------------------------------------------------------------------
 
     def _broadcast_model(self) -> None:
-        every = dict.fromkeys(tuple(ranks) for ranks in gather_objects(self._members(), self._control))
-        check_same_parameters(self.module, every, self._control)
+        check_same_parameters(self.module, self._every_members(), self._control)
         if self._deferred is not None:
             return  # all ranks initialize the same weights
         for parameter in self.module.parameters():  # DeepSpeed cannot broadcast channels-last; buckets are row-major
@@ -281,9 +280,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         self.block, self.plan, self.mask = block, plan, mask
         costs = unit_costs(self.module, mask.plan.units)
         self.coverage = plan.mean_coverage([cost.flops for cost in costs])
-        every = sorted({tuple(ranks) for ranks in gather_objects(self._members(), self._control)})
         holder_sets = {holders for pieces in mask.pieces.values() for _, holders in pieces}
-        self.groups = Groups(holder_sets, ranks=every, control=self._control, comm=deepspeed_comm)
+        self.groups = Groups(holder_sets, ranks=self._every_members(), control=self._control, comm=deepspeed_comm)
         mask.apply()
         if (deferred := self._deferred) is not None:
             seed = gather_objects(deferred.seed, self._control)[0]
@@ -323,6 +321,10 @@ class SubnetworkEngine(DeepSpeedEngine):
     def _members(self) -> list[int]:
         """Global ranks of this rank's data-parallel group."""
         return dist.get_process_group_ranks(self.seq_data_parallel_group)
+
+    def _every_members(self) -> list[tuple[int, ...]]:
+        """`_members` of each tensor-parallel rank; collective."""
+        return sorted({tuple(ranks) for ranks in gather_objects(self._members(), self._control)})
 
     def _param_groups(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """Param group index of each trained parameter, by dense name; the same on all ranks."""

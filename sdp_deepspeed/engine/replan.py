@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from deepspeed.utils import log_dist
 
-from sdp_deepspeed.checkpoint.boxes import RankState
 from sdp_deepspeed.checkpoint.peers import collect_state, load_state
+from sdp_deepspeed.checkpoint.rank_state import RankState
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.engine.refusals import refuse_config
 from sdp_deepspeed.messages import quoted

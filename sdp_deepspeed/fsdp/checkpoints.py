@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from sdp_deepspeed.checkpoint.boxes import NUMBER, Other, RankState, group_facts
 from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from sdp_deepspeed.checkpoint.hugging_face import load_pretrained
+from sdp_deepspeed.checkpoint.optimizer_state import NUMBER, group_facts
+from sdp_deepspeed.checkpoint.rank_state import Other, RankState
 from sdp_deepspeed.fsdp.parts import Box
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, local_of, sharded_model_of
 from sdp_deepspeed.fsdp.wrappers import without_wrappers

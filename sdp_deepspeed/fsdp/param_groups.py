@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sdp_deepspeed.checkpoint.boxes import NUMBER
+from sdp_deepspeed.checkpoint.optimizer_state import NUMBER
 from sdp_deepspeed.fsdp.sharded_model import is_sharded, sharded_model_of
 
 

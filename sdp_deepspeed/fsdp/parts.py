@@ -26,10 +26,9 @@ from sdp_deepspeed.fsdp.state_dicts import PartsDict
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.forwards import Forward, replace_forward, set_data
 from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, set_sizes, split_layer
-from sdp_deepspeed.units import Piece
+from sdp_deepspeed.units import Holders, Piece
 
 PARTS = "sdp_parts"  # child of a layer that contains the parts of its branches
-Holders = tuple[int, ...]
 
 
 class Box(NamedTuple):

@@ -10,9 +10,10 @@ from torch import nn
 
 from sdp_deepspeed.architectures import CROSS_ATTENTION, LocatedBranch
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.fsdp.parts import Holders, Part, split_branch
+from sdp_deepspeed.fsdp.parts import Part, split_branch
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.check import blocks_of_units
+from sdp_deepspeed.units import Holders
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,8 @@ def check_trained(mask: Any) -> None:
     idle = set(range(len(mask.plan.subnetwork_of_rank))).difference(*trained)
     if trained and idle:
         raise ValueError(
-            f"{KEY}: all parameters that rank {min(idle)} holds are frozen, so it cannot train; unfreeze more, match "
-            "trained units in `shared`, or raise holders"
+            f"{KEY}: data-parallel rank {min(idle)} holds frozen parameters only, so it cannot train; unfreeze more, "
+            "match trained units in `shared`, or raise holders"
         )
 
 

@@ -19,9 +19,8 @@ from sdp_deepspeed.masking.narrow_layers import Sizes, select_heads
 from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, set_sizes, split_layer
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, pieces_by_tensor
-from sdp_deepspeed.units import Piece
+from sdp_deepspeed.units import Holders, Piece
 
-Holders = tuple[int, ...]
 Pieces = list[tuple[Piece, Holders]]
 
 

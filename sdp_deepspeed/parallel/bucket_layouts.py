@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sdp_deepspeed.parallel.groups import Holders
-from sdp_deepspeed.units import Piece
+from sdp_deepspeed.units import Holders, Piece
 
 Pieces = Mapping[str, Sequence[tuple[Piece, Holders]]]
 BUCKET_SIZE = 50_000_000  # elements; the default

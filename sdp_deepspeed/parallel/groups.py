@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-Holders = tuple[int, ...]
+from sdp_deepspeed.units import Holders
+
 CONTROL, HOLDERS = "sdp_deepspeed_control", "sdp_deepspeed_holders"  # group names in PyTorch's logs
 _TAG = 0x5D9  # of point-to-point messages
 

@@ -18,10 +18,9 @@ from math import comb, gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from sdp_deepspeed.units import UnitCost
+from sdp_deepspeed.units import Holders, UnitCost
 
 Ints = NDArray[np.int64]
-Holders = tuple[int, ...]
 Block = tuple[int, ...]
 Kind = tuple[int, str | None, UnitCost | None]  # p, branch, cost
 

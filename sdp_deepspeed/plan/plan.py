@@ -29,9 +29,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sdp_deepspeed.atomic_files import regular, write_text
 from sdp_deepspeed.messages import listed
-from sdp_deepspeed.plan.assign import Holders, incidence, spectral_gap
+from sdp_deepspeed.plan.assign import incidence, spectral_gap
 from sdp_deepspeed.plan.coverage import in_words
-from sdp_deepspeed.units import Kind, Piece, Unit, UnitCost
+from sdp_deepspeed.units import Holders, Kind, Piece, Unit, UnitCost
 
 StrategyName = Literal["block", "neuron"]
 _MAX_LISTED = 64  # maximum rows and columns of the printed table

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sdp_deepspeed.checkpoint.boxes import RankState
 from sdp_deepspeed.checkpoint.files import Reader
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, State, add_box
+from sdp_deepspeed.checkpoint.rank_state import RankState
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.dense import DenseView
 from sdp_deepspeed.masking import Mask

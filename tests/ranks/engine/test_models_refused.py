@@ -121,7 +121,7 @@ def ranks_that_train_nothing(rank: Rank) -> None:
     model: Any = llama()
     model.requires_grad_(False)
     model.model.layers[1].mlp.requires_grad_(True)
-    words = ("rank", "holds are frozen", "`shared`")
+    words = ("rank", "holds frozen parameters only", "`shared`")
     for regime in ("forward", "backward"):
         refusal(ValueError, partial(engine_of, config(holders=1, regime=regime), model), *words)
     engine = engine_of(config(holders=1, shared=[r"1\.mlp"]), model)

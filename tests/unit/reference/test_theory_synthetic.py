@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sdp_deepspeed.plan.assign import Holders, incidence, translates
+from sdp_deepspeed.plan.assign import incidence, translates
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.theory import dense_gradients, deviation, distance, mean, permitted
 from sdp_deepspeed.reference.virtual_workers import held_mask, masked_average
-from sdp_deepspeed.units import Piece, Unit
+from sdp_deepspeed.units import Holders, Piece, Unit
 from tests.helpers.models import loss_of
 from tests.helpers.properties import examples
 

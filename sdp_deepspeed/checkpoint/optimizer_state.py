@@ -1,0 +1,185 @@
+"""Optimizer state in checkpoints: moments, and facts that are no tensors (step counts, options of param groups)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState
+
+logger = logging.getLogger("sdp_deepspeed")
+
+NUMBER = "sdp_group"  # key of param groups that the FSDP2 host has split: index of the user's group
+# Optimizers with the same state per element, so that one can load another's.
+_ALIKE = {
+    "AdamW": "Adam",
+    "FusedAdam": "Adam",
+    "DeepSpeedCPUAdam": "Adam",
+    "DeepSpeedCPUAdagrad": "Adagrad",
+    "FusedLion": "Lion",
+    "DeepSpeedCPULion": "Lion",
+}
+_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")  # options that do not change results
+Facts = dict[str, Any]
+Moments = dict[torch.nn.Parameter, dict[str, torch.Tensor]]  # by parameter of the optimizer
+
+
+class GroupFacts(NamedTuple):
+    """Facts of a param group.
+
+    Args:
+        scalars: optimizer state with a single value, such as step counts: the maximum over the group; None if this rank
+            steps nothing of it.
+    """
+
+    options: dict[str, Any]
+    scalars: dict[str, float] | None
+
+
+def group_facts(state: RankState) -> dict[int, GroupFacts]:
+    """Facts of this rank's param groups, by number.
+
+    Raises:
+        ValueError: optimizer state that is neither a number nor one value per element.
+    """
+    optimizer = state.optimizer.optimizer
+    result: dict[int, GroupFacts] = {}
+    for number, group in zip(state.group_numbers, optimizer.param_groups, strict=True):
+        known = result.get(number)
+        found = dict(known.scalars or {}) if known else {}
+        for parameter in group["params"]:
+            own = optimizer.state.get(parameter, {})
+            for key in own.keys() - moment_names(own, parameter):
+                value = own[key]
+                if torch.is_tensor(value) and value.numel() != 1:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a parameter of "
+                        f"shape {tuple(parameter.shape)}, expected a scalar or one value per element"
+                    )
+                if value is not None:
+                    found[key] = max(found.get(key, 0), value.item() if torch.is_tensor(value) else value)
+        is_stepped = bool(group["params"]) or (known is not None and known.scalars is not None)
+        options = {key: value for key, value in group.items() if key not in ("params", NUMBER)}
+        result[number] = GroupFacts(options, found if is_stepped else None)
+    return result
+
+
+def optimizer_facts(state: RankState, of_ranks: Sequence[Mapping[int, GroupFacts]]) -> Facts:
+    """Optimizer state without tensors, the same on every rank: `kind`, `groups` (number by dense name), `options` and
+    `scalars` of each group.
+
+    Args:
+        of_ranks: `group_facts` of all ranks.
+    """
+    numbers = range(1 + max((number for own in of_ranks for number in own), default=-1))
+    known = [[own[number] for own in of_ranks if number in own] for number in numbers]
+    return {
+        "kind": _kind(state.optimizer.optimizer),
+        "groups": dict(state.optimizer.param_groups),
+        "options": [facts[0].options for facts in known],
+        "scalars": [next((f.scalars for f in facts if f.scalars is not None), {}) for facts in known],
+    }
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    name = type(optimizer).__name__
+    return _ALIKE.get(name, name)
+
+
+def moment_names(own: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
+    """Keys of optimizer state with one value per element."""
+    return [key for key, value in own.items() if torch.is_tensor(value) and value.shape == parameter.shape]
+
+
+def new_moments(state: RankState, stored: Mapping[str, Any], facts: Facts) -> Moments:
+    optimizer = state.optimizer.optimizer
+    if facts["kind"] != _kind(optimizer):
+        raise ValueError(
+            f"the optimizer state in the checkpoint is of {facts['kind']}, the optimizer is {_kind(optimizer)}; "
+            "load without optimizer states"
+        )
+    kinds_of: dict[str, set[str]] = {}
+    for kind, _, name in (text.partition("/") for text in stored):
+        if kind != WEIGHT:
+            kinds_of.setdefault(name, set()).add(kind)
+    result: Moments = {}
+    for part in state.optimizer.shard_parts(owned=False):
+        name = part.piece.parameter
+        kinds = kinds_of.get(state.key("", name)[1:], set())
+        if part.parameter not in result:
+            result[part.parameter] = {
+                kind: torch.zeros_like(
+                    part.parameter.detach(),
+                    dtype=_dtype_of_moment(optimizer, part.parameter, stored[state.key(kind, name)].properties.dtype),
+                )
+                for kind in sorted(kinds)
+            }
+        if kinds != (others := result[part.parameter].keys()):
+            raise ValueError(
+                f"the checkpoint has optimizer state {sorted(kinds)} of {name!r}, but {sorted(others)} of others in "
+                "its shard; load without optimizer states"
+            )
+    return result
+
+
+def _dtype_of_moment(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, stored: torch.dtype) -> torch.dtype:
+    """Dtype of loaded moments: PyTorch's optimizers require the parameter's, which may differ from the stored one."""
+    is_torchs = type(optimizer).__module__.startswith("torch.")
+    return parameter.dtype if is_torchs and stored.is_floating_point else stored
+
+
+def restore_optimizer(state: RankState, moments: Moments, facts: Facts) -> None:
+    """Load moments and step counts, and options of param groups if both runs have the same groups."""
+    optimizer = state.optimizer.optimizer
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    name_of = {part.parameter: part.piece.parameter for part in state.optimizer.shard_parts(owned=False)}
+    states: dict[int, dict[str, Any]] = {}
+    for index, parameter in enumerate(parameters):
+        group = facts["groups"].get(name_of.get(parameter))
+        numbers = {} if group is None else facts["scalars"][group]
+        if numbers or moments.get(parameter):
+            states[index] = moments.get(parameter, {}) | _as_kept(optimizer, numbers)
+    groups = optimizer.param_groups
+    optimizer.load_state_dict({"state": states, "param_groups": _options(state, facts)})
+    for kept, loaded in zip(groups, optimizer.param_groups, strict=True):  # keep keys that the checkpoint lacks
+        kept.clear()
+        kept.update(loaded)
+    optimizer.param_groups = groups
+    for parameter, own in moments.items():  # load_state_dict has cast them to the parameter's dtype
+        optimizer.state[parameter].update(own)
+
+
+def _as_kept(optimizer: torch.optim.Optimizer, numbers: Mapping[str, float]) -> dict[str, Any]:
+    """Step counts in the optimizer's type: fp32 tensors in PyTorch, integers in DeepSpeed."""
+    home = type(optimizer).__module__
+    if home.startswith("torch."):
+        return {key: torch.tensor(value, dtype=torch.float32, device="cpu") for key, value in numbers.items()}
+    return {key: int(value) for key, value in numbers.items()} if home.startswith("deepspeed") else dict(numbers)
+
+
+def _options(state: RankState, facts: Facts) -> list[dict[str, Any]]:
+    """Param groups for `load_state_dict`, with the checkpoint's options that this optimizer has, if both runs have the
+    same groups."""
+    here, stored = state.optimizer.optimizer.param_groups, facts["options"]
+    groups, first = state.optimizer.param_groups, 0
+    pairs = {(groups[name], facts["groups"][name]) for name in groups.keys() & facts["groups"].keys()}
+    stored_of = dict(pairs)
+    num_groups = 1 + max([*groups.values(), *state.group_numbers], default=-1)
+    is_alike = len(pairs) == len(stored_of) == len({*stored_of.values()}) and len(stored) == num_groups
+    if not is_alike and dist.get_rank() == 0:
+        logger.warning("param groups differ from the checkpoint's: learning rates and other options are not loaded")
+    result = []
+    for number, group in zip(state.group_numbers, here, strict=True):
+        options = dict(group)
+        if is_alike:
+            taken = (options.keys() | {"initial_lr"}) - {"params", *_IMPLEMENTATION}
+            found = stored[stored_of.get(number, number)]
+            options |= {key: value for key, value in found.items() if key in taken}
+        options["params"] = list(range(first, first + len(group["params"])))
+        first += len(group["params"])
+        result.append(options)
+    return result

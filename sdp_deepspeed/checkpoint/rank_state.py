@@ -1,0 +1,166 @@
+"""The state of one rank that checkpoints and re-planning read and write, on either host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.parallel.groups import Groups
+from sdp_deepspeed.plan.tensor_parallel import UNDIVIDED, TensorParallelShards
+from sdp_deepspeed.units import Piece
+
+WEIGHT = "weight"  # kind of key, see boxes.py
+
+
+class Stepped(Protocol):
+    """Elements of a slice in a parameter of the optimizer."""
+
+    @property
+    def parameter(self) -> torch.nn.Parameter: ...
+
+    @property
+    def piece(self) -> Piece: ...
+
+    def boxes(self, tensor: torch.Tensor, *, flat: bool = False) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """See `ShardPart`."""
+
+
+class Other(NamedTuple):
+    """Elements of a slice that the optimizer does not step.
+
+    Args:
+        is_written: whether this rank saves them.
+        offsets: in the slice.
+        values: a view.
+    """
+
+    piece: Piece
+    is_written: bool
+    offsets: tuple[int, ...]
+    values: torch.Tensor
+
+
+class SteppedModel(Protocol):
+    """Interface of sharded optimizers (`ShardedOptimizer`, or FSDP2's) that checkpoints use."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def param_groups(self) -> Mapping[str, int]: ...
+
+    def shard_parts(self, *, owned: bool) -> Sequence[Stepped]: ...
+
+    def gather_weights(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Model and optimizer state of one rank.
+
+    Args:
+        mask: of the model.
+        optimizer: the sharded optimizer.
+        groups: process groups.
+        shards: the part of each dense tensor that this tensor-parallel rank has.
+    """
+
+    mask: Mask
+    optimizer: SteppedModel
+    groups: Groups
+    shards: TensorParallelShards = UNDIVIDED
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The module, of the class that exports name."""
+        return self.mask.model
+
+    @property
+    def group_numbers(self) -> list[int]:
+        """Number of each param group; with FSDP2 several groups may have the same number."""
+        return list(range(len(self.optimizer.optimizer.param_groups)))
+
+    def others(self) -> Iterator[Other]:
+        """Yield the parts of untrained parameters and persistent buffers that this rank stores."""
+        names = [name for name in self.mask.parameters if name not in self.optimizer.param_groups]
+        tensors: dict[str, torch.Tensor] = {name: self.mask.parameters[name] for name in names}
+        for name, tensor in (tensors | self.live_buffers()).items():
+            for piece, holders in self.mask.pieces_of(name):
+                if self.mask.stored(piece):
+                    values = _view(self.mask, piece, tensor)
+                    yield Other(piece, holders[0] == self.mask.rank, (0,) * values.dim(), values)
+
+    def live_buffers(self) -> dict[str, torch.Tensor]:
+        """Current persistent buffers by name; modules may have replaced them."""
+        persistent = persistent_buffers(self.mask.model)
+        return {name: buffer for name, buffer in self.mask.model.named_buffers() if name in persistent}
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """If it is unchanged on load, each rank restores its own random state and buffers."""
+        plan = self.mask.plan
+        return {
+            "plan": plan.hash,
+            "subnetwork_of_rank": list(plan.subnetwork_of_rank),
+            "ranks": self.groups.ranks,
+        }
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor of the dense model."""
+        division = self.shards.divisions.get(name)
+        return tuple(self.mask.shapes[name] if division is None else division.shape)
+
+    def key(self, kind: str, name: str) -> str:
+        """Key of a dense tensor, or of its moment. If tensor-parallel ranks divide it in an unknown way, its flat parts
+        are concatenated, and the key contains the number of ranks."""
+        return f"{kind}/{name}" if self.is_known(name) else f"{kind}/{name}@{self.shards.size}"
+
+    def is_known(self, name: str) -> bool:
+        division = self.shards.divisions.get(name)
+        return division is None or division.is_known
+
+    def writes(self, name: str) -> bool:
+        """Whether this tensor-parallel rank saves its part; of replicated tensors only the first rank does."""
+        return name in self.shards.divisions or self.groups.tensor_parallel_rank == 0
+
+    def offsets(self, piece: Piece) -> list[int]:
+        """Offsets of a piece in the dense tensor."""
+        division = self.shards.divisions.get(piece.parameter)
+        num_dims = len(self.shape(piece.parameter))
+        offsets = [piece.start if dim == piece.dim else 0 for dim in range(num_dims)]
+        if division is not None:
+            offsets[division.dim] += sum(division.lengths[: self.shards.index])
+        return offsets
+
+
+def _view(mask: Mask, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+    """View of a stored piece in the current tensor; modules may have replaced buffers."""
+    if tensor.shape == mask.shapes[piece.parameter]:
+        return piece.narrow(tensor.detach())
+    return mask.view(piece, tensor) if mask.is_held(piece) else mask.view(piece)
+
+
+def live_buffers(state: RankState) -> dict[str, torch.Tensor]:
+    """This rank's persistent buffers, whose values may differ between ranks."""
+    others = (other for other in state.others() if other.piece.kind == "buffer")
+    return {f"{other.piece.parameter}@{other.piece.start}": other.values for other in others}
+
+
+def restore_buffers(state: RankState, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Restore the result of `live_buffers`."""
+    for key, values in live_buffers(state).items():
+        values.copy_(buffers[key])
+
+
+def persistent_buffers(model: torch.nn.Module) -> set[str]:
+    """Names of buffers that are in state dicts."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    }
