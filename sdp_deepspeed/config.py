@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sdp_deepspeed.config_errors import explain, normalized
-from sdp_deepspeed.plan.coverage import Coverage, CoverageRule, Holders, HoldersRule
+from sdp_deepspeed.plan.coverage import CoverageRule, CoverageSetting, HoldersRule, HoldersSetting
 from sdp_deepspeed.schedule import blocks_of_phases
 
 KEY = "subnetwork_data_parallel"
@@ -67,13 +67,13 @@ class SubnetworkConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    coverage: Coverage | None = Field(
+    coverage: CoverageSetting | None = Field(
         default=None,
         title='a number above 0 and at most 1, or rules such as [{"units": "mlp", "coverage": 0.5}]',
         description="Share C of the subnetworks that hold each unit: one number, or [rules](#rules) by depth and name. "
         "C times the number of subnetworks must be an integer. Required without `holders` or a plan.",
     )
-    holders: Holders | None = Field(
+    holders: HoldersSetting | None = Field(
         default=None,
         title='an integer, at least 1, or rules such as [{"units": "mlp", "holders": 2}]',
         description="In place of `coverage`: number of subnetworks that hold each unit.",

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal["parameter", "buffer"]
-Holders = tuple[int, ...]  # ascending indices of subnetworks in a plan, of data-parallel ranks elsewhere
+Subnetworks = tuple[int, ...]  # that hold a unit, ascending; as in `Plan.holders`
+Holders = tuple[int, ...]  # data-parallel ranks whose subnetwork holds a unit, ascending
 
 
 @dataclass(frozen=True)

@@ -378,7 +378,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         self.optimizer.zero_grad()
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """As in DeepSpeed; collective at the accumulation boundary.
+        """As in DeepSpeed; collective at the accumulation boundary. DeepSpeed's `step` calls `ShardedOptimizer.step`
+        (parallel/optimizer.py), which communicates.
 
         Raises:
             RuntimeError: inside `dense`; a Parameter was replaced, or frozen (stage 0); at stage 2, if the caller sets
@@ -620,11 +621,11 @@ def _make_whole(model: nn.Module) -> frozenset[str]:
         mask = earlier.mask
         frozen = frozenset(n for n, p in mask.parameters.items() if mask.trainable[n] and not p.requires_grad)
         earlier.release()
-    refuse_cut(model)
+    refuse_masked(model)
     return frozen
 
 
-def refuse_cut(model: nn.Module) -> None:
+def refuse_masked(model: nn.Module) -> None:
     """Raise ValueError for a model that is masked."""
     if any("_sdp_masked" in vars(module) for module in model.modules()):
         raise ValueError(

@@ -98,13 +98,13 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
 
     from sdp_deepspeed.config import KEY
     from sdp_deepspeed.engine.agreed_block import agreed_block
-    from sdp_deepspeed.engine.engine import SubnetworkEngine, refuse_cut
+    from sdp_deepspeed.engine.engine import SubnetworkEngine, refuse_masked
 
     block = agreed_block(kwargs.get("config"), kwargs)
     if block is None:
         model = kwargs.get("model", args[1] if len(args) > 1 else None)
         if model is not None:
-            refuse_cut(model)
+            refuse_masked(model)
         return object.__new__(cls)
     ours: type = SubnetworkEngine
     if cls is not DeepSpeedEngine and not issubclass(cls, ours):

@@ -39,7 +39,7 @@ from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.estimate.per_rank import RankEstimate, ShardedRun, owned, plain
 from sdp_deepspeed.estimate.precision import FP32_BYTES
 from sdp_deepspeed.estimate.settings import read_settings, setup_of, sharded_setup_of
-from sdp_deepspeed.estimate.sharded import ShardedSetup, of_rank, parts_of
+from sdp_deepspeed.estimate.sharded import ShardedSetup, of_rank, sharded_tensors
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.parallel.bucket_layouts import BucketLayout
 from sdp_deepspeed.plan.plan import Plan
@@ -381,7 +381,7 @@ def forecast_of(
         mask.apply()
     memory: dict[str, Any] = {"ignored": mask.tensors(), "parameters": mask.parameters}
     if sharded is not None:
-        parts = list(parts_of(plan, tensors, branches))
+        parts = list(sharded_tensors(plan, tensors, branches))
         figures = of_rank(parts, sharded, rank)
         in_units = {part.name for part in parts if part.unit is not None}
         step = micro_step(model, inputs, **memory, watched=in_units)
@@ -446,7 +446,7 @@ def plain_forecasts(model: Model, config: Mapping[str, Any], *, num_ranks: int) 
         inputs, parameters = model.inputs(micro), dict(model.module.named_parameters())
         branches = locate_branches(model.module)
         plan, _ = plan_model(model.module, whole, num_ranks, branches=branches)
-    parts = list(parts_of(plan, tensors, branches))
+    parts = list(sharded_tensors(plan, tensors, branches))
     in_units = {part.name for part in parts if part.unit is not None}
     step = micro_step(model, inputs, parameters, ignored=named_tensors(model.module).values(), watched=in_units)
     figures, peaks = {}, {}

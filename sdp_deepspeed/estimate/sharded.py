@@ -41,7 +41,7 @@ class ShardedSetup:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardedTensor:
     """A tensor, or the slices of it that the same ranks hold.
 
     Args:
@@ -83,11 +83,13 @@ def estimate_sharded(
         branches: residual branches of the model. A branch that all ranks hold is gathered by itself; without `branches`
             it counts as shared.
     """
-    parts = list(parts_of(plan, tensors, branches))
+    parts = list(sharded_tensors(plan, tensors, branches))
     return tuple(of_rank(parts, setup, rank) for rank in range(len(plan.subnetwork_of_rank)))
 
 
-def parts_of(plan: Plan, tensors: Sequence[TensorInfo], branches: Sequence[LocatedBranch] = ()) -> Iterator[Part]:
+def sharded_tensors(
+    plan: Plan, tensors: Sequence[TensorInfo], branches: Sequence[LocatedBranch] = ()
+) -> Iterator[ShardedTensor]:
     """Parts that are sharded; arguments as for `estimate_sharded`."""
     parameters = [info for info in tensors if info.kind == "parameter"]
     unit_of = {piece.parameter: unit.name for unit in plan.units for piece in unit.pieces}
@@ -100,17 +102,17 @@ def parts_of(plan: Plan, tensors: Sequence[TensorInfo], branches: Sequence[Locat
             unit_of |= {name: unit_of.get(name, branch.name) for name in first}
     for info, pieces in zip(parameters, pieces_of.values(), strict=True):
         if pieces[0][0].dim is None:
-            yield Part(info.name, info.shape, pieces[0][1], unit_of.get(info.name), info.trainable)
+            yield ShardedTensor(info.name, info.shape, pieces[0][1], unit_of.get(info.name), info.trainable)
             continue
         lengths: Counter[tuple[int, ...]] = Counter()
         for piece, holders in pieces:
             lengths[holders] += piece.length
         for holders, length in lengths.items():
             shape = tuple(length if dim == pieces[0][0].dim else size for dim, size in enumerate(info.shape))
-            yield Part(info.name, shape, holders, unit_of[info.name].rsplit(".", 2)[0], info.trainable)
+            yield ShardedTensor(info.name, shape, holders, unit_of[info.name].rsplit(".", 2)[0], info.trainable)
 
 
-def of_rank(parts: Sequence[Part], setup: ShardedSetup, rank: int) -> RankEstimate:
+def of_rank(parts: Sequence[ShardedTensor], setup: ShardedSetup, rank: int) -> RankEstimate:
     """The estimate of one rank."""
     held = [part for part in parts if rank in part.holders]
     trained = [part for part in held if part.trainable]

@@ -172,7 +172,7 @@ def _shard(start: Start) -> ShardedModel:
     coverage = start.plan.mean_coverage([cost.flops for cost in unit_costs(module, mask.plan.units)])
     holder_sets = {part.holders for own in parts.values() for part in own}
     groups = Groups(holder_sets, ranks=start.columns or None, control=control)
-    _cut(start, groups)
+    _apply_mask(start, groups)
     units = held_units(mask, start.units, parts)
     of_units = _wrap(start, units, groups)
     sharded = ShardedModel(
@@ -218,7 +218,7 @@ def _prepare(start: Start) -> None:
         logger.info("%s\n%s", KEY, start.plan.table(unit_costs(module, start.plan.units)))
 
 
-def _cut(start: Start, groups: Groups) -> None:
+def _apply_mask(start: Start, groups: Groups) -> None:
     """Apply the mask, and materialize a model built under `Init`. Tensors without elements are moved to the device
     here, others by FSDP2."""
     mask, deferred = start.mask, start.deferred

@@ -1,16 +1,16 @@
 """The optimizer, sharded over the holders of each slice (ZeRO stages 0, 1 and 2).
 
-A step, for every bucket that this rank holds:
+A step (`ShardedOptimizer.step`), for every bucket that this rank holds:
 
-1. Gradients are averaged over the holders (reducer.py). Stage 0: an all-reduce, and every holder has the
+1. Gradients are averaged over the holders (`Reducer.finish`). Stage 0: an all-reduce, and every holder has the
    average. Stages 1 and 2: a reduce-scatter, and each holder has the average of the shard that it owns. Stages 0 and 1
    do this after the last micro-step; stage 2 does it in every backward pass, where owners accumulate their shards and
    local gradients are freed.
-2. The norm of the whole gradient is computed (norm.py). Gradients are clipped, or the step is skipped.
+2. The norm of the whole gradient is computed (`gradient_norm`). Gradients are clipped, or the step is skipped.
 3. The optimizer steps fp32 shards. If it updates whole tensors (Muon), it steps the tensors that this rank owns: their
    gradients are reduced to it, and their weights broadcast from it.
-4. Updated weights are all-gathered. Forward regime: over the holders. Backward regime: every rank runs the whole model,
-   so for each depth range there is one all-gather over all data-parallel ranks.
+4. Updated weights are all-gathered (`gather_weights`). Forward regime: over the holders. Backward regime: every rank
+   runs the whole model, so for each depth range there is one all-gather over all data-parallel ranks.
 
 # Order of collectives
 
@@ -275,36 +275,44 @@ class ShardedOptimizer:
             reuse_gradients: whether gradients are not needed any more, so that their memory can be used.
         """
         if self.regime == "forward":
-            views: dict[str, Sequence[torch.Tensor]] = {}
-            for buckets in coalesced(self.held, self._bucket_size, gathers=True):
-                first, groups = buckets[0], [bucket.holder_group for bucket in buckets]
-                for bucket in buckets:
-                    bucket.place_weights(reuse_gradients=reuse_gradients)
-                    bucket.shard_to_weights()
-                flats = [bucket.weights for bucket in buckets if bucket.weights is not None]
-                if not first.steps_all and first.layout.owner is not None:
-                    broadcast(flats[0], groups[0], first.layout.owner)
-                elif not first.steps_all:
-                    shards = [bucket.shard_of(flat) for bucket, flat in zip(buckets, flats, strict=True)]
-                    all_gather(flats, shards, groups)
-                for bucket in buckets:
-                    if not bucket.layout.is_whole:
-                        for name in bucket.names:
-                            if name not in views:
-                                views[name] = self._tensors[name].slices(self._parameters[name].detach())
-                        slices = [views[name][place] for name, place in bucket.places]
-                        torch._foreach_copy_(slices, bucket.weight_slots)
-                        bucket.drop_weights()
-            return
+            self._gather_from_holders(reuse_gradients=reuse_gradients)
+        else:
+            self._gather_from_all(reuse_gradients=reuse_gradients)
+
+    def _gather_from_holders(self, *, reuse_gradients: bool) -> None:
+        """Forward regime: all-gather each bucket over its holders. Whole tensors are views of it, and cut ones are
+        copied from it."""
+        views: dict[str, Sequence[torch.Tensor]] = {}
+        for buckets in coalesced(self.held, self._bucket_size, gathers=True):
+            first, groups = buckets[0], [bucket.holder_group for bucket in buckets]
+            for bucket in buckets:
+                bucket.place_weights(reuse_gradients=reuse_gradients)
+                bucket.shard_to_weights()
+            flats = [bucket.weights for bucket in buckets if bucket.weights is not None]
+            if not first.steps_all and first.layout.owner is not None:
+                broadcast(flats[0], groups[0], first.layout.owner)
+            elif not first.steps_all:
+                shards = [bucket.shard_of(flat) for bucket, flat in zip(buckets, flats, strict=True)]
+                all_gather(flats, shards, groups)
+            for bucket in buckets:
+                if not bucket.layout.is_whole:
+                    for name in bucket.names:
+                        if name not in views:
+                            views[name] = self._tensors[name].slices(self._parameters[name].detach())
+                    slices = [views[name][place] for name, place in bucket.places]
+                    torch._foreach_copy_(slices, bucket.weight_slots)
+                    bucket.drop_weights()
+
+    def _gather_from_all(self, *, reuse_gradients: bool) -> None:
+        """Backward regime: one all-gather over all data-parallel ranks for each depth range (weight_gathers.py)."""
         for bucket in self.buckets:
             if self._is_stepped_by_all(bucket):
                 bucket.place_weights(reuse_gradients=reuse_gradients)
                 bucket.shard_to_weights()
                 bucket.weights_to_module(self.mask.view)
                 bucket.drop_weights()
-        everyone = self.groups.data_parallel
         for gathered in self._gathers:
-            gathered.all_gather(everyone, self.mask.view, reuse_gradients=reuse_gradients)
+            gathered.all_gather(self.groups.data_parallel, self.mask.view, reuse_gradients=reuse_gradients)
 
     def close(self) -> None:
         """Remove the hooks; the module's tensors and the optimizer's shards are unchanged."""

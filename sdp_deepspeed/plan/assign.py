@@ -18,10 +18,10 @@ from math import comb, gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from sdp_deepspeed.units import Holders, UnitCost
+from sdp_deepspeed.units import Subnetworks, UnitCost
 
 Ints = NDArray[np.int64]
-Block = tuple[int, ...]
+BaseBlock = tuple[int, ...]
 Kind = tuple[int, str | None, UnitCost | None]  # p, branch, cost
 
 MAX_SETS_PER_RANK = 8
@@ -34,7 +34,7 @@ _WANTED = "wanted"
 _SWAPS, _PATIENCE = 256, 6  # of the local search: candidates per step, steps without success
 
 
-def spectral_gap(holders: Sequence[Holders], weights: Sequence[int], num_subnetworks: int) -> float:
+def spectral_gap(holders: Sequence[Subnetworks], weights: Sequence[int], num_subnetworks: int) -> float:
     """1 - lambda_2 of W_ij = sum over units of w_u m_iu m_ju / p_u, rows normalized (docs/design.md).
 
     Args:
@@ -47,7 +47,7 @@ def spectral_gap(holders: Sequence[Holders], weights: Sequence[int], num_subnetw
     k = num_subnetworks
     if k == 1:
         return 1.0
-    shares: dict[Holders, float] = {}
+    shares: dict[Subnetworks, float] = {}
     for subnetworks, weight in zip(holders, weights, strict=True):
         shares[subnetworks] = shares.get(subnetworks, 0.0) + weight / len(subnetworks)
     sets = [subnetworks for subnetworks, share in shares.items() if share > 0]
@@ -60,7 +60,7 @@ def spectral_gap(holders: Sequence[Holders], weights: Sequence[int], num_subnetw
     return float(np.clip(1.0 - np.linalg.eigvalsh(overlaps / np.sqrt(np.outer(sums, sums)))[-2], 0.0, 1.0))
 
 
-def incidence(holders: Sequence[Holders], num_subnetworks: int) -> Ints:
+def incidence(holders: Sequence[Subnetworks], num_subnetworks: int) -> Ints:
     """0/1 table of units by subnetworks, [U, k]."""
     table = np.zeros((len(holders), num_subnetworks), dtype=np.int64)
     rows = np.repeat(np.arange(len(holders)), [len(subnetworks) for subnetworks in holders])
@@ -68,7 +68,7 @@ def incidence(holders: Sequence[Holders], num_subnetworks: int) -> Ints:
     return table
 
 
-def num_components(holders: Iterable[Holders], num_subnetworks: int) -> int:
+def num_components(holders: Iterable[Subnetworks], num_subnetworks: int) -> int:
     """Number of connected components of the bipartite graph of subnetworks and units."""
     parts = [1 << one for one in range(num_subnetworks)]
     for subnetworks in dict.fromkeys(holders):
@@ -80,7 +80,7 @@ def num_components(holders: Iterable[Holders], num_subnetworks: int) -> int:
 
 
 @lru_cache(maxsize=512)
-def base_blocks(k: int, p: int, most: int = 1, even: tuple[int, ...] = ()) -> tuple[Block, ...]:
+def base_blocks(k: int, p: int, most: int = 1, even: tuple[int, ...] = ()) -> tuple[BaseBlock, ...]:
     """Base blocks of p elements of Z_k, the flattest first.
 
     Args:
@@ -91,7 +91,7 @@ def base_blocks(k: int, p: int, most: int = 1, even: tuple[int, ...] = ()) -> tu
     """
     if 2 * p > k:  # the difference counts of the complement are equally flat
         return tuple(_complement(block, k) for block in base_blocks(k, k - p, most, even))
-    blocks: list[Block] = []
+    blocks: list[BaseBlock] = []
     gaps: list[float] = []
     spectrum = np.zeros(k // 2 + 1)
     while len(blocks) < most:
@@ -101,7 +101,7 @@ def base_blocks(k: int, p: int, most: int = 1, even: tuple[int, ...] = ()) -> tu
     return tuple(blocks[: gaps.index(max(gaps)) + 1])
 
 
-def _flattest(k: int, p: int, spectrum: NDArray[np.float64], even: tuple[int, ...]) -> Block:
+def _flattest(k: int, p: int, spectrum: NDArray[np.float64], even: tuple[int, ...]) -> BaseBlock:
     """The best block to add to blocks whose power spectra sum to `spectrum`."""
     if comb(k - 1, p - 1) * k <= _EXHAUSTIVE:
         blocks = [(0, *rest) for rest in combinations(range(1, k), p - 1)]
@@ -135,24 +135,24 @@ def _scores(
     return np.round(power[:, 1:].max(axis=1), 6), (differences**2).sum(axis=1), uneven
 
 
-def _indicator(blocks: Sequence[Block], k: int) -> Ints:
+def _indicator(blocks: Sequence[BaseBlock], k: int) -> Ints:
     table = np.zeros((len(blocks), k), dtype=np.int64)
     np.put_along_axis(table, np.array(blocks), 1, axis=1)
     return table
 
 
-def _complement(block: Block, k: int) -> Block:
+def _complement(block: BaseBlock, k: int) -> BaseBlock:
     return tuple(sorted(set(range(k)).difference(block)))
 
 
 @lru_cache(maxsize=512)
-def translates(block: Block, k: int) -> tuple[Holders, ...]:
+def translates(block: BaseBlock, k: int) -> tuple[Subnetworks, ...]:
     """Translates B + t for t from 0 to k - 1, each ascending."""
     return tuple(tuple(sorted((one + t) % k for one in block)) for t in range(k))
 
 
 @lru_cache(maxsize=512)
-def _table(block: Block, k: int) -> Ints:
+def _table(block: BaseBlock, k: int) -> Ints:
     return incidence(translates(block, k), k)
 
 
@@ -165,8 +165,8 @@ def assign(
     branches: Sequence[str | None] | None = None,
     wanted: Collection[int] = (),
     balance_elements: bool = False,
-) -> tuple[Holders, ...]:
-    """Holders of each unit, ascending; deterministic.
+) -> tuple[Subnetworks, ...]:
+    """Subnetworks of each unit, ascending; deterministic.
 
     Units of a kind (blocks of equal cost, neurons or heads of a branch) are dealt to all translates in turn. Leftover
     units, fewer than a round, start with evenly spread or random translates, and move while that improves the balance.
@@ -190,7 +190,7 @@ def assign(
         alike.setdefault((kind, cost, unit in wanted), []).append(unit)
     amounts, weights = _amounts(costs, num_holders, balance_elements), [cost.num_parameters for cost in costs]
     num_rest = sum(len(units) % k for (p, _, _), units in kinds.items() if p < k)
-    best: tuple[tuple[float, ...], list[Holders]] | None = None
+    best: tuple[tuple[float, ...], list[Subnetworks]] | None = None
     for number in range(min(_TRIES, 3 + _WORK // (max(1, num_rest, len(costs) // 8) * k))):
         deal = _Deal(kinds, amounts, k, number, wanted)
         deal.balance()
@@ -226,9 +226,9 @@ class _Deal:
         for (_, name, _), units in kinds.items():
             if name is not None:
                 self._needs.setdefault(name, []).extend(units)
-        self.holders: list[Holders] = [tuple(range(k))] * len(amounts)
+        self.holders: list[Subnetworks] = [tuple(range(k))] * len(amounts)
         # unit, its candidates, these as a table, and the need that it meets
-        self._movable: list[tuple[int, list[Holders], Ints, str | None]] = []
+        self._movable: list[tuple[int, list[Subnetworks], Ints, str | None]] = []
         shuffler, numbers = random.Random(number), sorted({p for p, _, _ in kinds if p < k})
         self._max_sets = max(MAX_SETS_PER_RANK, *numbers, 0)
         for p in numbers:
@@ -296,7 +296,8 @@ def _imbalance(loads: Ints) -> NDArray[np.float64]:
 
 
 def _amounts(costs: Sequence[UnitCost], num_holders: Sequence[int], balance_elements: bool) -> Ints:
-    """Amounts to balance, [U, 1 or 2]: FLOPs with a small share of bytes; elements that a holder owns. Integers, so
+    """Amounts to balance, [U, 1 or 2]: FLOPs with a small share of bytes; elements that each
+    subnetwork's replicas own. Integers, so
     that results are equal on all machines."""
 
     def shares(values: Sequence[int], scale: int) -> Ints:
@@ -308,7 +309,7 @@ def _amounts(costs: Sequence[UnitCost], num_holders: Sequence[int], balance_elem
     return np.stack([flops, shares(owned, 1 << 21)][: 1 + balance_elements], axis=1)
 
 
-def _permuted(holders: Sequence[Holders], alike: Sequence[list[int]], k: int, seed: int) -> tuple[Holders, ...]:
+def _permuted(holders: Sequence[Subnetworks], alike: Sequence[list[int]], k: int, seed: int) -> tuple[Subnetworks, ...]:
     """Shuffle the sets of equal units, and rotate all subnetworks if that keeps the sets."""
     shuffler, result = random.Random(seed), list(holders)
     for units in alike:

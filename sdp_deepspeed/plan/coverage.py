@@ -115,8 +115,8 @@ def _as_tuple(value: Any) -> Any:
 
 RULES = "rules"  # tag in the locations of pydantic's errors
 _EITHER = Discriminator(_tag), BeforeValidator(_as_tuple)
-Coverage = Annotated[Annotated[Share, Tag("number")] | Annotated[tuple[CoverageRule, ...], Tag(RULES)], *_EITHER]
-Holders = Annotated[Annotated[Count, Tag("number")] | Annotated[tuple[HoldersRule, ...], Tag(RULES)], *_EITHER]
+CoverageSetting = Annotated[Annotated[Share, Tag("number")] | Annotated[tuple[CoverageRule, ...], Tag(RULES)], *_EITHER]
+HoldersSetting = Annotated[Annotated[Count, Tag("number")] | Annotated[tuple[HoldersRule, ...], Tag(RULES)], *_EITHER]
 Given = float | tuple[CoverageRule, ...] | tuple[HoldersRule, ...]
 """A share (float), a count (int), or rules of one of both."""
 

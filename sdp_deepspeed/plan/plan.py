@@ -31,7 +31,7 @@ from sdp_deepspeed.atomic_files import regular, write_text
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.assign import incidence, spectral_gap
 from sdp_deepspeed.plan.coverage import in_words
-from sdp_deepspeed.units import Holders, Kind, Piece, Unit, UnitCost
+from sdp_deepspeed.units import Kind, Piece, Subnetworks, Unit, UnitCost
 
 StrategyName = Literal["block", "neuron"]
 _MAX_LISTED = 64  # maximum rows and columns of the printed table
@@ -61,7 +61,7 @@ class Plan:
     num_holders: int | None
     seed: int
     units: tuple[Unit, ...]
-    holders: tuple[Holders, ...]
+    holders: tuple[Subnetworks, ...]
     subnetwork_of_rank: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ class Plan:
         return self._ranks_of_set[self.holders[unit]]
 
     @cached_property
-    def _ranks_of_set(self) -> dict[Holders, tuple[int, ...]]:
+    def _ranks_of_set(self) -> dict[Subnetworks, tuple[int, ...]]:
         return {
             holders: tuple(rank for rank, subnetwork in enumerate(self.subnetwork_of_rank) if subnetwork in held)
             for holders in dict.fromkeys(self.holders)

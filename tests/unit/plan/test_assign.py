@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sdp_deepspeed.plan.assign import (
     MAX_SETS_PER_RANK,
-    Holders,
+    Subnetworks,
     assign,
     base_blocks,
     incidence,
@@ -24,12 +24,12 @@ from sdp_deepspeed.units import UnitCost
 ATTENTION, MLP = UnitCost(40, 80, 90), UnitCost(80, 160, 160)
 
 
-def block_of(holders: Holders, k: int) -> Holders:
+def block_of(holders: Subnetworks, k: int) -> Subnetworks:
     """The same for all translates of a set."""
     return min(tuple(sorted((one - first) % k for one in holders)) for first in holders)
 
 
-def loads(holders: Sequence[Holders], costs: Sequence[UnitCost], k: int) -> np.ndarray:
+def loads(holders: Sequence[Subnetworks], costs: Sequence[UnitCost], k: int) -> np.ndarray:
     return incidence(holders, k).T @ [cost.flops for cost in costs]
 
 

@@ -17,12 +17,12 @@ from sdp_deepspeed.plan.assign import incidence, translates
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.theory import dense_gradients, deviation, distance, mean, permitted
 from sdp_deepspeed.reference.virtual_workers import held_mask, masked_average
-from sdp_deepspeed.units import Holders, Piece, Unit
+from sdp_deepspeed.units import Piece, Subnetworks, Unit
 from tests.helpers.models import loss_of
 from tests.helpers.properties import examples
 
 
-def synthetic(holders: Sequence[Holders], k: int, weights: Sequence[int]) -> tuple[nn.Module, Plan]:
+def synthetic(holders: Sequence[Subnetworks], k: int, weights: Sequence[int]) -> tuple[nn.Module, Plan]:
     """Units of `weights` elements, each a parameter of its own."""
     model = nn.Module()
     for unit, weight in enumerate(weights):
@@ -54,7 +54,7 @@ def gossip(plan: Plan, weights: Sequence[int]) -> np.ndarray:
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> tuple[tuple[Holders, ...], int, list[int]]:
+def tables(draw: st.DrawFn) -> tuple[tuple[Subnetworks, ...], int, list[int]]:
     k = draw(st.integers(2, 6))
     p = draw(st.integers(1, k))
     choice = st.sampled_from(list(itertools.combinations(range(k), p)))
@@ -65,7 +65,7 @@ def tables(draw: st.DrawFn) -> tuple[tuple[Holders, ...], int, list[int]]:
 @given(tables(), st.integers(0, 2**31))
 @examples(60)
 def test_the_proposition_for_any_table_weights_and_gradients(
-    table: tuple[tuple[Holders, ...], int, list[int]], seed: int
+    table: tuple[tuple[Subnetworks, ...], int, list[int]], seed: int
 ) -> None:
     """(a), (b) and (d); fp32 gradients of size 7, fp64 sums: absolute errors far below 1e-3 of V."""
     holders, k, weights = table
