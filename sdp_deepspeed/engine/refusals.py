@@ -1,7 +1,7 @@
 """Settings that the engine refuses before it is built, because the run would not train what they ask for.
 
-Settings that do not change the result are accepted: those without an effect at the run's ZeRO stage, and those that
-only tune DeepSpeed's own reduction.
+Settings that do not change the result are accepted: those without an effect at the run's ZeRO stage or precision, and
+those that only tune DeepSpeed's own reduction.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ def refuse_settings(tree: Mapping[str, Any]) -> None:
     Args:
         tree: the DeepSpeed config, with values of the right types.
     """
+    tree = {key: part for key, part in tree.items() if key not in ("fp16", "bf16") or _is_on(part)}
     found = [
         f"{path}: got {value!r}, which is not supported with {KEY}: {why}"
         for path, _, is_refused, why in REFUSED

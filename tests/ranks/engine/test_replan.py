@@ -75,6 +75,10 @@ def of_its_author() -> nn.Module:
     return OwnModel(mpu().get_model_parallel_group())
 
 
+def own_groups() -> dict[str, Any]:
+    return {"mpu": mpu()}
+
+
 ALL_MODES = [
     *(Phase({}, 1), Phase(NEURON, 2), Phase(CUT), Phase(LAYERS, 0), Phase(BACKWARD), Phase({"holders": 2}, 2)),
     Phase(NEURON, 1),
@@ -118,7 +122,7 @@ SEQUENCES = {
         4,
         [Phase(CHECKED, 1), Phase(NEURON), Phase(CUT, 2), Phase({"holders": 2})],
         model=of_its_author,
-        options=lambda: {"mpu": mpu()},
+        options=own_groups,
     ),
 }
 GROWING = [

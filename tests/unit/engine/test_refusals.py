@@ -39,6 +39,7 @@ def test_settings_are_refused_by_name(settings: dict[str, Any], path: str) -> No
         {},
         {"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_scatter": False}},
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}, "zero_hpz_partition_size": 1}},
+        {"fp16": {"enabled": False, "fp16_master_weights_and_grads": True}, "bf16": {"enabled": True}},
         {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
         {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
         {"sequence_parallel_size": 1, "expert_parallel": {"enabled": False}, "autotuning": {"enabled": False}},
