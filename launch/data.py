@@ -41,7 +41,7 @@ class Data:
             the share of the blocks.
         sequence_length: tokens per block.
         tokenizer: name or folder. By default a byte-level BPE is trained on the first `tokenizer_documents` documents.
-        vocab_size: of the trained tokenizer.
+        vocab_size: vocabulary size of the trained tokenizer.
         validation_fraction: share of the documents to hold out, chosen by a hash of the text.
         validation_blocks: maximum number of held-out blocks in an evaluation.
         streaming: read and tokenize during training, instead of once before it. Requires `max_steps`.

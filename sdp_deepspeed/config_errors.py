@@ -27,7 +27,7 @@ def explain(error: ValidationError, block: Mapping[str, Any], root: str, models:
     """Describe all problems of a block, one line each.
 
     Args:
-        error: of the block's model.
+        error: validation error of the block's model.
         block: the original block.
         root: key of the block.
         models: the block's model at "", and models of nested objects by key. The title of a field says what is

@@ -42,7 +42,7 @@ class DenseView:
     Args:
         mask: applied.
         groups: process groups.
-        device: of the weights.
+        device: device of the weights.
         wait: synchronizes all ranks before the first collective.
         changed: called when the module is the subnetwork again; weights may have been changed meanwhile.
         is_scaled: whether to multiply dense branches by their coverage.

@@ -200,7 +200,7 @@ class DeferredWeights:
     a mask may be applied.
 
     Attributes:
-        seed: of this rank at `Init`; all ranks must use the same seed.
+        seed: this rank's seed at `Init`; all ranks must use the same seed.
 
     Raises:
         ValueError: the same on every rank: a tensor is not initialized, was replaced after `Init`, or was built
@@ -247,8 +247,8 @@ class DeferredWeights:
         Tensor objects and random state are unchanged. Peak memory is what the rank stores, plus one dense tensor.
 
         Args:
-            mask: of the model, applied or not.
-            device: of the weights.
+            mask: mask of the model, applied or not.
+            device: device of the weights.
             seed: the same on every rank.
 
         Raises:

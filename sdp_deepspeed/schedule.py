@@ -68,7 +68,7 @@ class Schedule:
 
     Args:
         config: the original DeepSpeed config.
-        key: of the block in it.
+        key: key of the block in `config`.
         phases: at least one.
         redraw_interval: number of steps after which a new assignment is drawn; None for never.
     """
@@ -160,8 +160,8 @@ def blocks_of_phases(block: Mapping[str, Any], key: str) -> list[tuple[str, dict
     """The path, for messages, and the effective block of each phase; of a block without schedule, its own.
 
     Args:
-        block: with keys of valid types.
-        key: of the block.
+        block: block with keys of valid types.
+        key: key of the block.
 
     Raises:
         ValueError: problems of phases, one line each.

@@ -107,7 +107,7 @@ class Branch:
     """A branch that a skip connection bypasses: `x + after(body(norm(x)))`.
 
     Args:
-        name: of the part: "attention", "mlp", or your own.
+        name: name of the part: "attention", "mlp", or your own.
         norm: submodule of the layer at the start of the branch, or several that run one after the other, from one
             tensor to one tensor. None without a norm, or if the norm is shared: two branches read it, or it is on the
             residual stream.
@@ -122,7 +122,7 @@ class Branch:
         handed_on: keyword arguments that a lacking body returns as its further outputs (T5's position bias); other
             outputs are None.
         uncut_reason: why there is no `inner`, for error messages.
-        experts: for a mixture of experts; some layers of the class may lack them.
+        experts: description of a mixture of experts; some layers of the class may lack them.
         when: conditions for a layer to have this branch: attribute paths with a value or a type, for classes whose
             config decides what they compute. Several branches may have the same name.
         bypassed: conditions, like `when`, for the skip connection to be the identity. Elsewhere the branch cannot be a

@@ -23,7 +23,7 @@ class LocatedBranch:
 
     Args:
         layer: dense name of its layer, as in `named_modules()`.
-        description: of the branch.
+        description: description of the branch.
         pieces: all of the branch's parameters and buffers, whole.
         num_cells: neurons or heads (key/value heads) inside; 0 if the description names none.
         cut_tensors: tensors over these.

@@ -33,9 +33,9 @@ def check_own_forward(name: str, layer: nn.Module, described: type, code: Mappin
     """Raise ValueError for a layer that runs other code than the described class.
 
     Args:
-        name: of the layer, for messages.
+        name: name of the layer, for messages.
         described: its class, or the nearest described base class.
-        code: of `described` when it was described; None if it was described by name.
+        code: methods of `described` when it was described; None if it was described by name.
     """
     layer_class, own_code = type(layer), code_of(described)
     for method, function in own_code.items():

@@ -18,7 +18,7 @@ class _Description:
     """Description of a class.
 
     Args:
-        branches: in forward order.
+        branches: branches in forward order.
         code: methods of the class at that time; None if it was described by name.
     """
 
@@ -65,7 +65,7 @@ def branches_in(name: str, layer: nn.Module) -> tuple[Branch, ...]:
     """Branches of a module; empty if it is not a described layer.
 
     Args:
-        name: of the layer, for messages.
+        name: name of the layer, for messages.
 
     Raises:
         ValueError: the layer runs other code than the described class, its form is not described, or it lacks an

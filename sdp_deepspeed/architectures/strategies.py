@@ -30,7 +30,7 @@ def units_of_branches(
 
     Args:
         strategy: "block", "neuron", or a mapping from parts (names of branches) to these; other parts are shared.
-        granularity: of blocks: "sublayer" makes each branch a unit, "layer" all branches of a layer.
+        granularity: unit of the block strategy: "sublayer" makes each branch a unit, "layer" all branches of a layer.
         shared: regular expressions of names or parameters of units to share.
         neuron_groups: number of units of each branch without heads.
         num_subnetworks: default of `neuron_groups`.

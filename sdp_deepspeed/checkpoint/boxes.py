@@ -71,8 +71,8 @@ class Targets:
     """Destinations of stored tensors on this rank.
 
     Args:
-        boxes: of live weights, and of new moments.
-        moments: by parameter of the optimizer; None keeps the optimizer's state.
+        boxes: boxes of live weights, and of new moments.
+        moments: moments by parameter of the optimizer; None keeps the optimizer's state.
     """
 
     boxes: State
@@ -84,7 +84,7 @@ def make_targets(state: RankState, stored: Mapping[str, Any], facts: Facts | Non
 
     Args:
         stored: DCP's metadata of each stored tensor, by key.
-        facts: of the saved optimizer; None keeps the optimizer's state.
+        facts: facts of the saved optimizer; None keeps the optimizer's state.
         strict: whether missing and unexpected tensors are errors.
 
     Raises:

@@ -111,7 +111,7 @@ def publish(folder: Path, tag: str, checksums: Checksums, *, latest: bool, keep_
     """Complete a checkpoint, rename it, update `latest`, and remove old checkpoints.
 
     Args:
-        checksums: of all files.
+        checksums: checksums of all files.
         latest: whether to update `latest`.
         keep_last: number of checkpoints to keep; None keeps all.
     """

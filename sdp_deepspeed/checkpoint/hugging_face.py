@@ -69,8 +69,8 @@ def export(
     Tensors are staged in a scratch file, so that one output shard is in memory at a time.
 
     Args:
-        facts: of the checkpoint (checkpointer.py).
-        dtype: of floating-point weights. Default: that of the run; masters are rounded once.
+        facts: facts of the checkpoint (checkpointer.py).
+        dtype: dtype of floating-point weights. Default: that of the run; masters are rounded once.
         tokenizer: folder of a tokenizer to add.
 
     Raises:
@@ -102,8 +102,8 @@ def dense_state_dict(
     """Gather the live dense model in host memory of rank 0; empty on other ranks. Collective.
 
     Args:
-        device: of collectives in the default group.
-        dtype: of floating-point weights. Default: that of the run; masters are rounded once.
+        device: device of collectives in the default group.
+        dtype: dtype of floating-point weights. Default: that of the run; masters are rounded once.
     """
     offered = {key: boxes for key, boxes in written_state(state).items() if key.startswith(f"{WEIGHT}/")}
     offers = Offers(offered, state.groups.control)

@@ -63,7 +63,7 @@ def load_state(taken: TakenState, state: RankState, device: torch.device) -> int
     """Load the state into the new layout; collective.
 
     Args:
-        device: of collectives in the default group.
+        device: device of collectives in the default group.
 
     Returns:
         Number of bytes that this rank has sent.

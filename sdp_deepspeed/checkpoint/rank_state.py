@@ -34,7 +34,7 @@ class Other(NamedTuple):
 
     Args:
         is_written: whether this rank saves them.
-        offsets: in the slice.
+        offsets: offsets in the slice.
         values: a view.
     """
 
@@ -63,7 +63,7 @@ class RankState:
     """Model and optimizer state of one rank.
 
     Args:
-        mask: of the model.
+        mask: mask of the model.
         optimizer: the sharded optimizer.
         groups: process groups.
         shards: the part of each dense tensor that this tensor-parallel rank has.

@@ -194,7 +194,7 @@ def universal_tag(folder: Path, tag: str | None) -> str | None:
     """The tag to load in the universal format; None if the checkpoint is in our format.
 
     Args:
-        folder: of all checkpoints.
+        folder: folder that contains all checkpoints.
         tag: name of the checkpoint. Default: the one in `latest_universal`.
 
     Raises:
@@ -222,7 +222,7 @@ def refuse_foreign(folder: Path, tag: str | None) -> None:
     """Raise ValueError for a checkpoint of plain DeepSpeed.
 
     Args:
-        folder: of all checkpoints.
+        folder: folder that contains all checkpoints.
         tag: name of the checkpoint. Default: the one in `latest`.
     """
     name = next(iter(tags_to_try(folder)), None) if tag is None else tag
@@ -276,7 +276,7 @@ class _Universal:
 
     Args:
         tensors: memory-mapped, by our key.
-        folders: of tensors, by dense name.
+        folders: folders of the tensors, by dense name.
         model: content of the model file.
         optimizer: content of the optimizer file; empty without.
     """

@@ -56,15 +56,15 @@ class Forecast:
     """Estimate of one rank's optimizer step.
 
     Args:
-        num_parameters: of the dense model.
+        num_parameters: number of parameters of the dense model.
         items_per_step: tokens (or images) on all ranks.
         rank: bytes of model state, buffers and traffic.
         activations: live bytes of one micro-batch at the end of the forward pass. Attention is assumed to be fused:
             scores are not stored.
         peak: largest number of bytes of live tensors. Kernel workspaces, fragmentation and the CUDA context are not
             included.
-        flops: of the forward and backward passes on this rank.
-        warnings: from the planner.
+        flops: FLOPs of the forward and backward passes on this rank.
+        warnings: warnings of the planner.
     """
 
     num_parameters: int
@@ -81,7 +81,7 @@ class Model:
 
     Args:
         shape: config with `model_type`, of a causal language model or an image classifier.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         sequence_length: tokens per sample; None for images.
         autocast: dtype of automatic mixed precision; None disables it.
 
@@ -136,7 +136,7 @@ class MicroStep:
         peak: maximum.
         peak_keeping: maximum if no `.grad` is freed.
         peak_in_units: maximum over the times at which watched parameters receive their gradients.
-        flops: of both passes.
+        flops: FLOPs of both passes.
     """
 
     activations: int
@@ -151,7 +151,7 @@ class Reduction:
     """Parameters whose gradients are reduced together.
 
     Args:
-        names: of the parameters.
+        names: names of the parameters.
         at_first: bytes allocated when the first gradient is ready.
         at_last: bytes allocated when all gradients are ready.
         waits: whether each `.grad` is kept until all gradients are ready.
@@ -272,7 +272,7 @@ def micro_step(
     """Run one micro-batch forward and backward.
 
     Args:
-        parameters: by name.
+        parameters: parameters by name.
         ignored: tensors that are not counted.
         watched: names of parameters for `MicroStep.peak_in_units`.
         reductions: other gradients are freed at once.

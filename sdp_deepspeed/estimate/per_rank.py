@@ -77,7 +77,7 @@ class ShardedRun:
     Args:
         plan: assignment of units to subnetworks.
         tensors: parameters of the dense model in model order.
-        setup: of the run.
+        setup: setup of the run.
     """
 
     plan: Plan
@@ -203,7 +203,7 @@ def estimate(plan: Plan, tensors: Sequence[TensorInfo], setup: Setup) -> tuple[R
 
     Args:
         plan: assignment of units to subnetworks.
-        tensors: of the dense model in model order; buffers are ignored.
+        tensors: tensors of the dense model in model order; buffers are ignored.
     """
     run = ShardedRun(plan, [info for info in tensors if info.kind == "parameter"], setup)
     return tuple(map(run.estimate, range(run.num_ranks)))

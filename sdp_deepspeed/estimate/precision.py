@@ -13,9 +13,9 @@ class Precision:
     """Bytes per element.
 
     Args:
-        weights: in the training dtype.
-        gradients: as they are summed over micro-steps at stages 0 and 1.
-        wire: of gradients that are sent (`communication_data_type`).
+        weights: weights, in the training dtype.
+        gradients: gradients, as they are summed over micro-steps at stages 0 and 1.
+        wire: gradients on the wire (`communication_data_type`).
         num_moments: fp32 moments per element: Adam 2; Lion, Adagrad, SGD with momentum 1; SGD 0.
     """
 

@@ -24,11 +24,11 @@ class ShardedSetup:
     """Settings that determine a rank's bytes, besides plan and shapes. Sizes are in bytes per element.
 
     Args:
-        weights: of stored weights and averaged gradients.
-        compute: of the gathered weights (`mp_policy.param_dtype`).
-        wire: of gradients that are sent (`mp_policy.reduce_dtype`).
+        weights: stored weights and averaged gradients.
+        compute: gathered weights (`mp_policy.param_dtype`).
+        wire: gradients on the wire (`mp_policy.reduce_dtype`).
         num_moments: fp32 moments per element: Adam 2.
-        master: of a separate copy that the optimizer steps; 0 if it steps the stored weights.
+        master: separate copy that the optimizer steps; 0 if it steps the stored weights.
         accumulation: micro-steps. Each gathers weights and averages gradients.
     """
 
@@ -45,7 +45,7 @@ class ShardedTensor:
     """A tensor, or the slices of it that the same ranks hold.
 
     Args:
-        name: of the tensor.
+        name: name of the tensor.
         shape: before sharding.
         holders: ranks that hold it.
         unit: parts of one unit are gathered together; of neurons and heads, those of a layer; None for shared parts.
@@ -78,8 +78,8 @@ def estimate_sharded(
     """One estimate for each rank.
 
     Args:
-        plan: in the forward regime.
-        tensors: of the dense model in model order; buffers are ignored.
+        plan: plan in the forward regime.
+        tensors: tensors of the dense model in model order; buffers are ignored.
         branches: residual branches of the model. A branch that all ranks hold is gathered by itself; without `branches`
             it counts as shared.
     """

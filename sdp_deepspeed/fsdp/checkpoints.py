@@ -139,7 +139,7 @@ class CheckpointManager:
 
     Args:
         model: the sharded model.
-        optimizer: over its parameters, before its first step: steps are counted from here on.
+        optimizer: optimizer of its parameters, before its first step: steps are counted from here on.
         lr_scheduler: an object with `state_dict` and `load_state_dict`.
 
     Attributes:

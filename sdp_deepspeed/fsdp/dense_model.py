@@ -48,8 +48,8 @@ class DenseModel:
     """Gathers and runs the dense model of a sharded model.
 
     Args:
-        mask: of the model, not applied yet.
-        parts: of the parameters, by dense name.
+        mask: mask of the model, not applied yet.
+        parts: parts of the parameters, by dense name.
         is_scaled: whether to multiply branches by their coverage.
         policy: FSDP2's mixed precision policy.
         tensor_parallel: the parts of each parameter on tensor-parallel ranks; None without tensor parallelism.

@@ -48,7 +48,7 @@ class CollectiveOrder:
         units: modules of the units that this rank holds, ordered by the last one; each list is one FSDP2 group.
         can_run_again: whether activations may be checkpointed. Not if branches pass tensors to later layers (T5's
             position bias): the gradient of those is complete in a different unit on each rank.
-        output_dtype: of FSDP2's mixed precision policy.
+        output_dtype: output dtype of FSDP2's mixed precision policy.
     """
 
     def __init__(

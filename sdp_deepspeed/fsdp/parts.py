@@ -51,11 +51,11 @@ class Part:
 
     Args:
         name: dense.
-        path: of the parameter in the model.
+        path: path of the parameter in the model.
         holders: data-parallel indices, ascending.
-        pieces: in dense order.
-        dim: along which the pieces are slices; None for the whole tensor.
-        shape: of the parameter.
+        pieces: pieces in dense order.
+        dim: dimension along which the pieces are slices; None for the whole tensor.
+        shape: shape of the parameter.
         is_sharded: False for `ignored_params`, which every rank has as a whole.
     """
 
@@ -169,7 +169,7 @@ def split_branch(mask: Mask, branch: LocatedBranch, parts: Mapping[str, Sequence
 
     Args:
         mask: applied.
-        parts: by dense name.
+        parts: parts by dense name.
 
     Returns:
         The parts by holder set, in the order in which they are gathered; empty if the branch is not split.

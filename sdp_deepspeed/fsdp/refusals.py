@@ -116,7 +116,7 @@ def check_same_settings(config: SubnetworkConfig, options: str, control: Any) ->
     """Compare block and options over all ranks; collective.
 
     Args:
-        options: as text.
+        options: the options as text.
 
     Raises:
         RuntimeError: on all ranks, naming the settings that differ and their values.

@@ -131,9 +131,9 @@ class Start:
         tensor_parallel: None without tensor parallelism.
         deferred: weights of a model built under `Init`, else None.
         state_names: dense name of the tensor of each key of the state dict.
-        plan: in coordinates of the dense model.
-        mask: in coordinates of this rank's tensors.
-        units: of all ranks.
+        plan: plan in coordinates of the dense model.
+        mask: mask in coordinates of this rank's tensors.
+        units: units of all ranks.
     """
 
     module: nn.Module

@@ -36,12 +36,12 @@ class ShardedModel:
     Args:
         module: the sharded module.
         block: the parsed block.
-        plan: in coordinates of the dense model.
+        plan: plan in coordinates of the dense model.
         mask: applied before the module was sharded. Its pieces, shapes and buffers are valid, its parameters are not.
         groups: process groups of the holder sets.
-        mesh: of the data-parallel ranks.
-        device: of the collectives.
-        parts: of all parameters, by dense name.
+        mesh: mesh of the data-parallel ranks.
+        device: device of the collectives.
+        parts: parts of all parameters, by dense name.
         units: modules of each unit that this rank holds, ordered by the last one; each list is one FSDP2 group.
         dense: runs the dense model.
         state_names: dense name of the tensor of each key of the dense state dict.

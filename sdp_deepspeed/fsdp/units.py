@@ -23,7 +23,7 @@ class UnitModules:
     Args:
         branch: the first branch of the unit.
         holders: data-parallel indices; None for neurons or heads, which have several holder sets.
-        paths: of the modules, in forward order.
+        paths: paths of the modules, in forward order.
     """
 
     branch: LocatedBranch
@@ -100,7 +100,7 @@ def held_units(mask: Mask, units: Iterable[UnitModules], parts: Mapping[str, Seq
 
     Args:
         mask: applied.
-        parts: by dense name.
+        parts: parts by dense name.
     """
     found: dict[tuple[str, Holders], tuple[nn.Module, ...]] = {}
     for unit in units:

@@ -27,7 +27,7 @@ def check_description(
     Weights must not be zero, which would hide mistakes.
 
     Args:
-        model: with described layers; it is copied.
+        model: model with described layers; it is copied.
         batch: keyword arguments of the model, or its single argument.
         loss_of: computes the loss of a model and the batch. Default: `.loss` of the output, or the mean of its squares.
 

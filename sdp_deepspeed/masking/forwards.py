@@ -22,7 +22,7 @@ class Forward:
     Args:
         module: whose forward is replaced.
         previous: the forward before.
-        state: of the function that replaces it.
+        state: state of the function that replaces it.
     """
 
     module: Any

@@ -26,7 +26,7 @@ class Lacking:
     """State of the forward of a lacking module.
 
     Args:
-        num_outputs: of the body; 0 for a module that passes its input on.
+        num_outputs: number of outputs of the body; 0 for a module that returns its input.
         handed_on: keyword arguments that are returned as further outputs; remaining outputs are None.
         has_storage: whether zeros need storage, because the layer writes to them.
         added_to: position of the argument to which the body adds its output itself.

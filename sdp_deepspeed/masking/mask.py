@@ -33,12 +33,12 @@ class Mask:
 
     Args:
         model: whole, on its final device.
-        plan: in coordinates of this model's tensors; with tensor parallelism those of this rank.
+        plan: plan in coordinates of this model's tensors; with tensor parallelism, in those of this rank.
         rank: data-parallel index.
         branches: residual branches of the model, with tensor parallelism as on this rank. Default: located here.
 
     Attributes:
-        parameters, buffers: of the model, by dense name.
+        parameters, buffers: parameters and buffers of the model, by dense name.
         pieces: slices of each parameter with the ranks that hold them, by dense name. Shared ones have all ranks.
         buffer_pieces: the same for buffers.
         shapes: dense shapes of parameters and buffers, by name.

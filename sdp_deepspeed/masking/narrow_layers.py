@@ -75,9 +75,9 @@ class HeldHeads:
 
     Args:
         heads: indices of the held heads.
-        num_heads: of the dense body.
+        num_heads: number of heads of the dense body.
         by_head: keyword arguments with the model's heads along dim 1.
-        num_outputs, handed_on: of the branch.
+        num_outputs, handed_on: see `Branch`.
     """
 
     heads: tuple[int, ...]

@@ -15,7 +15,7 @@ class KnownParameters:
     """The Parameter objects of a module at construction.
 
     Args:
-        parameters: by name.
+        parameters: parameters by name.
         frozen: names of parameters in the optimizer that did not require gradients.
     """
 

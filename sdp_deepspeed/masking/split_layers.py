@@ -40,7 +40,7 @@ class Ranges:
     """Division of the indices of a cut dimension into parts.
 
     Args:
-        lengths: of runs of indices, in dense order.
+        lengths: lengths of runs of indices, in dense order.
         parts: part of each run.
     """
 
@@ -86,7 +86,7 @@ class SplitState:
     Args:
         parts: parameters of each part, by name; empty for the layer's own ones. Read at each call, since FSDP2 replaces
             gathered parameters.
-        cuts: of these parameters.
+        cuts: how these parameters are cut.
         sizes: size attributes of each part.
         dim: dimension of the activations that contains neurons, heads or channels.
         bias: name of a parameter that is not cut, and added by the first part only; empty if there is none.

@@ -91,7 +91,7 @@ def refuse_difference(what: str, facts: Mapping[int, Sequence[str]]) -> None:
     """Raise RuntimeError with the first fact in which a rank differs from the first one.
 
     Args:
-        facts: of each rank, gathered.
+        facts: facts of each rank, gathered.
     """
     first = min(facts)
     for rank, own in facts.items():
@@ -109,7 +109,7 @@ def check_same_parameters(model: Any, members: Collection[Sequence[int]], group:
 
     Args:
         members: ranks that must have the same parameters; tensor-parallel ranks need not.
-        group: of all ranks.
+        group: group of all ranks.
 
     Raises:
         RuntimeError: on all ranks.

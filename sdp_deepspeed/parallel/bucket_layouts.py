@@ -33,7 +33,7 @@ class Slice(NamedTuple):
 
     Args:
         start: first element in the bucket.
-        shape: of the slice, in row-major order.
+        shape: shape of the slice, in row-major order.
     """
 
     piece: Piece
@@ -53,12 +53,12 @@ class BucketLayout:
         depth_range: 0 for the last layers, whose gradients are ready first.
         holders: data-parallel indices.
         param_group: index of the optimizer's param group.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         is_whole: whether the slices are whole tensors, not parts of cut ones.
         is_replicated: whether all tensor-parallel ranks have the same values.
         owner: data-parallel index of the holder that steps the bucket, for an optimizer of whole tensors; None if each
             holder steps a shard.
-        slices: in the order in which their gradients become ready.
+        slices: slices in the order in which their gradients become ready.
     """
 
     depth_range: int
@@ -114,8 +114,8 @@ def plan_buckets(
 
     Args:
         pieces: pieces of each dense tensor with their holders, in the order in which the forward pass uses tensors.
-        shapes: of the dense tensors.
-        dtypes: of the weights.
+        shapes: shapes of the dense tensors.
+        dtypes: dtypes of the weights.
         param_groups: param group index of each trained tensor; other tensors are in no bucket.
         bucket_size: maximum number of elements that a rank holds in one depth range, unless a single tensor has more.
             Default: 50 million, or a sixteenth of what a rank holds if that is more, since a rank has a bucket per

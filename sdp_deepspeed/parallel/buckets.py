@@ -83,7 +83,7 @@ class Bucket:
         layout: contents of the bucket.
         group: the holders; None if this rank is not a holder and only receives weights (backward regime).
         steps_all: whether this rank's optimizer steps the whole bucket, not only a shard (stage 0).
-        device: of the weights.
+        device: device of the weights.
 
     Attributes:
         weights: flat [size] in the weights' dtype; of cut tensors only while they are sent, else None.
@@ -91,7 +91,7 @@ class Bucket:
         weight_slots, gradient_slots: views of each slice into these, in the slice's shape.
         parameters: what the optimizer steps: the shard, or whole tensors.
         places: tensor of each slice, and index of the slice among the held slices of the tensor.
-        filled: for each slice whether its slot has the accumulated gradient of this step.
+        filled: for each slice, whether its slot has the accumulated gradient of this step.
         waits_for: names of tensors whose gradients are not ready in this backward pass.
         shard: flat fp32 parameter of the optimizer, possibly empty; a view of `weights` if possible.
         average: [shard size] averaged gradient of `shard`, in `step_dtype`; None until it is available.
@@ -289,8 +289,8 @@ class HeldTensor(NamedTuple):
     """A trained tensor of which this rank holds slices.
 
     Args:
-        dim: in which it is cut; None for a whole tensor.
-        lengths: of the held slices, which are adjacent in the parameter.
+        dim: dimension along which it is cut; None for a whole tensor.
+        lengths: lengths of the held slices, which are adjacent in the parameter.
         slots: bucket and slot of each held slice; buckets by their index among the held ones.
         buckets: their indices, ascending.
     """

@@ -28,7 +28,7 @@ def read_full(optimizer: ShardedOptimizer, name: str, kind: Kind = "weight", key
         name: dense name of a trained parameter.
         kind: "weight", "gradient" or "state". "gradient" averages the gradients, after the last micro-step; the next
             call must be a step.
-        key: of the optimizer's state.
+        key: key in the optimizer's state.
 
     Raises:
         ValueError: on all ranks, if there is no such state.

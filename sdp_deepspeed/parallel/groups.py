@@ -28,7 +28,7 @@ class HolderGroup:
 
     Args:
         holders: data-parallel indices in ascending order.
-        process_group: of these ranks; None for a single holder.
+        process_group: process group of these ranks; None for a single holder.
         position: index of this rank in `holders`.
         scatters_directly, gathers_directly: whether a reduce-scatter and an all-gather send shards point-to-point: over
             gloo only, on one node always. Gloo implements reduce-scatter as an all-reduce; between nodes, sending
@@ -62,7 +62,7 @@ class Groups:
         nodes: identifier of the node of each global rank. Default: host names, gathered over the control group.
         control: a gloo group of all ranks. Default: a new group.
         comm: module with the collectives, see `HolderGroup`.
-        timeout: of the groups. Default: that of the default group.
+        timeout: timeout of the groups. Default: that of the default group.
 
     Attributes:
         ranks: the argument.

@@ -20,7 +20,7 @@ def gradient_norm(owned: Sequence[torch.Tensor], device: torch.device) -> torch.
 
     Args:
         owned: averaged gradients of this rank's shards, without those that other ranks count; all on one device.
-        device: of collectives in the default group.
+        device: device of collectives in the default group.
 
     Returns:
         float64 scalar, the same on all ranks.
@@ -38,7 +38,7 @@ def scale_gradients(gradients: Sequence[torch.Tensor], norm: torch.Tensor, clip:
     """Unscale gradients by the loss scale, and clip them to the norm `clip`; in place.
 
     Args:
-        norm: of the unscaled gradients.
+        norm: norm of the unscaled gradients.
         clip: maximum norm; 0 does not clip.
     """
     if not gradients:

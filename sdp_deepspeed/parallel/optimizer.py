@@ -73,7 +73,7 @@ class ShardedOptimizer:
 
     Attributes:
         reducer: accumulates and averages gradients; the engine calls it around backward passes.
-        norm: of the last step's averaged gradient before clipping; None before the first step.
+        norm: norm of the last step's averaged gradient before clipping; None before the first step.
         held: buckets of which this rank is a holder, in the order of collectives.
         buckets: `held`; in the backward regime all buckets.
         param_groups: the argument.
@@ -222,7 +222,7 @@ class ShardedOptimizer:
         """Average the remaining gradients, clip, step, all-gather weights, drop gradients. Collective.
 
         Args:
-            loss_scale: by which losses were multiplied; gradients are divided by it.
+            loss_scale: factor by which losses were multiplied; gradients are divided by it.
             check_overflow: whether to skip the update on all ranks if the gradient is not finite.
 
         Returns:

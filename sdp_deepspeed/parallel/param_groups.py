@@ -15,8 +15,8 @@ def param_group_indices(
     """Param group index of each tensor that an optimizer trains, by dense name. The caller compares it over ranks.
 
     Args:
-        optimizer: over the model's Parameters, not stepped yet. Parameters in no group are not trained.
-        parameters: of the model, by dense name; masked or not.
+        optimizer: optimizer of the model's Parameters, not stepped yet. Parameters in no group are not trained.
+        parameters: parameters of the model, by dense name; masked or not.
         trainable: whether the user left a parameter trainable, by dense name. Parameters that only the mask froze are
             trained.
 
@@ -53,7 +53,7 @@ def replace_parameters(optimizer: torch.optim.Optimizer, shards: Sequence[Sequen
     parameter of its group.
 
     Args:
-        shards: of each param group.
+        shards: shards of each param group.
     """
     states = dict(optimizer.state)
     optimizer.state.clear()

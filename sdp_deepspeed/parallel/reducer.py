@@ -30,7 +30,7 @@ class Reducer:
 
     Args:
         mask: this rank's subnetwork.
-        names: of all trained tensors, the same on all ranks.
+        names: names of all trained tensors, the same on all ranks.
         tensors: those of which this rank holds slices, by name.
         buckets: those that this rank holds, in the order of collectives.
         group: the data-parallel ranks.

@@ -33,7 +33,7 @@ class WholeModel:
     """Facts of the dense model that are lost when AutoTP divides it.
 
     Args:
-        shapes: of the parameters.
+        shapes: shapes of the parameters.
         branches: the residual branches.
     """
 
@@ -87,7 +87,7 @@ class TensorParallel:
         """Compare replicated tensors over the group; a collective of all ranks of the job.
 
         Args:
-            tensors: of this rank, by dense name.
+            tensors: tensors of this rank, by dense name.
             control: a group of all ranks with a CPU backend.
 
         Raises:

@@ -19,7 +19,7 @@ class Span(NamedTuple):
     """Consecutive shards of a bucket at the same offset in the messages of consecutive ranks, which one copy stores.
 
     Args:
-        position: of the first shard in the bucket.
+        position: position of the first shard in the bucket.
         rank: the first rank.
         length: number of ranks.
         start: offset of the shard in the message of its rank.
@@ -37,7 +37,7 @@ class GatheredRange:
     count.
 
     Args:
-        spans: of each bucket.
+        spans: spans of each bucket.
         starts: offset of this rank's shard of each bucket in its message.
         size: number of elements that each rank sends.
     """

@@ -38,7 +38,7 @@ def spectral_gap(holders: Sequence[Subnetworks], weights: Sequence[int], num_sub
     """1 - lambda_2 of W_ij = sum over units of w_u m_iu m_ju / p_u, rows normalized (docs/design.md).
 
     Args:
-        holders: for each unit its subnetworks.
+        holders: subnetworks that hold each unit.
         weights: trainable elements of each unit; units without any do not connect subnetworks.
 
     Returns:
@@ -173,7 +173,7 @@ def assign(
     Of several tries, the best one connects the subnetworks, balances within 5%, and has the largest spectral gap.
 
     Args:
-        costs: of the units, in model order.
+        costs: costs of the units, in model order.
         num_holders: p of each unit, 1 to k.
         num_subnetworks: k.
         seed: permutes the translates of equal units; the holder sets stay the same.
@@ -212,7 +212,7 @@ class _Deal:
         number: index of the try. Leftover units use translates of flat blocks that are even in residue classes, of the
             flattest blocks, and of windows of neighbors, in turn; from the sixth try on, random ones. In every fourth
             try other units may move, too, which helps with unequal groups of neurons.
-        wanted: as of `assign`.
+        wanted: see `assign`.
     """
 
     def __init__(

@@ -128,11 +128,11 @@ def holders_of_units(
 
     Args:
         given: `coverage` or `holders` of the block.
-        path: of `given`, for messages.
+        path: path of `given`, for messages.
         k: number of subnetworks.
-        names: of the units.
+        names: names of the units.
         layers: layer index of each unit.
-        num_layers: of the model, including layers without units.
+        num_layers: number of layers of the model, including layers without units.
 
     Raises:
         ValueError: more than k holders, a fractional number of holders, or a rule without an effect.

@@ -46,8 +46,8 @@ class Plan:
         strategy: "block", "neuron", or a mapping by part.
         num_subnetworks: k.
         num_holders: p if it is the same for all units, else None.
-        seed: of the assignment.
-        units: in a fixed order; tensors in no unit are shared.
+        seed: seed of the assignment.
+        units: units in a fixed order; tensors that belong to no unit are shared.
         holders: subnetworks of each unit, ascending.
         subnetwork_of_rank: the subnetwork of each data-parallel rank.
 

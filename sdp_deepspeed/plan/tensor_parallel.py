@@ -47,9 +47,9 @@ class TensorParallelShards:
     """The shards of one rank of a tensor-parallel group.
 
     Args:
-        index: of the rank in the group.
-        size: of the group.
-        divisions: of divided parameters, by dense name; other tensors are replicated.
+        index: index of the rank in the group.
+        size: size of the group.
+        divisions: divisions of divided parameters, by dense name; other tensors are replicated.
     """
 
     index: int

@@ -22,7 +22,7 @@ class TensorInfo:
     Args:
         name: dense name.
         shape: dense shape.
-        dtype: of the weights (torch.dtype).
+        dtype: dtype of the weights (torch.dtype).
         kind: "parameter" or "buffer".
         trainable: whether it required gradients before masking.
     """

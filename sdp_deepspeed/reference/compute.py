@@ -20,8 +20,8 @@ class DenseFlops:
     """FLOPs of the dense model.
 
     Args:
-        total: of a forward and backward pass.
-        own: of the forward pass by dense name of the module, without its children.
+        total: FLOPs of a forward and backward pass.
+        own: FLOPs of the forward pass by dense name of the module, without its children.
     """
 
     total: int

@@ -57,7 +57,7 @@ def similarity(average: Gradients, full: Gradients, layers: Iterable[str]) -> di
     gradient over the same batches.
 
     Args:
-        average, full: by dense parameter name, with the same names.
+        average, full: gradients by dense parameter name, with the same names.
         layers: dense names of modules; parameters outside count for their own module (embeddings, head).
 
     Returns:

@@ -194,11 +194,11 @@ class Reference:
         clip: `gradient_clipping` of a DeepSpeed config.
         later: later plans, by the number of steps after which they apply.
         sum_in_fp32: whether `data_types.grad_accum_dtype` is "fp32".
-        loss_scale: of fp16; steps with non-finite gradients are skipped.
+        loss_scale: loss scale of fp16; steps with non-finite gradients are skipped.
         make_scheduler: creates an LR scheduler from the optimizer; it is stepped after each step that is not skipped.
 
     Attributes:
-        buffers: of each rank by dense name, after the first step, with averaged running statistics.
+        buffers: buffers of each rank by dense name, after the first step, with averaged running statistics.
     """
 
     model: nn.Module
