@@ -1,9 +1,9 @@
-"""All that docs/results.md shows, from the raw figures in benchmarks/results: its tables, and the figures of docs/.
+"""Make the tables of docs/results.md and the figures of docs/ from the raw figures in benchmarks/results.
 
     python benchmarks/tables.py           # writes docs/results.md and docs/*.svg
-    python benchmarks/tables.py --check   # only says whether they are current
+    python benchmarks/tables.py --check   # only check whether they are current
 
-Tables are between `<!-- name -->` and `<!-- /name -->`. A table whose raw figures are not there says so.
+Tables are between `<!-- name -->` and `<!-- /name -->`. If its raw figures are missing, a table says so.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def outputs(root: Path) -> dict[Path, str]:
-    """What each file should have."""
+    """Expected content of each file."""
     results = {
         path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (root / "benchmarks/results").glob("*.json")
     }
@@ -72,10 +72,10 @@ _COLORS = {
 
 
 def filled(document: str, results: Mapping[str, Result]) -> str:
-    """`document` with each table as the raw figures make it.
+    """`document`, with each table made from the raw figures.
 
     Raises:
-        ValueError: it has markers of a table that is not known.
+        ValueError: it has markers of an unknown table.
     """
 
     def fill(match: re.Match[str]) -> str:
@@ -91,7 +91,7 @@ def filled(document: str, results: Mapping[str, Result]) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown, numbers to the right."""
+    """Markdown table with right-aligned numbers."""
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -107,7 +107,7 @@ def label(name: str) -> str:
 
 
 def compare(result: Result) -> str:
-    """The group "main"."""
+    """Table of the group "main"."""
     contestants, arguments = result["groups"]["main"]["contestants"], result["arguments"]
     rows = []
     for name, figures_of in contestants.items():
@@ -123,19 +123,19 @@ def compare(result: Result) -> str:
     caption = f"{_place(result)}, batch {arguments['micro_batch']} x {arguments['sequence']} per rank; "
     caption += f"{arguments['repeats']} repeats, DDP's step takes {milliseconds:.0f} ms; "
     caption += f"load before the run {result['groups']['main']['load']:.1f}; {_commit(result)}:"
-    heads = ["", "state, MiB", "peak, MiB", "sent, MB", "of the bound", "collectives", "groups", "step / DDP's"]
+    heads = ["", "state, MiB", "peak, MiB", "sent, MB", "sent / bound", "collectives", "groups", "step / DDP's"]
     return f"{caption}\n\n" + table([*heads, "fwd / bwd / exchange / optimizer / host, ms"], rows)
 
 
 def _part(figures_of: Result, part: str) -> str:
-    """Mean over ranks, median of the steps."""
+    """Milliseconds of a part of the step: mean over ranks, median over steps."""
     if not figures_of["splits"]:
         return "-"
     means = [statistics.mean(rank[part] for rank in ranks) for ranks in figures_of["splits"]]
     return f"{1e3 * statistics.median(means):.0f}"
 
 
-# Of a step: a contestant, whose step it is compared with, and the largest ratio.
+# Goals for step times: contestant, baseline, and the largest ratio.
 GOALS = (
     ("forward x block + ZeRO-1 C=1", "ZeRO-1", 0.85),
     ("forward x block + ZeRO-1 C=0.5", "ZeRO-1", 0.48),
@@ -146,19 +146,20 @@ GOALS = (
 
 
 def targets(result: Result) -> str:
-    """The project's goals, and what is measured."""
+    """The project's goals, and the measured values."""
     contestants = result["groups"]["main"]["contestants"]
     peak = most(contestants, SDP, "peak") / most(contestants, "DDP", "peak")
-    rows = [["peak, SDP block C = 1/2 with ZeRO-1, of DDP's", "0.55", f"{peak:.2f}", "yes" if peak <= 0.55 else "no"]]
+    row = "peak of SDP block C = 1/2, ZeRO-1, relative to DDP"
+    rows = [[row, "0.55", f"{peak:.2f}", "yes" if peak <= 0.55 else "no"]]
     for name, base, goal in GOALS:
         ratios = ratio_of_steps(contestants, name, base)
         met = "yes" if statistics.median(ratios) <= goal else "no"
-        rows.append([f"step, {label(name)}, of {base}'s", f"{goal:.2f}", spread(ratios), met])
+        rows.append([f"step of {label(name)}, relative to {base}", f"{goal:.2f}", spread(ratios), met])
     return table(["", "at most", "measured", "met"], rows)
 
 
 def links(*results: Result) -> str:
-    """Steps between two nodes, of ZeRO-1's in the same repeat."""
+    """Step times between two nodes, relative to ZeRO-1's in the same repeat."""
     everyone = [result["groups"]["main"]["contestants"] for result in results]
     rows = []
     for name in everyone[0]:
@@ -168,13 +169,13 @@ def links(*results: Result) -> str:
             cells.append(spread(ratio_of_steps(contestants, name, "ZeRO-1")))
         rows.append([label(name), *cells])
     base = [1e3 * statistics.median(contestants["ZeRO-1"]["seconds"]) for contestants in everyone]
-    heads = [f"{result['link']}, of ZeRO-1's {ms:.0f} ms" for result, ms in zip(results, base, strict=True)]
+    heads = [f"{result['link']}: step / ZeRO-1's ({ms:.0f} ms)" for result, ms in zip(results, base, strict=True)]
     caption = f"2 nodes, {_place(results[0])}, {results[0]['arguments']['repeats']} repeats; {_commit(results[0])}:"
     return f"{caption}\n\n" + table(["", "over the link, MB", *heads], rows)
 
 
 def time_to_loss(*results: Result) -> str:
-    """Seconds until about the dense loss that ZeRO-1 ends with, mean of the seeds; "-" where it is not reached."""
+    """Seconds until the dense loss is about ZeRO-1's final one, mean of the seeds; "-" if it is not reached."""
     rows = []
     for name in dict.fromkeys(row["name"] for row in results[0]["results"]):
         cells = []
@@ -190,12 +191,12 @@ def time_to_loss(*results: Result) -> str:
     caption = f"{results[0]['ranks']} ranks on 2 nodes, {size:.2f}M parameters, mean of {number} seeds; "
     heads = [f"{result['link']}, s" for result in results]
     return f"{caption}{_commit(results[0])}:\n\n" + table(
-        [f"until ZeRO-1's final loss + {LOSS_TOLERANCE}", *heads], rows
+        [f"time to ZeRO-1's final loss + {LOSS_TOLERANCE}", *heads], rows
     )
 
 
 def _reached(curve: Sequence[Sequence[float]], loss: float) -> float | None:
-    """Seconds, on the line between two evaluations."""
+    """Seconds until a loss, interpolated linearly between two evaluations."""
     for (_, before, higher), (_, after, lower) in itertools.pairwise(curve):
         if lower <= loss:
             share = (higher - loss) / (higher - lower) if higher > lower else 1.0
@@ -212,12 +213,12 @@ def quality(result: Result) -> str:
 
 
 def few_data(result: Result) -> str:
-    heads = ["200 kB of text", "steps", "lowest loss", "less own size's"]
+    heads = ["200 kB of text", "steps", "lowest loss", "difference from data parallelism of the same size"]
     return table(heads, few_data_rows(Figures.of(result, "few data")))
 
 
 def checkpoints(result: Result) -> str:
-    """Medians, and the ratio to ZeRO-1's of the same repeat."""
+    """Medians, and the ratio to ZeRO-1 in the same repeat."""
     measured = dict.fromkeys(what for times in result["seconds"].values() for what in times)
     base = result["seconds"][result["baseline"]]
     rows = []
@@ -236,7 +237,7 @@ def checkpoints(result: Result) -> str:
 
 
 def host_time(result: Result) -> str:
-    """Milliseconds of one thread."""
+    """Table of host times of one thread."""
     rows = []
     for row in result["results"]:
         parts = [f"{1e3 * statistics.median(row[part]):.1f}" for part in ("pass", "step")]
@@ -271,7 +272,7 @@ def _gib(num_bytes: float | None) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """The median, and the quartiles in brackets."""
+    """The median, and the quartiles in parentheses."""
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 

@@ -27,7 +27,7 @@ meaning.
 
 ## Rules
 
-In place of a number, `coverage` and `holders` take a rule or a list of rules. The first rule that matches a unit
+Instead of a number, `coverage` and `holders` accept a rule or a list of rules. The first rule that matches a unit
 decides. Units that no rule matches are held by every rank.
 
 ```json
@@ -37,7 +37,7 @@ decides. Units that no rule matches are held by every rank.
 
 {rules}
 
-In rules of `holders`, `holders` takes the place of `coverage`. A profile is rounded to eighths of the number of
+Rules of `holders` have `holders` instead of `coverage`. A profile is rounded to eighths of the number of
 subnetworks.
 
 ## Phases
@@ -83,7 +83,7 @@ def _keys(model: type[BaseModel]) -> str:
 
 
 def _refusals(rows: Iterable[tuple[str, str]]) -> str:
-    """Keys with what follows them; keys with the same text share a line."""
+    """List of keys, each with its text; keys with the same text share a line."""
     keys: dict[str, list[str]] = {}
     for key, text in rows:
         keys.setdefault(text, []).append(f"`{key}`")

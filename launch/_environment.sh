@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# Sourced by quickstart.sh and test.sh: installs this package, editable, with the versions of constraints.txt. Uses the
-# active environment and keeps its torch; else .venv. Does nothing if nothing changed. Argument: the package's extra
-# (deepspeed or test).
+# Sourced by quickstart.sh and test.sh: installs this package in editable mode with the versions of constraints.txt, into
+# the active environment (whose torch is kept), or else into .venv. Does nothing if nothing has changed. Argument: the
+# package's extra (deepspeed or test).
 
 say() { printf '==> %s\n' "$*"; }
 
@@ -9,12 +9,12 @@ say() { printf '==> %s\n' "$*"; }
 build_cpu_operators() {
   if ! command -v "${CXX:-c++}" >/dev/null ||
     ! python -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'; then
-    echo "error: for workers on the CPU DeepSpeed needs a C++ compiler and Python's headers; install them (Debian," \
+    echo "error: DeepSpeed on the CPU needs a C++ compiler and Python's headers; install them (Debian," \
       "Ubuntu: g++ python3-dev; Fedora: gcc-c++ python3-devel) and run this again" >&2
     return 1
   fi
   say "building DeepSpeed's CPU operators (once; about a minute)"
-  rm -f "$prefix"/torch_extensions/*/lock # of a killed build, for which PyTorch would wait
+  rm -f "$prefix"/torch_extensions/*/lock # left by a killed build; PyTorch would wait for it
   DS_ACCELERATOR=cpu python -c '
 from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 for builder in (ShareMemCommBuilder, CPUAdamBuilder):

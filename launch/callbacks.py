@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerState
 
 
 class StopSignal:
-    """Whether any rank should stop: it received SIGTERM or Ctrl-C, or its launcher is gone.
+    """Whether any rank should stop: it received SIGTERM or Ctrl-C, or its launcher has exited.
 
     Repeated signals are ignored: Ctrl-C in a terminal reaches a rank twice, since `torchrun` forwards it. The launcher
     kills ranks that do not exit in time.
@@ -33,7 +33,7 @@ class StopSignal:
         self.asked = True
 
     def _command(self) -> int | None:
-        """Process id of the `deepspeed` command that started the launcher: SIGTERM ends it alone."""
+        """Pid of the `deepspeed` command that started the launcher; SIGTERM to it does not reach the launcher."""
         try:
             command = self.launcher.parent()
             names = [] if command is None else [Path(argument).name for argument in command.cmdline()[:2]]

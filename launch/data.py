@@ -99,7 +99,7 @@ def load_blocks(data: Data, seed: int, folder: Path) -> Blocks:
 
 
 def _held_out(data: Data, sources: list[Texts], folder: Path) -> list[dict[str, list[int]]]:
-    """Held-out blocks of all sources. Those of streams are saved in the folder of the run, since finding them means
+    """Held-out blocks of all sources. Those of streams are saved in the output folder, since collecting them means
     reading a lot of text."""
     saved = folder / "held_out.json"
     if data.streaming and saved.exists():
@@ -125,7 +125,7 @@ def _load_source(source: dict[str, Any], streaming: bool, seed: int) -> Texts:
     else:
         texts = load_dataset(streaming=streaming, **options)
     if column not in (texts.column_names or [column]):  # some streams do not know theirs yet
-        raise ValueError(f"no column {column!r} in {options['path']}, only {texts.column_names}; set text_column")
+        raise ValueError(f"no column {column!r} in {options['path']}, which has {texts.column_names}; set text_column")
     texts = texts.select_columns([column])
     texts = texts if column == "text" else texts.rename_column(column, "text")
     if isinstance(texts, IterableDataset):  # random order of shards, ten of them interleaved, without a shuffle buffer

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a small Llama with subnetwork data parallelism on four ranks, then with plain ZeRO-1 at equal FLOPs, and prints
 # a comparison. Output is in runs/quickstart*. Run it again to resume, or to show the result again.
-# QUICKSTART_STEPS and QUICKSTART_WORKERS make it smaller, key=value arguments override the recipe; launch/test.sh uses
+# QUICKSTART_STEPS and QUICKSTART_WORKERS make it smaller; key=value arguments override the recipe. launch/test.sh uses
 # both.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -34,7 +34,7 @@ pretrain() {
     "${overrides[@]}" "$@"
 }
 
-say "1/4 subnetwork data parallelism: half of the blocks on each of $workers workers (all at both ends), then all -> $folder"
+say "1/4 subnetwork data parallelism: half of the blocks on each of $workers workers (the first and last layer on all), then the whole model -> $folder"
 pretrain "training.max_steps=$steps" "training.output_dir=$folder"
 
 say "2/4 plain ZeRO-1, the same model and data, equal FLOPs -> ${folder}_zero1"

@@ -3,7 +3,7 @@
     deepspeed --num_gpus 4 launch/pretrain.py configs/recipes/llama_134m.yaml training.max_steps=100 sdp.coverage=0.25
 
 `key=value` overrides a key by its dotted path. `sdp` stands for the block `subnetwork_data_parallel`; `sdp=off` trains
-with plain data parallelism and everything else equal. Unknown keys and values of the wrong type are errors.
+with plain data parallelism and everything else unchanged. Unknown keys and values of the wrong type are errors.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def model_config(recipe: Recipe, **defaults: Any) -> PretrainedConfig:
     values = dict(recipe.model)
     name, kind = values.pop("name", None), values.pop("model_type", None)
     if (name is None) == (kind is None):
-        fail("model: expected model_type (such as llama) with sizes, or the name of a config (a folder or the hub's)")
+        fail("model: expected model_type (such as llama) with sizes, or the name of a config (a folder, or on the Hub)")
     try:
         if kind is not None and kind not in CONFIG_MAPPING:
             recipes.check_keys([kind], CONFIG_MAPPING, "model.model_type")

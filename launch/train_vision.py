@@ -124,7 +124,8 @@ class EpochSampler(Sampler[tuple[int, int]]):
         step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         self.length = len(trainer.train_dataset) // step * step
         if self.length == 0:
-            fail(f"data: {len(trainer.train_dataset)} images, but a step takes {step}; use more or smaller batches")
+            found = len(trainer.train_dataset)
+            fail(f"data: {found} images, but a step takes {step}; use more images or smaller batches")
 
     def __len__(self) -> int:
         return self.length

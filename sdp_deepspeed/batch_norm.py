@@ -26,7 +26,7 @@ def reestimate_batch_norm(engine_or_model: Any, batches: Iterable[Any], *, num_b
         num_batches: number of batches on each rank.
 
     Returns:
-        The number of batch norms; 0 is logged.
+        The number of batch norms. If it is 0, this is logged.
 
     Raises:
         ValueError: on all ranks, if a rank has fewer batches, `num_batches` differs, or the model is of another kind.
@@ -63,7 +63,7 @@ def batches_of(batches: Iterable[Any], num_batches: int, control: Any) -> list[A
         own = list(itertools.islice(batches, num_batches))
         if len(own) < num_batches or num_batches < 1:
             raise ValueError(
-                f"num_batches: got {num_batches}, but there are {len(own)}; give each rank as many batches"
+                f"num_batches: got {num_batches}, but found {len(own)} batches; pass 1 or more, and that many batches"
             )
         return own
 

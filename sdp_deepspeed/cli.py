@@ -89,7 +89,7 @@ def _options(
 
 
 def _byte_count(text: str) -> int:
-    """Bytes of "5GB" or "200M" (powers of 1000), "24GiB" (of 1024), or a number."""
+    """Bytes of "5GB" or "200M" (powers of 1000), "24GiB" (powers of 1024), or a number."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.ASCII | re.IGNORECASE)
     exponent = " KMGT".index((found[2] or " ").upper()) if found else 0
     count = int(float(found[1]) * (1024 if found[3] else 1000) ** exponent) if found else 0
@@ -179,10 +179,10 @@ def estimate(
         ),
     ] = None,
 ) -> None:
-    """Estimate memory, traffic and FLOPs of an optimizer step on one rank, beside ZeRO and FSDP2 without subnetworks.
+    """Estimate memory, traffic and FLOPs of an optimizer step on one rank, and of ZeRO and FSDP2 without subnetworks.
 
-    Each phase is estimated on the rank whose subnetwork has most FLOPs. Nothing is allocated, and no GPU is needed. The
-    peak is that of live tensors, without kernel workspaces, fragmentation and the CUDA context. Flash attention is
+    Each phase is estimated on the rank whose subnetwork has the most FLOPs. Nothing is allocated, and no GPU is needed.
+    The peak is that of live tensors, without kernel workspaces, fragmentation and the CUDA context. Flash attention is
     assumed.
     """
     limit = None if fit is None else _byte_count(fit)
@@ -245,7 +245,7 @@ def _buffers(rank: RankEstimate) -> int:
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 _Checkpoint = Annotated[
-    Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a checkpoint, or its parent (the latest).")
+    Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a checkpoint, or its parent, for the latest.")
 ]
 _Tag = Annotated[str | None, typer.Option(help="Name of the checkpoint in the parent folder.")]
 
@@ -328,7 +328,7 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
     tag: _Tag = None,
     dtype: Annotated[Dtype, typer.Option(help="fp32: the optimizer's master weights.")] = Dtype.AS_TRAINED,
-    max_shard_size: Annotated[str, typer.Option(help="Maximum size of a file, and the memory needed.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="Maximum size of a file; one is held in memory.")] = "5GB",
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of a tokenizer to include.")] = None,
 ) -> None:
     """Write the dense model of a checkpoint as a Hugging Face folder, for `from_pretrained`."""

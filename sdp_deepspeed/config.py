@@ -70,19 +70,19 @@ class SubnetworkConfig(BaseModel):
     coverage: CoverageSetting | None = Field(
         default=None,
         title='a number above 0 and at most 1, or rules such as [{"units": "mlp", "coverage": 0.5}]',
-        description="Share C of the subnetworks that hold each unit: one number, or [rules](#rules) by depth and name. "
-        "C times the number of subnetworks must be an integer. Required without `holders` or a plan.",
+        description="Fraction C of the subnetworks that hold each unit: one number, or [rules](#rules) by depth and "
+        "name. C times the number of subnetworks must be an integer. Required without `holders` or a plan.",
     )
     holders: HoldersSetting | None = Field(
         default=None,
         title='an integer, at least 1, or rules such as [{"units": "mlp", "holders": 2}]',
-        description="In place of `coverage`: number of subnetworks that hold each unit.",
+        description="Instead of `coverage`: number of subnetworks that hold each unit.",
     )
     regime: Regime = Field(
         default="forward",
         title='"forward" or "backward"',
-        description="`forward`: a rank runs only its own units. `backward`: it runs the whole model, and computes "
-        "weight gradients of its own units.",
+        description="`forward`: a rank runs only its own units. `backward`: it runs the whole model, but computes "
+        "weight gradients of its own units only.",
     )
     strategy: StrategyName | dict[str, StrategyName] = Field(
         default="block",
@@ -92,9 +92,9 @@ class SubnetworkConfig(BaseModel):
     )
     subnetworks: Literal["auto"] | int = Field(
         default="auto",
-        title='"auto" (one per data-parallel rank, fewer above eight holders) or an integer, at least 1',
-        description="Number k of subnetworks, a divisor of the number D of data-parallel ranks; D / k ranks train each"
-        " one.",
+        title='"auto" or an integer, at least 1',
+        description="Number k of subnetworks, a divisor of the number D of data-parallel ranks; D / k ranks train each "
+        "one. `auto`: one per rank, or fewer if a unit would have more than eight holders.",
     )
     granularity: Literal["sublayer", "layer"] = Field(
         default="sublayer",
@@ -116,7 +116,7 @@ class SubnetworkConfig(BaseModel):
     assignment: str = Field(
         default="auto",
         title='"auto" or the path of a plan ending in .json',
-        description="Compute a balanced plan, or read one that `engine.plan.save` or your program wrote.",
+        description="`auto` computes a balanced plan. A path loads one that `engine.plan.save` or your program wrote.",
     )
     seed: int = Field(
         default=0,
@@ -128,19 +128,19 @@ class SubnetworkConfig(BaseModel):
         default=None,
         ge=1,
         title="an integer, at least 1",
-        description="Number of steps between two plans; each takes the next seed.",
+        description="Number of steps after which the plan is computed again, with the next seed.",
     )
     schedule: tuple[dict[str, Any], ...] | None = Field(
         default=None,
         strict=False,
         min_length=1,
         title='a list of phases such as [{"until_step": 1000, "coverage": 0.5}, {"coverage": 1.0}]',
-        description="[Phases](#phases) with other keys, until a step or a share of all steps.",
+        description="[Phases](#phases) that change keys of the block, each until a step or a fraction of all steps.",
     )
     total_steps: Literal["auto"] | int | None = Field(
         default=None,
         title='the number of steps of the whole run, or "auto" where the host fills it in',
-        description="For phases that end at a share of all steps. By default that of the Trainer, or "
+        description="Needed by phases that end at a fraction of all steps. By default the Trainer's number, or "
         "`scheduler.params.total_num_steps`.",
     )
     dense_branch_scale: Literal["none", "coverage"] = Field(
@@ -156,7 +156,7 @@ class SubnetworkConfig(BaseModel):
     checkpoint: CheckpointOptions = Field(
         default=CheckpointOptions(),
         title='a mapping such as {"asynchronous": true, "keep_last": 3}',
-        description="[Options of checkpoints](#checkpoint).",
+        description="[Checkpoint options](#checkpoint).",
     )
     check_agreement: bool = Field(
         default=False,
@@ -241,7 +241,7 @@ def parse(ds_config: Mapping[str, Any]) -> SubnetworkConfig | None:
         ds_config: the whole DeepSpeed config, loaded.
 
     Returns:
-        The block, with a schedule that of the first phase; None if it is absent or not enabled.
+        The block; with a schedule, that of its first phase. None if it is absent or not enabled.
 
     Raises:
         ValueError: all problems of the block, or a top-level key whose name resembles the block's (DeepSpeed ignores
@@ -268,7 +268,7 @@ def _validated(block: Mapping[str, Any], path: str) -> SubnetworkConfig:
 
 
 def _contradictions(config: SubnetworkConfig) -> list[str]:
-    """Combinations of keys that are refused, a line for each."""
+    """Refused combinations of keys, one line each."""
     problems = []
     for key, is_refused, problem, action in REFUSED_COMBINATIONS:
         if is_refused(config):

@@ -67,7 +67,7 @@ def _explain_one(
     if kind == "extra_forbidden":
         return f"{path}: unknown key; {did_you_mean(normalized(name), fields, cutoff=0.5)}"
     if kind == "invalid_key":
-        return f"{path}: keys must be text"
+        return f"{path}: keys must be strings"
     value: Any = reduce(getitem, keys, block)  # type: ignore[arg-type]  # lists have integer keys
     if value == "auto":
         where = "is only possible for subnetworks, assignment and total_steps"

@@ -1,10 +1,10 @@
 """The dense model in place of a rank's subnetwork, for evaluation and export (DeepSpeed host; FSDP2's is
 fsdp/dense_model.py).
 
-In the forward regime each lacking slice is broadcast by one of its holders to all data-parallel ranks; in the backward
-regime every rank has all weights. The dense model stays resident until `end`, so ranks may then run different numbers
-of batches, or parts of the model, without synchronization. It takes the memory of the dense weights, which ZeRO-1 and 2
-always take.
+In the forward regime, each slice that some rank lacks is broadcast by one of its holders to all data-parallel ranks; in
+the backward regime every rank has all weights. The dense model stays resident until `end`, so ranks may then run
+different numbers of batches, or parts of the model, without synchronization. It takes the memory of the dense weights,
+as ZeRO-1 and 2 do all the time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DenseView:
         mask: applied.
         groups: process groups.
         device: device of the weights.
-        wait: synchronizes all ranks before the first collective.
+        wait: called before the first collective, to synchronize all ranks.
         changed: called when the module is the subnetwork again; weights may have been changed meanwhile.
         is_scaled: whether to multiply dense branches by their coverage.
 
@@ -235,7 +235,7 @@ class DenseView:
         def refuse(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
             if module in owned and not view.is_resident and any(prefix + own in state for own in names[module]):
                 raise RuntimeError(
-                    f"load_state_dict: this rank has a part of {prefix}{next(iter(names[module]))} only; load inside "
+                    f"load_state_dict: this rank has only a part of {prefix}{next(iter(names[module]))}; load inside "
                     "`with engine.dense():` on all ranks"
                 )
 

@@ -1,9 +1,9 @@
-"""`sdp_deepspeed.Init`: build a model without its memory; later, each rank initializes the weights that it holds.
+"""`sdp_deepspeed.Init`: build a model without storage; later, each rank initializes the weights that it holds.
 
 Under `Init` tensors are on the meta device, and the operations of constructors, `reset_parameters` and Transformers'
-`_init_weights` are recorded. Later each tensor of which a rank holds a part is computed from the recording, whole and
-on the CPU, and cut. So weights depend on the constructors and the seed only, and are the same on every rank, in every
-layout, mode and host. Tables that constructors compute are bit-identical to those without `Init`.
+`_init_weights` are recorded. Later, a rank computes each tensor that it holds, even in part, from the recording, as a
+whole and on the CPU, and keeps its slices. So weights depend on the constructors and the seed only, and are the same on
+every rank, in every layout, mode and host. Tables that constructors compute are bit-identical to those without `Init`.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ class DeferredWeights:
 
 
 def _uninitialized(names: list[str]) -> str:
-    return f"{quoted(names, limit=1)}: its constructor does not initialize it, or not all of it; initialize it there"
+    return f"{quoted(names, limit=1)}: its constructor does not initialize all of it; initialize it there"
 
 
 def _zeros_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

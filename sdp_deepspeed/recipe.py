@@ -18,7 +18,7 @@ _SECTIONS = ("model", "data", "training")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 in two points: 3e-4 is a number, and of words only true and false are booleans."""
+    """Follows YAML 1.2 in two points: 3e-4 is a number, and only the words true and false are booleans."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
         first: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:bool"]
@@ -66,7 +66,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), sections: Sequence[st
 
 
 def _apply_override(found: dict[str, Any], override: str, sections: Sequence[str]) -> None:
-    """Apply `a.b.c=value`; the value is YAML, for `deepspeed` also the path of a JSON file."""
+    """Apply `a.b.c=value`; the value is YAML; for `deepspeed`, it may be the path of a JSON file."""
     path, equals, text = override.partition("=")
     if not equals:
         raise ValueError(f"{override!r}: expected key=value, such as training.max_steps=20")
@@ -86,12 +86,12 @@ def _apply_override(found: dict[str, Any], override: str, sections: Sequence[str
     for key in keys[:-1]:
         inner = inner.setdefault(key, {})
         if not isinstance(inner, dict):
-            raise ValueError(f"{override!r}: {key} is {inner!r}, which has no keys")
+            raise ValueError(f"{override!r}: {key} is {inner!r}, expected a mapping")
     inner[keys[-1]] = value
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; ValueError with the path, and where the file is wrong."""
+    """Read a JSON object. Raises ValueError with the path, and the position of the error."""
     try:
         content = json.loads(regular(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -106,7 +106,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_keys(given: Iterable[Any], known: Iterable[str], where: str) -> None:
-    """ValueError for the first key that is not known, with the nearest one that is."""
+    """Raise ValueError for the first unknown key, with the most similar known one."""
     names = list(known)
     for key in given:
         if key not in names:

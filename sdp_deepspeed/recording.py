@@ -56,7 +56,7 @@ class Operation:
 
 
 def is_meta(value: Any) -> bool:
-    """Whether a value is a meta tensor, also if `Tensor.is_meta` is overridden."""
+    """Whether a value is a meta tensor, even if `Tensor.is_meta` is overridden."""
     return isinstance(value, torch.Tensor) and value.untyped_storage().device.type == "meta"
 
 
@@ -125,8 +125,8 @@ class Recording(TorchDispatchMode):
     def value(self, ref: Ref, seed: int) -> torch.Tensor:
         """Compute a tensor, and everything it depends on, on the CPU. Elements that nothing wrote to are NaN.
 
-        The result equals that of the same operations on the CPU, up to different random numbers. Changes PyTorch's
-        random state.
+        The result equals that of the same operations on the CPU, except for random numbers. Changes PyTorch's random
+        state.
         """
         memory: dict[int, torch.UntypedStorage] = {}
 

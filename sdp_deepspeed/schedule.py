@@ -1,4 +1,4 @@
-"""Coverage over time: `schedule` and `redraw_interval` of the block, as a config for each step.
+"""Coverage over time: the config of each step, from `schedule` and `redraw_interval` of the block.
 
 A phase overrides keys of the block. Pure data: the engine re-plans when the next step has another config.
 """
@@ -23,7 +23,7 @@ _ZERO = "zero_optimization"
 
 
 class PhaseEnd(BaseModel):
-    """Keys of a phase, apart from those of the block. A field's title is what its error message expects."""
+    """Keys of a phase, apart from those of the block. A field's title is the expected value in error messages."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
@@ -37,8 +37,8 @@ class PhaseEnd(BaseModel):
         default=None,
         gt=0,
         lt=1,
-        title="a share of all steps, above 0 and below 1",
-        description="The same, as a share of `total_steps`.",
+        title="a fraction of all steps, above 0 and below 1",
+        description="The same, as a fraction of `total_steps`.",
     )
     stage: Literal[0, 1, 2] | None = Field(
         default=None, title="one of ZeRO's stages 0, 1 and 2", description="ZeRO stage of the phase."
@@ -83,7 +83,7 @@ class Schedule:
         """Read the schedule of a config with a valid block; None if nothing changes over time.
 
         Raises:
-            ValueError: shares of an unknown number of steps, or a phase without steps.
+            ValueError: a fraction of an unknown number of steps, or a phase without steps.
         """
         block = config[key]
         given, interval = block.get("schedule"), block.get("redraw_interval")
@@ -129,7 +129,7 @@ class Schedule:
 
     @property
     def turns(self) -> list[int]:
-        """Steps after which phases begin, and after the first re-draw."""
+        """Numbers of steps after which a phase begins, or the assignment is first redrawn."""
         first_draw = [] if self.redraw_interval is None else [self.redraw_interval]
         return sorted({*(phase.first_step - 1 for phase in self.phases), *first_draw})
 
@@ -179,7 +179,7 @@ def blocks_of_phases(block: Mapping[str, Any], key: str) -> list[tuple[str, dict
 
 
 def has_shares(phases: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a phase ends at a share of all steps."""
+    """Whether a phase ends at a fraction of all steps."""
     return any(phase.get("until") is not None for phase in phases)
 
 
@@ -207,7 +207,7 @@ def _problems(phases: Sequence[Mapping[str, Any]], path: str) -> Iterator[str]:
         if index == len(phases) - 1 and said:
             yield f"{where}.{said[0]}: the last phase lasts until the end of the run; remove it, or add a phase"
         if index < len(phases) - 1 and len(said) != 1:
-            yield f"{where}: expected either until_step (last step) or until (share of all steps), got {len(said)}"
+            yield f"{where}: expected either until_step (last step) or until (fraction of all steps), got {len(said)}"
 
 
 def _ends(phases: Sequence[Mapping[str, Any]], total: int | None, path: str) -> list[int | None]:
@@ -215,7 +215,9 @@ def _ends(phases: Sequence[Mapping[str, Any]], total: int | None, path: str) -> 
     ends = [_end(phase, total, f"{path}[{index}]") for index, phase in enumerate(phases[:-1])]
     for index, (before, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if end <= before:
-            raise ValueError(f"{path}[{index}]: ends with step {end}, but the phase before it ends with step {before}")
+            raise ValueError(
+                f"{path}[{index}]: ends with step {end}, but the phase before it with step {before}; end it later"
+            )
     return [*ends, None]
 
 

@@ -1,4 +1,4 @@
-"""Fill `total_steps` of a schedule from the host, if the block leaves it open."""
+"""Fill in `total_steps` of a schedule from the host, if the block does not set it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def never_begins(config: Mapping[str, Any], steps: int) -> str | None:
 
 
 def fill_total_steps(config: dict[str, Any], steps: int) -> bool:
-    """Set `total_steps` if the schedule has shares and the block does not set it. Returns whether it was set."""
+    """Set `total_steps` if a phase ends at a fraction of it and the block lacks it. Returns whether it was set."""
     if not has_shares(phases_of(config)) or config[KEY].get("total_steps") not in _OPEN:
         return False
     config[KEY] = {**config[KEY], "total_steps": steps}  # a copy: do not change the user's

@@ -1,6 +1,6 @@
 """A loop with Accelerate: `accelerate launch --use_deepspeed --num_processes 4 launch/examples/with_accelerate.py hf/`.
 
-`torchrun` and `deepspeed` start it, too. Without the import and the block it is an ordinary script.
+`torchrun` and `deepspeed` work as well. Without the import and the block it is an ordinary script.
 """
 
 from __future__ import annotations

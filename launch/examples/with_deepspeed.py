@@ -1,6 +1,6 @@
 """A plain DeepSpeed loop: `deepspeed --num_gpus 4 launch/examples/with_deepspeed.py runs/deepspeed`.
 
-`torchrun` starts it, too. Without the import and the block it is an ordinary script.
+`torchrun` works as well. Without the import and the block it is an ordinary script.
 """
 
 from __future__ import annotations

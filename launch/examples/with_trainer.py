@@ -1,6 +1,6 @@
 """Transformers' Trainer with subnetworks: `deepspeed --num_gpus 4 launch/examples/with_trainer.py runs/trainer`.
 
-`torchrun` and `accelerate launch` start it, too. Without the import and the block it is an ordinary script.
+`torchrun` and `accelerate launch` work as well. Without the import and the block it is an ordinary script.
 """
 
 from __future__ import annotations

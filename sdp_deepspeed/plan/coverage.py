@@ -23,19 +23,19 @@ _STEPS = 8  # of a profile, since each number of holders has its own holder sets
 
 
 class _Rule(BaseModel, ABC, Generic[Number]):
-    """A rule. A field's title is what its error message expects; its description is for the docs."""
+    """A rule. A field's title is the expected value in error messages; its description is for the docs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     units: str = Field(
         default="",
         title="a regular expression of unit names (Python's re)",
-        description="Units, found with `re.search`. By default all.",
+        description="Units to which the rule applies, found with `re.search`. By default all.",
     )
     profile: Literal["linear"] | None = Field(
         default=None,
         title='"linear"',
-        description="In place of one number: from `first` to `last` over the depth.",
+        description="Instead of one number: a linear change over the depth, from `first` to `last`.",
     )
     first: Number | None = Field(
         default=None, title="a number as in `coverage` or `holders`", description="Value of the first layer."

@@ -136,7 +136,7 @@ def test_unknown_keys_name_the_nearest(name: str, suggestion: str) -> None:
     assert message({KEY: {"coverage": 0.5, name: 1}}) == f"{KEY}.{name}: unknown key; did you mean {suggestion!r}?"
     inside = message({KEY: {"coverage": 0.5, "checkpoint": {"keep": 2, 1: 2}}})
     assert f"{KEY}.checkpoint.keep: unknown key; did you mean 'keep_last'?" in inside
-    assert f"{KEY}.checkpoint.1: keys must be text" in inside
+    assert f"{KEY}.checkpoint.1: keys must be strings" in inside
 
 
 def test_unknown_key_like_no_other_lists_all() -> None:
@@ -161,8 +161,8 @@ def test_unknown_key_like_no_other_lists_all() -> None:
         ("strategy", "blocks", '"block", "neuron"'),
         ("strategy", {"mlp": "blocks"}, '"block", "neuron"'),
         ("strategy", {}, '"block", "neuron"'),
-        ("subnetworks", 0, '"auto" (one per'),
-        ("subnetworks", "all", '"auto" (one per'),
+        ("subnetworks", 0, '"auto" or an integer'),
+        ("subnetworks", "all", '"auto" or an integer'),
         ("granularity", "sub-layer", '"sublayer" or "layer"'),
         ("assignment", "cyclic", '"auto" or the path'),
         ("shared", "layers", "a list of regular expressions"),

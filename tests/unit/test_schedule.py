@@ -133,7 +133,7 @@ LAST: dict[str, Any] = {"coverage": 1.0}
         ([{"until_step": 3, "until": 0.5, "coverage": 0.5}, LAST], ".schedule[0]: expected either until_step"),
         ([{"until_step": 3, "coverage": 0.5}], ".schedule[0].until_step: the last phase lasts until the end"),
         ([{"until_step": 3.5, "coverage": 0.5}, LAST], ".schedule[0].until_step: got 3.5, expected the number of"),
-        ([{"until": 1.5, "coverage": 0.5}, LAST], ".schedule[0].until: got 1.5, expected a share of all steps"),
+        ([{"until": 1.5, "coverage": 0.5}, LAST], ".schedule[0].until: got 1.5, expected a fraction of all steps"),
         ([{"until_step": 3, "coverage": 0.5, "stage": 3}, LAST], ".schedule[0].stage: got 3, expected one of ZeRO's"),
         ([{"until_step": 3, "coverage": 1.5}, LAST], ".schedule[0].coverage: got 1.5, expected a number above 0"),
         ([{"until_step": 3, "covrage": 0.5}, LAST], ".schedule[0].covrage: unknown key"),

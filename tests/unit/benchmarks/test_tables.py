@@ -71,11 +71,11 @@ def test_the_comparison_takes_the_rank_with_the_most_and_pairs_times() -> None:
 
 def test_goals_that_are_missed_are_said_to_be() -> None:
     text = tables.targets(compared(peak=2**24))
-    assert row_of(text, "peak, SDP block C = 1/2 with ZeRO-1, of DDP's") == ["0.55", "2.00", "no"]
-    assert row_of(text, "step, SDP block C = 1/2, ZeRO-1, of ZeRO-1's") == ["0.48", "0.50 (0.50-0.75)", "no"]
+    assert row_of(text, "peak of SDP block C = 1/2, ZeRO-1, relative to DDP") == ["0.55", "2.00", "no"]
+    assert row_of(text, "step of SDP block C = 1/2, ZeRO-1, relative to ZeRO-1") == ["0.48", "0.50 (0.50-0.75)", "no"]
     better = compared()
     better["groups"]["main"]["contestants"]["DDP"]["ranks"][0]["peak"] = 2**24
-    found = row_of(tables.targets(better), "peak, SDP block C = 1/2 with ZeRO-1, of DDP's")
+    found = row_of(tables.targets(better), "peak of SDP block C = 1/2, ZeRO-1, relative to DDP")
     assert found == ["0.55", "0.50", "yes"]
 
 
