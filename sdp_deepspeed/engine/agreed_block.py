@@ -1,4 +1,4 @@
-"""Compare the block, and the settings that training depends on, over all ranks before an engine is built.
+"""Compare the block, and the settings that training depends on, across all ranks before an engine is built.
 
 Ranks compare through the store of the default process group: a rank whose config lacks the block builds DeepSpeed's own
 engine and would not take part in our collectives.

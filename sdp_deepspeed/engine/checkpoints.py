@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoint methods: adds the engine's state to the tensors that `checkpoint` saves and loads."""
+"""DeepSpeed's checkpoint methods: add the engine's state to the tensors that `checkpoint` saves and loads."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def load(
     if not module_only:
         _restore_progress(engine, common["counters"], common["lr_scheduler"] if scheduler else None)
         scaler = engine.optimizer.loss_scaler
-        if scaler.dynamic and common["loss_scaler"].get("dynamic", True):  # not the scale 1 of a run in bf16 or fp32
+        if scaler.dynamic and common["loss_scaler"].get("dynamic", True):  # a run in bf16 or fp32 saved the scale 1
             vars(scaler).update(common["loss_scaler"])
     return str(found.path), common["client_state"]
 
@@ -104,7 +104,7 @@ def _check_scheduler(scheduler: Any, stored: Any) -> None:
     if stored and here and not stored.keys() & here.keys():
         raise ValueError(
             f"the checkpoint's LR scheduler has {quoted(sorted(stored))}, {type(scheduler).__name__} has "
-            f"{quoted(sorted(here))}; use the saved kind, or load_lr_scheduler_states=False"
+            f"{quoted(sorted(here))}; use the saved class, or pass load_lr_scheduler_states=False"
         )
 
 

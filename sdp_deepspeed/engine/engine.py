@@ -336,7 +336,8 @@ class SubnetworkEngine(DeepSpeedEngine):
 
         found = run_on_all_ranks(find, self._control)
         every = {name: index for other in gather_objects(found, self._control) for name, index in other.items()}
-        # An optimizer that was built while an earlier engine's mask was applied lacks what that mask had frozen.
+        # An optimizer that was built while an earlier engine's mask was applied lacks the parameters that the mask had
+        # frozen.
         found |= {name: index for name, index in every.items() if name in self._frozen_before}
         found = {name: found[name] for name in self.mask.parameters if name in found}
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -506,7 +507,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     # ---- the dense model ----------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:
-        """As in DeepSpeed. Back in training mode, the module is the subnetwork again."""
+        """As in DeepSpeed. Training mode makes the module the subnetwork again."""
         if mode and "dense_view" in vars(self):
             self.dense_view.end_evaluation()
         super().train(mode)
@@ -626,7 +627,7 @@ def _make_whole(model: nn.Module) -> frozenset[str]:
 
 
 def refuse_masked(model: nn.Module) -> None:
-    """Raise ValueError for a model that is masked."""
+    """Raise ValueError for a masked model."""
     if any("_sdp_masked" in vars(module) for module in model.modules()):
         raise ValueError(
             f"{KEY}: an earlier engine reduced this model to a subnetwork; build a new one, or use copy.deepcopy "
@@ -646,7 +647,7 @@ def _check_mpu(mpu: Any) -> None:
 
 
 def _announce(text: str) -> None:
-    """Print a text although DeepSpeed's and the Trainer's default log level is warning; not if the level is higher."""
+    """Print a text at DeepSpeed's and the Trainer's default log level, warning, but not at a higher level."""
     own = logger.getChild("sdp_deepspeed")
     if not own.handlers:
         own.propagate = False

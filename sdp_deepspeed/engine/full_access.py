@@ -42,7 +42,7 @@ class _Access:
     def _optimizer(self) -> Any:
         engine = self._engine()
         if engine is None:
-            raise RuntimeError(f"the engine that trained {self._name!r} is gone")
+            raise RuntimeError(f"the engine that trained {self._name!r} no longer exists")
         return engine.optimizer.sharded
 
     def get(self, optim_state_key: str | None = None) -> torch.Tensor:

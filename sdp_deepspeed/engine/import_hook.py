@@ -136,7 +136,7 @@ def _patch_accelerate() -> None:
             return original(self, model, *args, **kwargs)
         from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
-        with model.dense():  # state dicts are whole, also under tensor parallelism
+        with model.dense():  # state dicts are whole, even under tensor parallelism
             return clone_tensors_for_torch_save(model.module.state_dict())
 
     fill = DeepSpeedPlugin.fill_match

@@ -43,7 +43,7 @@ class StepEvents:
         """Record the loss, before a backward pass.
 
         Args:
-            is_share: whether losses are summed, not averaged, over micro-batches.
+            is_share: whether losses are shares, to be summed, not averaged, over micro-batches.
         """
         if self._interval is not None and isinstance(loss, torch.Tensor):
             self._losses.append(loss.detach())

@@ -83,7 +83,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """Factor of losses in backward."""
+        """Factor by which losses are multiplied in the backward pass."""
         return self.loss_scaler.loss_scale if self.external_loss_scale is None else self.external_loss_scale
 
     cur_scale = loss_scale  # name in DeepSpeed's monitor
@@ -102,7 +102,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         self.sharded.refresh_shards()
 
     def _nothing(self) -> None:
-        """For calls that concern DeepSpeed's own buffers and partitions."""
+        """Does nothing: such calls concern DeepSpeed's own buffers and partitions."""
 
     finalize_gradient_accumulation_boundary = update_lp_params = empty_partition_cache = _nothing
 
@@ -120,8 +120,8 @@ class SubnetworkOptimizer(ZeROOptimizer):
         self.sharded.reload_states()
 
     def state_dict(self) -> dict[str, Any]:
-        """A placeholder that raises when read, since it would be this rank's share only. Some hosts (Lightning) create
-        a state dict, drop it, and save the engine's checkpoint."""
+        """A placeholder that raises when read, since it would contain only this rank's share. Some hosts (Lightning)
+        create a state dict, drop it, and save the engine's checkpoint."""
         return _NoState()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> NoReturn:

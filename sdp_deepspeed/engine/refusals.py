@@ -1,4 +1,4 @@
-"""Settings that the engine refuses before it is built, because the run would not train what they ask for.
+"""Settings that the engine refuses before it is built, because it would not do what they request.
 
 Settings that do not change the result are accepted: those without an effect at the run's ZeRO stage or precision, and
 those that only tune DeepSpeed's own reduction.
@@ -93,7 +93,7 @@ def refuse_config(config: Mapping[str, Any], read: Any) -> None:
 
     Args:
         config: the DeepSpeed config, loaded.
-        read: the config object that DeepSpeed made of it, in which "1" is 1 and "false" is false.
+        read: the config object that DeepSpeed made of it, with values converted ("1" is 1, "false" is false).
     """
     parts = {"zero_optimization": read.zero_config, "fp16": read.float16_config, "bf16": read.bfloat16_config}
     values = {key: part.model_dump(mode="json", exclude_unset=True) for key, part in parts.items()}

@@ -1,7 +1,7 @@
 """Re-planning: continue a live run under another plan, as if a checkpoint were saved and loaded, but in memory.
 
-Everything that can be refused is refused before anything is changed. In between, each rank has the dense weights in the
-run's precision. The user's engine, optimizer, param groups, schedulers and Parameters stay the same objects.
+All checks run before anything is changed. During the exchange, each rank has the dense weights in the run's precision.
+The user's engine, optimizer, param groups, schedulers and Parameters stay the same objects.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def replan(engine: Any, config: Mapping[str, Any], stage: int | None) -> Replann
     """Continue under the plan of another config. Collective, between two steps.
 
     Raises:
-        ValueError, RuntimeError: on all ranks; whatever can be refused is refused before anything is changed.
+        ValueError, RuntimeError: on all ranks. All checks run before anything is changed.
     """
     begin, control = time.monotonic(), engine.groups.control
 

@@ -28,8 +28,8 @@ def sharded_options(engine: Any) -> dict[str, Any]:
 
 
 def skips_overflow(engine: Any) -> bool:
-    """Whether steps with non-finite gradients are skipped, as in DeepSpeed: in fp16, in bf16 if the config says so, in
-    fp32 under ZeRO only."""
+    """Whether steps with non-finite gradients are skipped, as in DeepSpeed: in fp16; in bf16 if the config says so; in
+    fp32 only under ZeRO."""
     if engine.bfloat16_enabled():
         return bool(engine._config.bfloat16_config.check_grad_overflow)
     under_zero = int(engine.zero_optimization_stage()) > 0 and bool(engine.zero_compute_grad_norm())

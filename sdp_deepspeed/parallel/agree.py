@@ -1,4 +1,4 @@
-"""Raise errors on all ranks, and synchronize ranks without waiting for one that will not take part."""
+"""Raise errors on all ranks, and synchronize ranks without waiting for a rank that will not join."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sdp_deepspeed.messages import listed
 
 T = TypeVar("T")
 
-_KINDS = (ValueError, RuntimeError, OSError)  # kinds that are kept; all others become RuntimeErrors
+_KINDS = (ValueError, RuntimeError, OSError)  # types that are kept; all others become RuntimeErrors
 
 
 def gather_objects(value: object, group: Any = None) -> list[Any]:
@@ -88,7 +88,7 @@ def difference(values: Sequence[Mapping[str, str]]) -> str:
 
 
 def refuse_difference(what: str, facts: Mapping[int, Sequence[str]]) -> None:
-    """Raise RuntimeError with the first fact in which a rank differs from the first one.
+    """Raise RuntimeError with the first fact in which a rank differs from the first rank.
 
     Args:
         facts: facts of each rank, gathered.
@@ -104,8 +104,8 @@ def refuse_difference(what: str, facts: Mapping[int, Sequence[str]]) -> None:
 
 
 def check_same_parameters(model: Any, members: Collection[Sequence[int]], group: Any) -> None:
-    """Compare names, shapes and dtypes of parameters, before a collective of other sizes ends or blocks processes;
-    collective.
+    """Compare names, shapes and dtypes of parameters; collective. Run it before collectives whose sizes depend on
+    these, which would otherwise crash or hang.
 
     Args:
         members: ranks that must have the same parameters; tensor-parallel ranks need not.
@@ -164,7 +164,7 @@ def check_agreement(mask: Any, groups: Any) -> None:
 class CallBarrier:
     """Barriers for calls that all ranks must make, such as saving a checkpoint.
 
-    A waiting rank checks the progress of the others. If one has continued with another training step, it will not come,
+    A waiting rank checks the progress of the others. If one has continued with another training step, it will not join,
     and the waiting rank raises an error that names it, long before a timeout. Communication uses the store of the
     default process group.
 
@@ -191,7 +191,7 @@ class CallBarrier:
             what: name of the call, for messages.
 
         Raises:
-            RuntimeError: a rank continues training, makes a different call, or does not come within the store's
+            RuntimeError: a rank continues training, makes a different call, or does not arrive within the store's
                 timeout.
         """
         if self._size == 1:
@@ -202,7 +202,7 @@ class CallBarrier:
         self._store.add(f"{prefix}/{what}", 1)
         self._store.add(prefix, 1)
         deadline, pause = time.monotonic() + self._store.timeout.total_seconds(), 0.001  # seconds
-        longest_pause = 0.1 * max(1.0, self._size / 64)  # rank 0 serves all of them
+        longest_pause = 0.1 * max(1.0, self._size / 64)  # rank 0 serves the requests of all ranks
         while self._store.add(prefix, 0) < self._size:
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -213,7 +213,7 @@ class CallBarrier:
             time.sleep(pause)
             pause = min(2 * pause, longest_pause)
             if pause >= 0.1 and (gone := self._gone()):
-                self._store.delete_key(keys[self._rank])  # the others may come without this rank
+                self._store.delete_key(keys[self._rank])  # the others may arrive without this rank
                 self._store.add(f"{prefix}/{what}", -1)
                 self._store.add(prefix, -1)
                 raise RuntimeError(

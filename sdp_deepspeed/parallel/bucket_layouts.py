@@ -1,4 +1,4 @@
-"""Which slices are in which bucket: those with the same holders, param group and dtype.
+"""Assignment of slices to buckets: slices with the same holders, param group and dtype share one.
 
 `plan_buckets` is a pure function of facts that all ranks share. Every rank computes the same list, including buckets of
 other holders; its order is the order of collectives (optimizer.py).

@@ -119,10 +119,10 @@ class Bucket:
         self.host: HostShard | None = None
 
     def place_weights(self, *, reuse_gradients: bool = False) -> None:
-        """Give `weights` memory, unless they have it.
+        """Allocate `weights`, unless they are allocated.
 
         Args:
-            reuse_gradients: whether to take that of the gradients, which must not be needed any more.
+            reuse_gradients: whether to reuse the memory of the gradients, which must no longer be needed.
         """
         if self.weights is not None:
             return
@@ -145,8 +145,8 @@ class Bucket:
             self.weights, self.weight_slots = None, []
 
     def place_gradients(self, dtype: torch.dtype | None) -> None:
-        """Give `gradients` memory, unless they have it. They have it from the first gradient to the end of the step, so
-        that they take none at the peak of activations; at stage 2 only while the bucket is sent.
+        """Allocate `gradients`, unless they are allocated. They exist from the first gradient to the end of the step,
+        so they take no memory at the peak of activations; at stage 2, they exist only while the bucket is sent.
 
         Args:
             dtype: default: that of the weights.
@@ -161,8 +161,8 @@ class Bucket:
         self._has_gradients = True
 
     def drop_gradients(self) -> None:
-        """Release the memory of the gradients. Views of those of cut tensors stay, since making thousands of them takes
-        long. Those of whole tensors were in `.grad`, so that others may refer to them."""
+        """Release the memory of the gradients. Views of cut tensors' gradients are kept, since creating thousands of
+        them is slow. Those of whole tensors were in `.grad`, so other code may refer to them."""
         if self.layout.is_whole:
             self.gradients, self.gradient_slots = None, []
         elif self.gradients is not None:
@@ -180,7 +180,7 @@ class Bucket:
 
     @property
     def step_dtype(self) -> torch.dtype:
-        """In which the optimizer steps."""
+        """Dtype in which the optimizer steps."""
         return torch.promote_types(self.layout.dtype, torch.float32)
 
     def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
@@ -215,7 +215,7 @@ class Bucket:
             self.parameters = [nn.Parameter(tensor) for tensor in self._stepped_tensors(self.shard.detach())]
 
     def add_average(self, average: torch.Tensor) -> None:
-        """Take an averaged gradient of the shard into `average`, or add it to that of earlier micro-steps."""
+        """Store an averaged gradient of the shard in `average`, or add it to that of earlier micro-steps."""
         if self.host is not None:
             self.average = self.host.receive_gradient(average, adds=self.average is not None)
         else:
@@ -250,7 +250,7 @@ class Bucket:
                 yield ShardPart(part, start, stop, self.parameters[0], part.start + start - before)
 
     def _stepped_tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The whole tensors in what this rank steps: all or none."""
+        """Views of the whole tensors in what this rank steps: all of the bucket's, or none."""
         return self._slots(flat) if flat.numel() else []
 
     @property
@@ -262,7 +262,7 @@ class Bucket:
         return self.shard.data_ptr() == self.stepped_part(self.weights).data_ptr()
 
     def shard_from_weights(self) -> None:
-        """Take into `shard` the elements of `weights` that are not its rounding any more."""
+        """Copy into `shard` the elements of `weights` that no longer equal the rounded shard."""
         assert self.shard is not None
         assert self.weights is not None
         if not self.steps_in_place:

@@ -55,13 +55,13 @@ class ShardedOptimizer:
     options.
 
     Args:
-        optimizer: over the dense model's parameters, not stepped yet. Parameters in its param groups are replaced by
-            this rank's shards; other options are unchanged.
+        optimizer: optimizer of the dense model's parameters, not stepped yet. Parameters in its param groups are
+            replaced by this rank's shards; other options are unchanged.
         mask: this rank's subnetwork. Its `parameters` (by dense name), `pieces` (of each tensor, with their holders, in
             forward order), `shapes` (of dense tensors), `is_applied` and `view(piece)` are used.
         groups: process groups of all holder sets.
-        param_groups: param group index of each trained tensor, by dense name. The same on all ranks: without parameters
-            that the user froze, with those that only the mask froze here.
+        param_groups: param group index of each trained tensor, by dense name. The same on all ranks: parameters that
+            the user froze are excluded, those that only the mask froze on this rank are included.
         regime: "forward" gathers weights over the holders, "backward" over all ranks.
         stage: ZeRO stage.
         clip: maximum gradient norm; 0 does not clip.
@@ -141,7 +141,8 @@ class ShardedOptimizer:
                 for i in range(len(optimizer.param_groups))
             ],
         )
-        # param groups with a fused kernel; stage 0 needs bitwise agreement, and fused CPU kernels round by position
+        # Param groups with a fused kernel. None at stage 0, where holders must agree bitwise: on CPUs, a fused kernel
+        # rounds an element depending on its position.
         self._fused = prefer_fused(optimizer) if stage > 0 else []
         self._num_param_groups = len(optimizer.param_groups)
         self._moved: Moved = []
@@ -259,7 +260,7 @@ class ShardedOptimizer:
         return True
 
     def _owned_gradients(self) -> list[torch.Tensor]:
-        """Gradients of the shards that this rank counts in the norm; in stage 0, too, each holder counts one shard."""
+        """Gradients of the shards that this rank counts in the norm: one shard per holder, even in stage 0."""
         counted = [b for b in self.held if not b.layout.is_replicated or self.groups.tensor_parallel_rank == 0]
         return [b.shard_of(b.average) if b.steps_all else b.average for b in counted if b.average is not None]
 
@@ -272,7 +273,7 @@ class ShardedOptimizer:
         ranks. Collective; after a step, and when a checkpoint has changed shards.
 
         Args:
-            reuse_gradients: whether gradients are not needed any more, so that their memory can be used.
+            reuse_gradients: whether gradients are no longer needed, so that their memory can be reused.
         """
         if self.regime == "forward":
             self._gather_from_holders(reuse_gradients=reuse_gradients)

@@ -16,7 +16,7 @@ _OTHERS = {
     "onebitadam", "onebitlamb", "shampoo", "soap", "sparseadam", "zerooneadam",
 }
 # fmt: on
-# Module of the class, by class name: others of this name issue their own collectives.
+# Module of the class, by class name: other classes with these names issue their own collectives.
 _WHOLE_TENSORS = {"Muon": "torch.optim", "MuonWithAuxAdam": "deepspeed.runtime.zero.muon"}
 
 
@@ -49,7 +49,7 @@ def groups_of_whole_tensors(optimizer: torch.optim.Optimizer) -> set[int]:
     """Indices of param groups whose tensors must be stepped as a whole."""
     if not _updates_whole_tensors(type(optimizer)):
         return set()
-    # DeepSpeed's class has a flag per group: Muon or Adam
+    # DeepSpeed's class has a flag in each group: Muon or Adam
     return {index for index, group in enumerate(optimizer.param_groups) if group.get("use_muon", True)}
 
 

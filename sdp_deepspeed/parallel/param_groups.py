@@ -12,7 +12,7 @@ from torch import nn
 def param_group_indices(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], trainable: Mapping[str, bool]
 ) -> dict[str, int]:
-    """Param group index of each tensor that an optimizer trains, by dense name. The caller compares it over ranks.
+    """Param group index of each tensor that an optimizer trains, by dense name. The caller compares it across ranks.
 
     Args:
         optimizer: optimizer of the model's Parameters, not stepped yet. Parameters in no group are not trained.
@@ -47,7 +47,7 @@ def _was_stepped(state: Mapping[str, Any]) -> bool:
 
 
 def replace_parameters(optimizer: torch.optim.Optimizer, shards: Sequence[Sequence[nn.Parameter]]) -> None:
-    """Replace the parameters of an optimizer by shards; groups, also empty ones, and their options are kept.
+    """Replace the parameters of an optimizer by shards; groups, including empty ones, and their options are kept.
 
     State that exists at construction (Adagrad) has one value for all elements: each shard gets that of the first
     parameter of its group.
@@ -78,8 +78,8 @@ def _initial_value(value: Any, shard: torch.Tensor) -> Any:
 
 
 def prefer_fused(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Use the fused kernels of PyTorch's Adam and AdamW, three times as fast on a CPU. Param groups for which the user
-    chose a kernel are unchanged. Returns the others."""
+    """Use the fused kernels of PyTorch's Adam and AdamW, which are three times as fast on a CPU. Param groups for which
+    the user chose a kernel are unchanged. Returns the other groups."""
     chosen = []
     for group in optimizer.param_groups if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) else ():
         is_open = group["fused"] is None and group["foreach"] is None

@@ -1,6 +1,6 @@
 """Gradients: accumulation, and their average over the holders of each bucket, during backward or in the step.
 
-Hooks on accumulated gradients tell when a bucket is complete. Buckets are reduced in the order of collectives
+Hooks on accumulated gradients detect when a bucket is complete. Buckets are reduced in the order of collectives
 (optimizer.py); one that is complete early waits for its turn. At the end of a backward pass the remaining buckets are
 reduced, with zeros for missing gradients (experts without tokens, skipped branches).
 
@@ -72,7 +72,7 @@ class Reducer:
         self._seen: set[str] = set()  # tensors with a gradient in this pass
         self._repeated: set[str] = set()  # tensors with several gradients in one pass
         self._in_slots: set[str] = set()  # whole tensors whose `.grad` is their slot
-        self._dropped: set[str] = set()  # of these, whose `.grad` was removed since
+        self._dropped: set[str] = set()  # those of `_in_slots` whose `.grad` was removed since
         self._num_reduced_passes = 0  # backward passes of this step that stage 2 has reduced
         self._hooks = [
             tensor.parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._on_gradient(name))
@@ -115,8 +115,9 @@ class Reducer:
                 self._reduce([bucket])
 
     def _complete(self) -> list[Bucket]:
-        """The next buckets that wait for no gradient. In the first pass only with all buckets of their tensors, so that
-        a further gradient of a tensor is late for all of them: it would be added to that of the others."""
+        """The next buckets that wait for no gradient. In the first pass, only together with all buckets of their
+        tensors: a further gradient of a tensor is then late for all of its buckets, and is not added to the first one
+        in some."""
         found = list(itertools.takewhile(lambda bucket: not bucket.waits_for, self._buckets[self._next :]))
         while self._is_first_pass and any(
             self._tensors[name].buckets[-1] >= self._next + len(found) for bucket in found for name in bucket.names
@@ -125,8 +126,8 @@ class Reducer:
         return found
 
     def _accumulate(self, name: str, tensor: HeldTensor) -> None:
-        """Move a gradient to its slots, or add it to what they have. The gradient of a whole tensor that has the slot's
-        dtype becomes a view of the slot, in which autograd accumulates further ones."""
+        """Move a gradient to its slots, or add it to their contents. If the gradient of a whole tensor has the slot's
+        dtype, `.grad` becomes a view of the slot, in which autograd accumulates further gradients."""
         parameter = tensor.parameter
         for index in tensor.buckets:
             self._buckets[index].place_gradients(self._gradient_dtype)
@@ -136,7 +137,7 @@ class Reducer:
         assert parameter.grad is not None
         if first.layout.is_whole and slots[0].dtype == parameter.grad.dtype:
             if slots[0].data_ptr() != parameter.grad.data_ptr():
-                if name in self._in_slots and not parameter.grad.requires_grad:  # a graph of gradients adds elsewhere
+                if name in self._in_slots and not parameter.grad.requires_grad:  # create_graph adds out of place
                     self._dropped.add(name)
                 self._in_slots.add(name)
                 slots[0].copy_(parameter.grad)
@@ -184,7 +185,7 @@ class Reducer:
         tensors were moved to buckets before, and would still count."""
         dropped = self._dropped | {name for name in self._in_slots if self._parameters[name].grad is None}
         if dropped and dropped == self._in_slots and any(any(bucket.filled) for bucket in self._buckets):
-            raise RuntimeError("gradients were dropped by zero_grad() of the module; call zero_grad() of the engine")
+            raise RuntimeError("gradients were dropped by the module's zero_grad(); call zero_grad() of the engine")
 
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""
@@ -300,14 +301,14 @@ class Reducer:
         return flats
 
     def _own_shard(self, bucket: Bucket) -> torch.Tensor:
-        """Memory for the average of this rank's shard: that of its gradients, if they are not dropped before."""
+        """Memory for the average of this rank's shard: that of its gradients, unless they are dropped earlier."""
         assert bucket.gradients is not None
         shard = bucket.shard_of(bucket.gradients)
         is_kept = self._stage < 2 and shard.dtype == bucket.step_dtype
         return shard if is_kept else torch.empty_like(shard, dtype=bucket.step_dtype)
 
     def _reduce_again(self) -> None:
-        """Reduce buckets again whose tensors got another gradient after their average was taken, on any rank."""
+        """Reduce the buckets again whose tensors received another gradient, on any rank, after they were averaged."""
         with self._on_side_stream():  # after the averages
             late = [parameter.grad is not None for parameter in self._parameters.values()]
             flags = torch.tensor(late, dtype=torch.int32, device=self._device)

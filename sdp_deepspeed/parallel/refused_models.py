@@ -17,7 +17,7 @@ def refuse_model(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
-            raise ValueError(f"{KEY}: {name!r} ({type(module).__name__}) makes sparse gradients; use sparse=False")
+            raise ValueError(f"{KEY}: {name!r} ({type(module).__name__}) produces sparse gradients; use sparse=False")
         if "deepspeed.moe.layer" in {base.__module__ for base in type(module).__mro__}:
             raise ValueError(f"{KEY}: {name!r} is a DeepSpeed mixture of experts; use one of Transformers' instead")
     for one, other in _in_the_same_memory(model):

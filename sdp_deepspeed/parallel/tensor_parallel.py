@@ -30,7 +30,7 @@ from sdp_deepspeed.plan.tensor_parallel import UNDIVIDED, Division, TensorParall
 
 @dataclass(frozen=True)
 class WholeModel:
-    """Facts of the dense model that are lost when AutoTP divides it.
+    """Shapes and branches of the dense model, recorded before AutoTP divides it.
 
     Args:
         shapes: shapes of the parameters.
@@ -109,7 +109,7 @@ def of_autotp(model: nn.Module, whole: WholeModel, group: Any, control: Any) -> 
 
     Args:
         model: divided.
-        whole: the same model before.
+        whole: record of the model before AutoTP.
         group: tensor-parallel process group.
         control: a group of all ranks with a CPU backend.
 
@@ -194,10 +194,10 @@ def _partial_gradients(
 
 
 def _without_heads_of_config(branch: LocatedBranch, divided: Mapping[str, Any]) -> LocatedBranch:
-    """Drop head counts of a config, which may be those of the dense model or of a rank."""
+    """Drop head counts from a config, which may count the heads of the dense model or of one rank."""
     heads = branch.description.inner.heads if branch.description.inner else None
     is_divided = not divided.keys().isdisjoint(piece.parameter for piece in branch.pieces)
     if heads is None or not heads.startswith("config.") or not is_divided:
         return branch
-    why = f"{heads} does not say whether it counts the heads of one rank; describe an attribute that does"
+    why = f"{heads} may count the heads of all ranks or of one; describe an attribute that counts those of one rank"
     return replace(branch, num_cells=0, cut_tensors=(), uncuttable_reason=branch.uncuttable_reason or why)

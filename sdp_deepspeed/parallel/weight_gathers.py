@@ -87,7 +87,7 @@ def plan_gathers(buckets: Sequence[Bucket], num_ranks: int, rank: int) -> list[G
     """The all-gathers, in the same order on all ranks.
 
     Args:
-        buckets: those that no rank has completely after a step.
+        buckets: those that some rank lacks, at least in part, after a step.
         num_ranks, rank: data-parallel size and index.
     """
     ranges: defaultdict[tuple[int, torch.dtype], list[Bucket]] = defaultdict(list)

@@ -242,7 +242,7 @@ def mistakes(rank: Rank) -> None:
         dense_state(engine)  # takes the means over the ranks, which stay
         before = statistics_of(engine.module)
         own = [images for images, _ in batches(rank.rank, NUM - (rank.rank == 1), seed=9)]
-        words = ("num_batches: got 3", "there are 2", "[on rank 1]")
+        words = ("num_batches: got 3", "found 2", "[on rank 1]")
         call = engine.reestimate_batch_norm
         refusal(ValueError, partial(call, own, num_batches=NUM), *words)
         for number in (0, 1 + (rank.rank == 2)):

@@ -134,7 +134,7 @@ def what_cannot_be_answered_is_refused(rank: Rank) -> None:
     words = ("'momentum'", "exp_avg, exp_avg_sq")
     refusal(ValueError, lambda: safe_get_full_optimizer_state(parameter, "momentum"), *words)
     refusal(ValueError, lambda: safe_set_full_fp32_param(parameter, torch.zeros(3)), "shape (24, 16)", "(3,)")
-    with pytest.raises(RuntimeError, match=r"engine that trained 'model.layers.0.mlp.up_proj.weight' is gone"):
+    with pytest.raises(RuntimeError, match=r"engine that trained 'model.layers.0.mlp.up_proj.weight' no longer exists"):
         safe_get_full_fp32_param(pickle.loads(pickle.dumps(parameter)))
 
 

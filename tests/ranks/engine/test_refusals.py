@@ -37,7 +37,7 @@ def what_is_not_possible(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config(holders=1), nn.Sequential(nn.Linear(3, 3))), "Sequential", "register")
     model: Any = llama()
     model.model.embed_tokens.sparse = True
-    refusal(ValueError, lambda: engine_of(config(holders=1), model), "'model.embed_tokens'", "makes sparse gradients")
+    refusal(ValueError, lambda: engine_of(config(holders=1), model), "'model.embed_tokens'", "produces sparse")
 
 
 def a_scale_that_one_branch_does_not_allow(rank: Rank) -> None:

@@ -66,7 +66,7 @@ def mistakes_of_one_rank(rank: Rank) -> None:
     )
     model: Any = llama()
     model.model.embed_tokens.sparse = rank.rank == 1
-    refusal(ValueError, lambda: engine_of(config(holders=1), model), "makes sparse gradients", "[on rank 1]")
+    refusal(ValueError, lambda: engine_of(config(holders=1), model), "produces sparse gradients", "[on rank 1]")
     tied: Any = llama()
     if rank.rank == 1:
         tied.lm_head.weight.data = tied.model.embed_tokens.weight.data

@@ -56,7 +56,7 @@ def test_modules_whose_gradients_cannot_travel_are_refused() -> None:
         __module__ = "deepspeed.moe.layer"
 
     refuse_model(torch.nn.Sequential(torch.nn.Embedding(3, 2), torch.nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match=r"'0' \(Embedding\) makes sparse gradients"):
+    with pytest.raises(ValueError, match=r"'0' \(Embedding\) produces sparse gradients"):
         refuse_model(torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True)))
     with pytest.raises(ValueError, match=r"'1' is a DeepSpeed mixture of experts"):
         refuse_model(torch.nn.Sequential(torch.nn.Identity(), Experts()))
