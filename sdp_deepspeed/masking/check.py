@@ -17,8 +17,8 @@ from sdp_deepspeed.units import Unit
 
 
 def check_plan(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch]) -> None:
-    """Raise ValueError for units that are not whole branches, or neurons or heads of one, and for norms that cannot be
-    masked."""
+    """Raise ValueError for units that are neither whole branches nor neurons or heads of one, and for norms that cannot
+    be masked."""
     blocks_of_units(plan, branches)
     names = branches_of_units(plan.units, branches)
     by_name = {branch.name: branch for branch in branches}

@@ -1,7 +1,7 @@
 """Checks for mixtures of experts.
 
-The auxiliary loss of routers is a mean over the layers whose routers ran: in a subnetwork, over the layers that it has.
-A subnetwork without any router has no such loss.
+The auxiliary loss of routers is a mean over the layers whose routers ran: in a subnetwork, over the layers that it
+holds. A subnetwork without any router has no such loss.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def check_experts(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch
                 lacking = in_units[tensor.parameter] - held[tensor.parameter, subnetwork]
                 if lacking % step or (lacking and tensor.size % step):
                     raise ValueError(
-                        f"{branch.name!r}: subnetwork {subnetwork} has {tensor.size - lacking} of {tensor.size}; "
-                        f'grouped_mm needs multiples of {step}: change neuron_groups, or use "batched_mm"'
+                        f"{branch.name!r}: subnetwork {subnetwork} has {tensor.size - lacking} of {tensor.size} neurons"
+                        f'; grouped_mm needs multiples of {step}: change neuron_groups, or use "batched_mm"'
                     )
 
 

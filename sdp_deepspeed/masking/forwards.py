@@ -37,7 +37,7 @@ def replace_forward(module: nn.Module, function: Callable[..., Any], state: Any 
 
 
 def restore_forward(module: nn.Module) -> None:
-    """Undo the last `replace_forward`, with what has been done to the forward since."""
+    """Undo the last `replace_forward`, and any changes of the forward since."""
     previous = vars(module).pop("_sdp_forward").previous
     del vars(module)["forward"]
     if isinstance(outer := getattr(previous, "__self__", None), Forward):
@@ -47,7 +47,7 @@ def restore_forward(module: nn.Module) -> None:
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Set data of another shape, and drop the gradient, which has the old shape.
+    """Set data of a different shape, and drop the gradient, which has the old shape.
 
     If a graph is still alive (a user keeps the last loss), it holds the tensor's AccumulateGrad node, which expects the
     old shape and would fail in the next backward pass. Changing the dtype in between makes autograd drop the node.

@@ -1,7 +1,7 @@
-"""Block strategy, forward regime: a lacking branch adds zeros to the residual stream.
+"""Block strategy, forward regime: an absent branch adds zeros to the residual stream.
 
 Only the modules of the branch are changed: the first body returns zeros in the shape of its input, the residual
-stream, or the stream if it adds to that itself (BLOOM); its norm, further bodies and `after` pass their input on. The
+stream, or the stream if it adds to that itself (BLOOM); its norm, further bodies and `after` return their input. The
 layer runs its own forward on ordinary tensors, so compilers, checkpointing and hooks work as usual.
 """
 
@@ -23,12 +23,12 @@ _WRITE_IN_PLACE = ("ResNetBasicLayer", "ResNetBottleNeckLayer", "FalconDecoderLa
 
 @dataclass(frozen=True)
 class Lacking:
-    """State of the forward of a lacking module.
+    """State of the forward of an absent module.
 
     Args:
         num_outputs: number of outputs of the body; 0 for a module that returns its input.
         handed_on: keyword arguments that are returned as further outputs; remaining outputs are None.
-        has_storage: whether zeros need storage, because the layer writes to them.
+        has_storage: whether the zeros need storage, because the layer writes to them.
         added_to: position of the argument to which the body adds its output itself.
     """
 
@@ -39,7 +39,7 @@ class Lacking:
 
 
 def skip_branch(model: nn.Module, branch: LocatedBranch) -> Iterator[nn.Module]:
-    """Make a lacking branch add zeros; yields its modules."""
+    """Make an absent branch add zeros; yields its modules."""
     layer = model.get_submodule(branch.layer)
     has_storage = not is_of_package(layer) or any(base.__name__ in _WRITE_IN_PLACE for base in type(layer).__mro__)
     description = branch.description

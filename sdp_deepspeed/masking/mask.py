@@ -101,7 +101,7 @@ class Mask:
         """Detached view of a stored piece in the weights, or in a tensor `of` the same layout (the gradient)."""
         tensor, start = self._where[piece]
         if of is not None:
-            assert self.is_held(piece), "what is frozen has no gradient"
+            assert self.is_held(piece), "frozen slices have no gradient"
             tensor = of
         return tensor.detach() if piece.dim is None else tensor.detach().narrow(piece.dim, start, piece.length)
 
@@ -151,8 +151,8 @@ class Mask:
     @torch.inference_mode(False)
     @torch.no_grad()
     def undo(self) -> None:
-        """Restore the dense module, with the values that this rank stores, and zeros elsewhere. The caller fills those
-        in through `view(piece)`. Gradients of cut parameters are kept until `apply`."""
+        """Restore the dense module, with the values that this rank stores and zeros elsewhere. The caller replaces the
+        zeros through `view(piece)`. Gradients of cut parameters are kept until `apply`."""
         if not self.is_applied:
             raise RuntimeError("the mask is not applied")
         for module in self._masked:
@@ -215,7 +215,8 @@ class Mask:
         """Reduce a tensor to the slices that this rank holds.
 
         Args:
-            is_multiplied: whether the layer itself uses the tensor even if it is lacking: it is then one expanded zero.
+            is_multiplied: whether the layer itself uses the tensor, even if this rank lacks it. It is then one expanded
+                zero.
         """
         tensor, pieces = self._tensor(name), [piece for piece, _ in self.pieces_of(name)]
         held = [piece for piece in pieces if self.is_held(piece)]
@@ -233,8 +234,8 @@ class Mask:
         self._reshaped.append(name)
 
     def _apply_backward(self) -> None:
-        """Freeze the weights of lacking units, and split cut layers. Buffers are unchanged, since every rank runs the
-        whole model."""
+        """Freeze the weights of units that this rank lacks, and split cut layers. Buffers are unchanged, since every
+        rank runs the whole model."""
         cuts: dict[str, dict[str, ParameterSplit]] = defaultdict(dict)  # by name of the module and of its parameter
         rests: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)  # frozen slices
         for name, pieces in self.pieces.items():

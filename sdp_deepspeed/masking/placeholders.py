@@ -12,7 +12,8 @@ T = TypeVar("T", bound="PartialTensor")
 class PartialTensor(torch.Tensor):
     """Placeholder in a state dict for a tensor that this rank holds in part, or not at all.
 
-    Hosts create state dicts that nobody reads. Reading, copying or saving this tensor raises RuntimeError.
+    Creating a state dict does not raise, since hosts create some that nobody reads. Reading, copying or saving this
+    tensor raises RuntimeError.
     """
 
     _refusal: str

@@ -46,7 +46,7 @@ class KnownParameters:
         if thawed:
             raise RuntimeError(
                 f"{quoted(thawed)} did not require gradients at deepspeed.initialize, so it would not be trained; "
-                "enable gradients before, and freeze it afterwards"
+                "enable gradients before that call, and freeze it afterwards"
             )
         get: Any = dict.get
         if all(map(operator.is_, map(get, self._registries, self._keys), self._values)):
@@ -59,4 +59,4 @@ class KnownParameters:
                 f"Parameters were replaced after deepspeed.initialize: {quoted([*dict.fromkeys([*unknown, *lost])])}; "
                 "copy values into the original ones, inside `with engine.dense():`"
             )
-        self._remember()  # modules were wrapped or removed
+        self._remember()  # no Parameter was replaced: modules were wrapped or removed

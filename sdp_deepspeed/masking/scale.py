@@ -15,10 +15,10 @@ from sdp_deepspeed.units import Piece
 
 
 def output_scales(mask: Mask) -> list[tuple[Piece, float]]:
-    """Factors other than 1 of weights and biases of output projections.
+    """Factors, if not 1, for weights and biases of output projections.
 
     Raises:
-        ValueError: a branch without described output projection, or with a norm after it, which undoes a factor.
+        ValueError: a branch whose description has no output projection, or with a norm after it, which undoes a factor.
     """
     plan, found = mask.plan, []
     for branch in mask.branches:

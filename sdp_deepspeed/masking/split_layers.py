@@ -84,13 +84,13 @@ class SplitState:
     """State of a split layer's forward.
 
     Args:
-        parts: parameters of each part, by name; empty for the layer's own ones. Read at each call, since FSDP2 replaces
-            gathered parameters.
+        parts: parameters of each part, by name; empty for the part that consists of the layer's own parameters. Read at
+            each call, since FSDP2 replaces gathered parameters.
         cuts: how these parameters are cut.
         sizes: size attributes of each part.
         dim: dimension of the activations that contains neurons, heads or channels.
         bias: name of a parameter that is not cut, and added by the first part only; empty if there is none.
-        compact: whether to copy the first part's inputs, so that autograd does not keep the others' alive.
+        compact: whether to copy the first part's inputs, so that autograd does not keep those of other parts alive.
     """
 
     parts: Sequence[Mapping[str, Any]]

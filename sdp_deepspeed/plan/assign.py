@@ -170,7 +170,8 @@ def assign(
 
     Units of a kind (blocks of equal cost, neurons or heads of a branch) are dealt to all translates in turn. Leftover
     units, fewer than a round, start with evenly spread or random translates, and move while that improves the balance.
-    Of several tries, the best one connects the subnetworks, balances within 5%, and has the largest spectral gap.
+    Of several attempts, the best one is taken: it connects the subnetworks, balances within 5%, and has the largest
+    spectral gap.
 
     Args:
         costs: costs of the units, in model order.
@@ -204,14 +205,14 @@ def assign(
 
 
 class _Deal:
-    """One try.
+    """One attempt at an assignment.
 
     Args:
         kinds: units by p, branch (None for blocks) and cost (of blocks).
         amounts: to balance, [U, m].
-        number: index of the try. Leftover units use translates of flat blocks that are even in residue classes, of the
-            flattest blocks, and of windows of neighbors, in turn; from the sixth try on, random ones. In every fourth
-            try other units may move, too, which helps with unequal groups of neurons.
+        number: index of the attempt. Leftover units use translates of flat blocks that are even in residue classes, of
+            the flattest blocks, and of windows of neighbors, in turn; from the seventh attempt on, random ones. In
+            every fourth attempt, other units may move as well, which helps with unequal groups of neurons.
         wanted: see `assign`.
     """
 
@@ -219,7 +220,7 @@ class _Deal:
         self, kinds: Mapping[Kind, list[int]], amounts: Ints, k: int, number: int, wanted: Collection[int]
     ) -> None:
         self.k, self._amounts = k, amounts
-        # Every subnetwork needs a unit of each.
+        # Units by need: every subnetwork needs one unit of each list.
         self._needs: dict[str | None, list[int]] = {None: [*range(len(amounts))]}
         if wanted:
             self._needs[_WANTED] = [*wanted]
@@ -227,7 +228,7 @@ class _Deal:
             if name is not None:
                 self._needs.setdefault(name, []).extend(units)
         self.holders: list[Subnetworks] = [tuple(range(k))] * len(amounts)
-        # unit, its candidates, these as a table, and the need that it meets
+        # unit, candidate holder sets, their table, and the need that the unit meets
         self._movable: list[tuple[int, list[Subnetworks], Ints, str | None]] = []
         shuffler, numbers = random.Random(number), sorted({p for p, _, _ in kinds if p < k})
         self._max_sets = max(MAX_SETS_PER_RANK, *numbers, 0)

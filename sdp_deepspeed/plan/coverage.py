@@ -118,7 +118,7 @@ _EITHER = Discriminator(_tag), BeforeValidator(_as_tuple)
 CoverageSetting = Annotated[Annotated[Share, Tag("number")] | Annotated[tuple[CoverageRule, ...], Tag(RULES)], *_EITHER]
 HoldersSetting = Annotated[Annotated[Count, Tag("number")] | Annotated[tuple[HoldersRule, ...], Tag(RULES)], *_EITHER]
 Given = float | tuple[CoverageRule, ...] | tuple[HoldersRule, ...]
-"""A share (float), a count (int), or rules of one of both."""
+"""A fraction (float), a count (int), or rules of either."""
 
 
 def holders_of_units(
@@ -163,7 +163,7 @@ def holders_of_units(
 
 
 def _holders_by_rule(rule: CoverageRule | HoldersRule, k: int, layer: int, last: int, path: str) -> int:
-    """p at a layer: for a profile the nearest of k / 8, 2 k / 8, ..., k; if two are equally near, the larger."""
+    """p at a layer. For a profile: the nearest of k / 8, 2 k / 8, ..., k; the larger one if two are equally near."""
     if rule.profile is None:
         return whole_holders(rule.ends[0], k, path)
     if isinstance(rule, HoldersRule):

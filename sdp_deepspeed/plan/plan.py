@@ -9,9 +9,9 @@ The format of plan.json:
                             "dim": <stored dimension> or null, "start": s, "length": l}],
                 "holders": [<subnetworks, ascending>]}]}
 
-`"dim": null` is the whole tensor, and `length` its number of elements. Pieces of different units must not overlap; what
-is in no unit is shared. `num_holders` is null if units have different numbers of holders. It may be omitted, as may
-hash and seed. The hash covers regime, strategy, k, units and holders; remove it from a file that you edit.
+`"dim": null` means the whole tensor, with `length` its number of elements. Pieces of different units must not overlap.
+Elements in no unit are shared. `num_holders` is null if units have different numbers of holders. It may be omitted, as
+may hash and seed. The hash covers regime, strategy, k, units and holders; remove it from a file that you edit.
 """
 
 from __future__ import annotations
@@ -279,9 +279,8 @@ def _check_table(plan: Plan) -> None:
         if p not in (None, len(holders)):
             raise ValueError(f"plan: unit {name!r} has {len(holders)} holders, but num_holders is {p}")
     if p is None and len({*map(len, plan.holders)}) == 1:
-        raise ValueError(
-            f"plan.num_holders: got null, but every unit has {len(plan.holders[0])} holders; set it to that"
-        )
+        found = len(plan.holders[0])
+        raise ValueError(f"plan.num_holders: got None, but every unit has {found} holders; set it to {found}")
     held = {subnetwork for holders in {*plan.holders} for subnetwork in holders}
     if len(held) < k:
         raise ValueError(f"plan: {k - len(held)} of {k} subnetworks hold no unit; each must hold at least one")

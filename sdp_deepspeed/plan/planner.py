@@ -73,7 +73,7 @@ def plan_model(
 
 
 def _crossing(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> list[int]:
-    """Blocks with cross-attention: the loss of a subnetwork without any does not reach the encoder."""
+    """Blocks with cross-attention; without any, a subnetwork's loss does not reach the encoder."""
     own = {p.parameter for b in branches if b.description.name == CROSS_ATTENTION for p in b.pieces}
     return [index for index, unit in enumerate(units) if any(p.parameter in own and p.dim is None for p in unit.pieces)]
 

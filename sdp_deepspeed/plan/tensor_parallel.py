@@ -61,7 +61,8 @@ class TensorParallelShards:
         return self.divisions.get(piece.parameter) if piece.kind == "parameter" else None
 
     def dense_unit(self, unit: Unit) -> Unit:
-        """Convert a unit from coordinates of a shard to dense ones: each of its slices occurs in every shard."""
+        """Convert a unit from coordinates of a shard to those of the dense model: each of its slices occurs in every
+        shard."""
         return Unit(unit.name, tuple(dense for piece in unit.pieces for dense in self._dense_pieces(piece)))
 
     def _dense_pieces(self, piece: Piece) -> Iterator[Piece]:
@@ -120,7 +121,7 @@ class TensorParallelShards:
         return [replace(pieces[0], start=start, length=length) for start, length in found[0]]
 
     def _width(self, division: Division, piece: Piece) -> int:
-        """Number of indices of a shard, of a tensor that is cut along its divided dim."""
+        """Number of indices of a shard along the dim of a piece, which must be the divided one."""
         if not division.is_even or not division.is_known or piece.dim != division.dim:
             raise ValueError(
                 f"{piece.parameter!r} is divided along dim {division.dim} into {division.lengths}, so units cannot "

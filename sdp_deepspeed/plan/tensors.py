@@ -37,7 +37,8 @@ class TensorInfo:
 def pieces_by_tensor(
     tensors: Sequence[TensorInfo], plan: Plan
 ) -> dict[tuple[str, str], list[tuple[Piece, tuple[int, ...]]]]:
-    """Pieces of each dense tensor with the ranks that hold them, by (kind, name); all ranks hold what is in no unit."""
+    """Pieces of each dense tensor with the ranks that hold them, by (kind, name). All ranks hold elements in no
+    unit."""
     everyone = tuple(range(len(plan.subnetwork_of_rank)))
     claimed: dict[tuple[str, str], list[tuple[Piece, tuple[int, ...]]]] = {}
     for index, unit in enumerate(plan.units):

@@ -1,5 +1,5 @@
 """FLOPs of a worker's forward and backward pass: those of the dense model, counted by torch's `FlopCounterMode`,
-without those of lacking units."""
+without those of units that it lacks."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def dense_flops(model: nn.Module, loss: Callable[[], torch.Tensor]) -> DenseFlop
 def worker_flops(model: nn.Module, plan: Plan, subnetwork: int, dense: DenseFlops) -> int:
     """FLOPs of a worker's forward and backward pass.
 
-    Forward regime: lacking units save the forward pass, the gradient of inputs and that of weights (or the other
-    operand), each with the same FLOPs. Backward regime: they save only the gradient of weights.
+    Forward regime: an absent unit saves the forward pass, the gradient of inputs and that of weights (or the other
+    operand), each with the same FLOPs. Backward regime: it saves only the gradient of weights.
     """
     held = held_mask(model, plan, subnetwork)
     total = dense.total

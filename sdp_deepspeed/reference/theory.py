@@ -42,7 +42,7 @@ def dense_gradients(
 def worker_gradients(
     model: nn.Module, plan: Plan, batches: Sequence[Sequence[Any]], loss_of: LossFunction
 ) -> list[dict[str, torch.Tensor]]:
-    """The gradient that each rank computes under `plan` on its own batches; zeros for lacking pieces.
+    """The gradient that each rank computes under `plan` on its own batches; zeros for pieces that it lacks.
 
     Arguments and errors are those of `dense_gradients`.
     """
@@ -51,7 +51,7 @@ def worker_gradients(
 
 
 def similarity(average: Gradients, full: Gradients, layers: Iterable[str]) -> dict[str, float]:
-    """Cosine similarity of two gradients for each layer, over all of its parameters, also shared ones.
+    """Cosine similarity of two gradients for each layer, over all of its parameters, including shared ones.
 
     arXiv 2507.09029 (Figure 2) compares regimes and strategies by this similarity of the masked average and the dense
     gradient over the same batches.
@@ -87,7 +87,7 @@ def deviation(plan: Plan, gradients: Sequence[Gradients]) -> float:
     """V: mean over subnetworks of the squared distance of their gradients from the full average, for units.
 
     Args:
-        gradients: dense gradient of each rank's batches (`dense_gradients`), including lacking units.
+        gradients: dense gradient of each rank's batches (`dense_gradients`), including units that the rank lacks.
 
     Raises:
         ValueError: the number of gradients is not the number of ranks.

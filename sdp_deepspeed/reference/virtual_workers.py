@@ -95,7 +95,7 @@ def local_gradients(
     sum_in_fp32: bool = False,
     loss_scale: float = 1.0,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and mean fp32 gradients of one virtual worker over its micro-batches; zeros for lacking pieces.
+    """Losses and mean fp32 gradients of one virtual worker over its micro-batches; zeros for pieces that it lacks.
 
     Args:
         buffers: the worker's buffers, such as running statistics, which are updated. None: those of `model`, which are
@@ -169,7 +169,7 @@ class LossScale:
         self.left = self.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """Update after each step, also a skipped one."""
+        """Update after each step, including skipped ones."""
         if overflow:
             self.last_overflow = self.num_steps
             if self.left == 1:

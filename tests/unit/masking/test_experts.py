@@ -131,7 +131,7 @@ def test_a_subnetwork_without_routers_is_refused() -> None:
 def test_neurons_whose_products_do_not_run_are_refused() -> None:
     """12 neurons in 6 groups; four of fp32 are 16 bytes, and eight of bf16. 14 neurons in groups of 2, one of which is
     shared: all subnetworks have 8, and the others are products too, in the backward regime and in evaluation."""
-    words = r"layers\.0\.mlp': subnetwork 0 has 6 of 12; grouped_mm needs multiples of 4: .*batched_mm"
+    words = r"layers\.0\.mlp': subnetwork 0 has 6 of 12 neurons; grouped_mm needs multiples of 4: .*batched_mm"
     for regime, _ in MODES[::2]:
         dense = mixture("mixtral")
         plan = plan_of(dense, regime, "neuron", neuron_groups=6)
