@@ -39,7 +39,7 @@ class SteppedBox(NamedTuple):
 
 
 class SteppedShards:
-    """The view of an optimizer over shards that checkpoints need. Collective.
+    """An optimizer over shards, in the form that checkpoints use. The constructor is collective.
 
     Attributes:
         param_groups: number of the param group of each trained parameter, by dense name.
@@ -146,13 +146,13 @@ class CheckpointManager:
         global_steps: number of optimizer steps, including those of resumed runs. Default tags contain it.
 
     Raises:
-        ValueError: the model was not sharded by `sdp_deepspeed.fully_shard`, or the optimizer was created before; at
-            the first step, if the optimizer's state does not have one value per element.
+        ValueError: the model was not sharded by `sdp_deepspeed.fully_shard`, or the optimizer was created before that
+            call; at the first step, if the optimizer's state does not have one value per element.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         self._sharded, self._optimizer, self._lr_scheduler = sharded_model_of(model), optimizer, lr_scheduler
-        state_of(self._sharded, optimizer)  # checks it
+        state_of(self._sharded, optimizer)  # raises if it does not fit
         run_on_all_ranks(lambda: _check_whole(self._sharded, optimizer), self._sharded.groups.control)
         self._checkpointer = Checkpointer(**self._sharded.block.checkpoint.model_dump())
         self.global_steps = 0
@@ -224,8 +224,9 @@ class CheckpointManager:
             load_dir: folder of all checkpoints.
             tag: name of the checkpoint. Default: the one in `latest`, or the newest complete one.
             load_module_strict: whether missing and unexpected tensors are errors.
-            load_optimizer_states, load_lr_scheduler_states: whether to load these.
-            load_module_only: whether to load nothing but the model.
+            load_optimizer_states, load_lr_scheduler_states: whether to load the state of the optimizer and of the
+                scheduler.
+            load_module_only: whether to load only the model.
 
         Returns:
             Path of the checkpoint and the client state; (None, None) if `load_dir` has no checkpoint.
@@ -286,7 +287,7 @@ def _check_whole(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> Non
 
 
 def _fit_to_groups(lr_scheduler: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Fit the state of a PyTorch scheduler, and of nested ones, to the param groups of this rank.
+    """Adapt the state of a PyTorch scheduler, and of nested ones, to the param groups of this rank.
 
     The saved run may have had other groups. The groups' own learning rates have been restored by parameter names.
     """

@@ -72,9 +72,7 @@ class DenseModel:
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
             for p in mask.parameters.values()
         }
-        self._pairs: list[
-            tuple[nn.Module, nn.Module]
-        ] = []  # modules of the model, with their counterparts in the second tree
+        self._pairs: list[tuple[nn.Module, nn.Module]] = []  # modules of the model and of the second tree
         self.module = self._copy(mask.model, {})
         self._dtypes = {name: parameter.dtype for name, parameter in mask.parameters.items()}
         self._places = self._find_places()
@@ -87,7 +85,7 @@ class DenseModel:
         ]
         everyone = len(mask.plan.subnetwork_of_rank)
         self._partial = {n for n, p in mask.buffer_pieces.items() if any(len(holders) < everyone for _, holders in p)}
-        self._estimates = False  # do not gather statistics while they are estimated
+        self._estimates = False  # whether statistics are being estimated, and must not be gathered
         self._of_layers, self._of_root = self._names_by_layer()
         for path in self._of_layers:
             replace_forward(self.module.get_submodule(path), _run_layer, (self, path))
@@ -174,7 +172,7 @@ class DenseModel:
             self._estimates = False
 
     def return_buffers(self) -> None:
-        """Copy buffers that are sharded by unit from the second tree to the model; others are the same objects."""
+        """Copy the buffers of units from the second tree to the model; other buffers are shared by both."""
         for name, own, copied, attribute in self._buffers:
             dense, live = copied._buffers[attribute], own._buffers[attribute]
             for piece, _ in self._mask.buffer_pieces[name] if name in self._partial else ():

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """
+    """Options of `fully_shard` that are passed to FSDP2.
+
     Args:
         reshard_after_forward: None means True for units and False for the root, as in FSDP2.
         ignored_params: parameters that are neither sharded nor averaged.
@@ -32,10 +33,10 @@ class ShardOptions:
         }
 
     def in_words(self, module: nn.Module) -> str:
-        """Text to compare over ranks.
+        """Text to compare across ranks.
 
         Args:
-            module: to name its ignored parameters.
+            module: module whose names identify the ignored parameters.
         """
         ignored = sorted(name for name, parameter in module.named_parameters() if parameter in self.ignored_params)
         return f"{self.reshard_after_forward} {self.mp_policy} {self.offload_policy} ignores {ignored}"

@@ -5,20 +5,21 @@ could then issue two collectives in opposite orders and deadlock. So backward pr
 overlaps: the next gather is issued while the kernels of the current unit run.
 
 A unit is a list of modules of one layer, from a first to a last one, the same on all of its ranks: a branch, or one
-holder set's parts of split branches, which are nested in those of the other holder sets, in one order on all ranks. Let
-units be numbered by their last module, nested ones from the outside.
+holder set's parts of split branches, which are nested in those of the other holder sets, in one order on all ranks.
+Units are numbered by their last module, nested ones from the outside in.
 
 - Forward: a unit is gathered when its first module begins, and freed when its last one ends. Modules run in one order,
-  nested ones from the outside, so all ranks issue subsequences of one sequence.
+  nested ones from the outside in, so all ranks issue subsequences of one sequence.
 - Backward: a unit is gathered when the gradient of its last module's output is ready, and reduced when that of its
-  first module's input is. Autograd runs in reverse order of recording, and a lacking unit removes nodes from the graph
+  first module's input is. Autograd runs in reverse order of recording, and an absent unit removes nodes from the graph
   and adds none. So all ranks issue subsequences of one sequence: ..., AG(j), RS(j), AG(j-1), RS(j-1), ... for units
   that run one after the other, and AG(j), AG(j-1), RS(j), RS(j-1) for nested ones. A unit with modules in two branches
   is gathered with those that end in the second, and reduced with those that begin in the first.
 - The root, with everything that is in no unit, is gathered first and reduced at the end of backward.
 - Activation checkpointing reruns units upwards during backward, starting at a different unit on each rank. So before
   the first of them, all units that backward has not reached yet, down to that one, are gathered downwards.
-- A unit whose input needs no gradient would be skipped on ranks where nothing before it trains: see `_need_gradient`.
+- A unit whose input needs no gradient would be skipped on ranks where nothing before it is trained: see
+  `_need_gradient`.
 - Nested units are gathered in this order only if they return the same tensor. So the innermost one's output is copied
   and cast before FSDP2 adds its hooks: see `_after`.
 
@@ -46,8 +47,8 @@ class CollectiveOrder:
     Args:
         root: the model.
         units: modules of the units that this rank holds, ordered by the last one; each list is one FSDP2 group.
-        can_run_again: whether activations may be checkpointed. Not if branches pass tensors to later layers (T5's
-            position bias): the gradient of those is complete in a different unit on each rank.
+        can_run_again: whether activations may be checkpointed. False if branches pass tensors to later layers (T5's
+            position bias): the gradient of such a tensor is complete in a different unit on each rank.
         output_dtype: output dtype of FSDP2's mixed precision policy.
     """
 
@@ -66,7 +67,7 @@ class CollectiveOrder:
         self._num_passes = 0
         self._anchor = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
         for fsdp in (root, *self._units):
-            fsdp.set_modules_to_backward_prefetch([fsdp])  # itself is gathered already; [] means default prefetch
+            fsdp.set_modules_to_backward_prefetch([fsdp])  # it is gathered already; [] would mean the default
         for number, modules in enumerate(units):
             for module in modules:  # `prepend`: run before FSDP2's hooks
                 before = _eager(lambda _, args, kwargs, n=number: self._before(n, args, kwargs))
@@ -89,7 +90,7 @@ class CollectiveOrder:
 
     def _after(self, number: int, output: Any) -> Any:
         """Called after a unit has run: installs a hook for when backward reaches it. FSDP2's own hook on the output is
-        lost if the model writes to an output that is a view; and it would be on the output before the cast."""
+        lost if the model writes to an output that is a view, and would be on the output before the cast."""
         if not torch.is_grad_enabled():
             return None
         output = tree_map_only(torch.Tensor, _copied_if_view, cast(output, self._output_dtype))

@@ -126,7 +126,7 @@ def parts_of(mask: Mask, ignored: AbstractSet[nn.Parameter]) -> dict[str, list[P
 
 
 def _digests(mask: Mask, branch: LocatedBranch) -> dict[Holders, str]:
-    """A digest of each holder set's part of a branch, for its name: under another plan the name differs."""
+    """A digest of each holder set's part of a branch, for its name, which differs under another plan."""
     pieces: dict[Holders, list[Any]] = {}
     for name in (tensor.parameter for tensor in branch.cut_tensors if tensor.parameter in mask.pieces):
         for piece, holders in mask.pieces[name]:
@@ -218,7 +218,7 @@ def _split_layer(
         copied._modules, copied._buffers = {}, {}
         copied._parameters = {name: None for name, value in layer._parameters.items() if value is None}
         for name in layer._parameters.keys() - copied._parameters.keys() - parts.keys():
-            vars(copied)[name] = torch.empty(0)  # the layer has the bias; initializers look for it
+            vars(copied)[name] = torch.empty(0)  # the layer keeps this bias; initializers look for the attribute
         for name, own in parts.items():
             values = torch.cat([mask.view(piece) for piece in own[number].pieces], own[number].dim or 0)
             copied._parameters[name] = nn.Parameter(values, requires_grad=mask.trainable[own[number].name])
@@ -240,7 +240,7 @@ def _ranges(mask: Mask, name: str, sets: Sequence[Holders]) -> Ranges:
 
 
 def _run_inside(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Forward of a body, inside of its parts."""
+    """Forward of a body, inside its parts."""
     run = forward.previous
     for module in reversed(forward.state):
         run = partial(module, run)

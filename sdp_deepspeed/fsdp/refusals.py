@@ -76,11 +76,11 @@ def check_plan(
     ignored: Collection[nn.Parameter],
     wrapped: Collection[str] = (),
 ) -> None:
-    """Checks that need a plan.
+    """Check what needs a plan.
 
     Args:
-        ignored: `ignored_params`; those of units must be averaged over their holders.
-        wrapped: names of wrapped modules. The pieces of a split layer are copies without the wrapper.
+        ignored: `ignored_params`; parameters of units may not be among them, since they must be averaged over holders.
+        wrapped: names of wrapped modules. Parts of a split layer are copied without the wrapper, which would be lost.
 
     Raises:
         ValueError: everything that is refused, one line each.
@@ -105,7 +105,7 @@ def check_plan(
     bodies = tuple(f"{body}." for branch in branches if branch.name in cut for body in branch.bodies)
     if inside := [name for name in wrapped if name.startswith(bodies)]:
         lines.append(
-            f"fully_shard: {quoted(inside)} is wrapped inside of a branch whose neurons or heads are split; wrap the "
+            f"fully_shard: {quoted(inside)} is wrapped inside a branch whose neurons or heads are split; wrap the "
             "whole layer"
         )
     if lines:
@@ -113,7 +113,7 @@ def check_plan(
 
 
 def check_same_settings(config: SubnetworkConfig, options: str, control: Any) -> None:
-    """Compare block and options over all ranks; collective.
+    """Compare block and options across all ranks; collective.
 
     Args:
         options: the options as text.
@@ -186,7 +186,7 @@ def _of_model(module: nn.Module) -> Iterator[str]:
 
 
 def _of_tensor_parallelism(module: nn.Module, config: SubnetworkConfig, options: ShardOptions) -> Iterator[str]:
-    """What is not supported after torch's `parallelize_module`."""
+    """Settings that are not supported after torch's `parallelize_module`, one line each."""
     dtensors = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
     if not dtensors:
         return

@@ -80,8 +80,8 @@ def fully_shard(
         module: the same model on all ranks. A model on the meta device stays there, as in FSDP2: call `to_empty` and
             initialize it. A model built under `sdp_deepspeed.Init` is initialized here. Submodules wrapped by
             torch.compile(...) are compiled in place, so that names are those of the model without wrappers.
-        mesh: 1-d mesh of all ranks in order. Default: created here. After `parallelize_module` over one axis of a mesh
-            of all ranks: the other axis.
+        mesh: 1-d mesh of all ranks in order. Default: created here. With tensor parallelism (`parallelize_module` over
+            one axis of a mesh of all ranks): the other axis.
         block: the block `subnetwork_data_parallel`, as in a DeepSpeed config.
         reshard_after_forward, mp_policy, offload_policy, ignored_params: as in FSDP2, for each unit and the root.
 
@@ -158,7 +158,7 @@ class Start:
 
 
 def _shard(start: Start) -> ShardedModel:
-    """Plan, mask, materialize, shard."""
+    """Compute the plan, apply the mask, materialize and shard the model; collective."""
     module, options, control = start.module, start.options, start.control
     start.tensor_parallel = TensorParallel(tuple(start.columns)) if start.columns else None
     with start.tensor_parallel or nullcontext():
@@ -191,7 +191,8 @@ def _shard(start: Start) -> ShardedModel:
 
 
 def _prepare(start: Start) -> None:
-    """Plan and check, without communication. Only DTensors are changed, and restored after an error.
+    """Compute the plan and check the model, without communication. Only DTensors are replaced; they are restored after
+    an error.
 
     Raises:
         ValueError: the model or block is not supported.
@@ -259,7 +260,7 @@ def _state_names(module: nn.Module) -> dict[str, str]:
     """Dense name of the tensor of each key of the state dict.
 
     Raises:
-        ValueError: a parameter has no key, so that an export would lack it.
+        ValueError: a parameter has no key, so an export would lack it.
     """
     first = {id(tensor): name for name, tensor in named_tensors(module).items()}
     every = {
@@ -324,7 +325,7 @@ def _run_dense_in_evaluation(sharded: ShardedModel) -> None:
             return
         if model.training != torch.is_grad_enabled() and not sharded.has_warned:
             sharded.has_warned = True
-            logger.warning("%s: this pass is a subnetwork's; the dense one needs eval() and torch.no_grad()", KEY)
+            logger.warning("%s: this pass runs a subnetwork; for the dense model use eval() and torch.no_grad()", KEY)
         sharded.barrier.record_progress()
         sharded.has_trained = True
 

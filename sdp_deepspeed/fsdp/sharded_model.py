@@ -25,14 +25,16 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensor_parallel import UNDIVIDED, TensorParallelShards
 
 _ATTRIBUTE = "_sdp_sharded"
-# Names of the mesh axes under tensor parallelism. They differ, so that no unit's mesh equals that of shared parameters:
-# then `torch.nn.utils.clip_grad_norm_` raises for DTensors of several meshes, instead of missing parts.
+# Names of the mesh axes under tensor parallelism. They differ, so that no unit's mesh equals that of shared parameters.
+# So `torch.nn.utils.clip_grad_norm_` raises an error for DTensors of several meshes, and cannot silently omit parts of
+# the norm.
 OF_UNITS, OF_SHARED = ("sdp_holders",), ("sdp_shared",)
 
 
 @dataclass
 class ShardedModel:
-    """
+    """A model whose units are sharded over their holders.
+
     Args:
         module: the sharded module.
         block: the parsed block.
@@ -49,8 +51,8 @@ class ShardedModel:
         tensor_parallel: None without tensor parallelism.
 
     Attributes:
-        owners: module and name of each parameter that this rank has, by path when it was sharded: modules may be
-            wrapped later.
+        owners: module and attribute name of each parameter that this rank has, by its path when it was sharded, since
+            modules may be wrapped later.
     """
 
     module: nn.Module

@@ -83,7 +83,8 @@ class PartsDict(nn.ModuleDict):
 
 
 def install(model: nn.Module, lacking: Mapping[str, torch.Size]) -> None:
-    """Add placeholders for lacking tensors to the state dicts of a model, and ignore these tensors when loading.
+    """Add placeholders for tensors that this rank lacks to the state dicts of a model, and ignore these tensors when
+    loading.
 
     Args:
         lacking: shapes of the tensors that this rank lacks, by dense name.

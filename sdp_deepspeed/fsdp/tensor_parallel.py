@@ -1,4 +1,4 @@
-"""Tensor parallelism inside of units: FSDP2 shards the local part of each parameter, and modules see DTensors.
+"""Tensor parallelism inside units: FSDP2 shards the local part of each parameter, and modules see DTensors.
 
 FSDP2 combines both axes in one DTensor, which requires that both meshes are slices of one root mesh
 (`DeviceMesh._concatenate` compares the ranks of the roots). Holders are an arbitrary subset of the data-parallel ranks,
@@ -28,7 +28,7 @@ from sdp_deepspeed.parallel.agree import gather_objects
 from sdp_deepspeed.plan.tensor_parallel import Division, TensorParallelShards
 
 _REFUSAL = (
-    "under tensor parallelism the parts of all its ranks have one name, so only one would be saved; use "
+    "under tensor parallelism all ranks' parts have the same name, so only one would be saved; use "
     "sdp_deepspeed.fsdp.CheckpointManager or full_state_dict"
 )
 
@@ -165,7 +165,7 @@ def columns_of(module: nn.Module, mesh: DeviceMesh, control: Any) -> tuple[tuple
 
 def _show_while_it_runs(module: nn.Module, wholes: dict[str, _Whole]) -> list[Any]:
     """Show a module its DTensors while it runs, as instance attributes, which precede its parameters. FSDP2's hooks run
-    outside of these."""
+    around these."""
 
     def show(inner: nn.Module, *_: Any) -> None:
         for name, whole in wholes.items():

@@ -39,7 +39,7 @@ class HeldUnit(NamedTuple):
 
 
 def units_of(mask: Mask) -> Iterator[UnitModules]:
-    """Yield units in forward order; a branch that every rank holds is a unit of all ranks.
+    """Yield units in forward order. A branch that every rank holds is a unit whose holders are all ranks.
 
     Args:
         mask: not applied yet.
@@ -58,8 +58,8 @@ def units_of(mask: Mask) -> Iterator[UnitModules]:
             index = first_of[branch.name]
             if branch.description.handed_on and mask.plan.coverage_of(index) < 1:
                 raise ValueError(
-                    f"{KEY}.strategy: FSDP2 cannot lack {branch.name!r}, which hands tensors on to later layers; use "
-                    f'"neuron" for {branch.description.name!r}, or DeepSpeed'
+                    f"{KEY}.strategy: with FSDP2 every rank must hold {branch.name!r}, which passes tensors to later "
+                    f'layers; use "neuron" for {branch.description.name!r}, or DeepSpeed'
                 )
             own = {piece.parameter for piece in mask.plan.units[index].pieces if piece.kind == "parameter"}
             outer = dict.fromkeys(path for member in blocks[index] for path in _outer(mask, member, own))

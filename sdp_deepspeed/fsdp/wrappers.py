@@ -12,8 +12,8 @@ _INNER = ("_checkpoint_wrapped_module", "_orig_mod")  # of torch's checkpoint_wr
 
 @contextmanager
 def without_wrappers(model: nn.Module) -> Iterator[list[str]]:
-    """Context in which wrappers inside of a model are removed, so that plans and checkpoints have names without them.
-    The model must not run inside.
+    """Context in which wrappers inside a model are removed, so that plans and checkpoints have names without them. The
+    model must not run inside.
 
     Yields:
         Names of the wrapped modules.

@@ -97,7 +97,7 @@ def re_estimation(rank: Rank) -> None:
         expected = oracle(state[0])
         for name, value in means(gathered(first)).items():
             similar(value, expected[name])
-        words = ("num_batches: got 4, but there are 3",)
+        words = ("num_batches: got 4, but found 3",)
         refusal(ValueError, lambda: reestimate_batch_norm(model, own, num_batches=4), *words)  # noqa: B023
         assert_identical(statistics_of(model), first)
         steps(model, optimizer, rank, 1)

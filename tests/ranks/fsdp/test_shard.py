@@ -76,7 +76,7 @@ def agrees_with_the_deepspeed_host(rank: Rank) -> None:
 
 def layers_that_hand_tensors_on(rank: Rank) -> None:
     """Are cut into heads, or refused: their gradients would come in other orders on each rank."""
-    refusal(ValueError, lambda: sharded(ALL_SPECIMENS["t5"].build(), {"holders": 2}), "hands tensors on")
+    refusal(ValueError, lambda: sharded(ALL_SPECIMENS["t5"].build(), {"holders": 2}), "passes tensors to later layers")
     block = {"strategy": {"attention": "neuron", "cross_attention": "neuron", "mlp": "block"}, "holders": 2}
     check_against_reference(rank, ALL_SPECIMENS["t5"].build(), block, optimizer="SGD")
 
