@@ -25,8 +25,8 @@ class Cut:
             are cut, including running statistics.
         dim: stored dimension of the weight that runs over the neurons or heads. For a bias it is the last dimension.
         blocks: blocks stacked along `dim`, each of which runs over all heads: the number of equal blocks (3 for GPT-2's
-            `c_attn`: queries, keys, values), or, if widths differ, for each block the attribute path of the body with a
-            number in proportion to its width (Phi-3's `qkv_proj`). A projection that interleaves them per head
+            `c_attn`: queries, keys, values); or, if widths differ, an attribute path of the body for each block, whose
+            value is proportional to its width (Phi-3's `qkv_proj`). A projection that interleaves them per head
             (GPT-NeoX) is one block.
         is_output: whether this is the branch's output projection, whose bias is shared. Experts and shared experts have
             one each.
@@ -62,10 +62,11 @@ class InnerLayers:
 
     Args:
         cuts: all layers that the cells run through, at least the output projection.
-        heads: attribute path of the body with the number of cells. For attention: the number of key/value heads, with
-            which their queries go. None if each index of a cut is a cell (the neurons of an MLP).
-        scaled: attributes of the body in proportion to its number of cells, such as GPT-2's `split_size`; "config.NAME"
-            for attributes of a config that layers share.
+        heads: attribute path of the body to the number of cells. For attention: the number of key/value heads; query
+            heads belong to the cell of their key/value head. None if each index of a cut is a cell (the neurons of an
+            MLP).
+        scaled: attributes of the body that are proportional to its number of cells, such as GPT-2's `split_size`;
+            "config.NAME" for attributes of a config that layers share.
         caches: keyword arguments of the body with a key/value cache; "NAME.ATTRIBUTE" if a cache has several parts.
         tail: submodules that run on the body's output, such as dropout, from one tensor to one tensor.
         before: submodules of a single-module body that run before the cells and are not cut.
@@ -92,8 +93,8 @@ class Experts:
         module: submodule of the body whose parameters have experts along the first dimension, or a ModuleList of
             experts.
         router: submodule of the body that chooses experts.
-        num_active: attribute path of the body with the number of experts per token.
-        noise: attribute path of the body with the strength of its input noise in training.
+        num_active: attribute path of the body to the number of experts per token.
+        noise: attribute path of the body to the strength of its input noise in training.
     """
 
     module: str
@@ -119,7 +120,7 @@ class Branch:
         inner: neurons or heads; None if only the block strategy without `dense_branch_scale` is possible.
         added_to: position of the (first) body's positional argument to which the body adds its output itself (BLOOM).
             None if the layer adds it.
-        handed_on: keyword arguments that a lacking body returns as its further outputs (T5's position bias); other
+        handed_on: keyword arguments that an absent body returns as its further outputs (T5's position bias); other
             outputs are None.
         uncut_reason: why there is no `inner`, for error messages.
         experts: description of a mixture of experts; some layers of the class may lack them.
@@ -147,17 +148,17 @@ class Branch:
 
     def __post_init__(self) -> None:
         if not self.body:
-            raise ValueError(f"branch {self.name!r}: body: name the submodule that does the work")
+            raise ValueError(f"branch {self.name!r}: body: got nothing, expected the submodule that computes it")
         if self.parameters and not self.after:  # the dense model keeps them until the last module has run
             raise ValueError(
-                f"branch {self.name!r}: parameters: name in `after` a submodule that runs once {self.parameters[0]!r} "
-                "was read, or leave the parameter out to share it"
+                f"branch {self.name!r}: parameters: name in `after` a submodule that runs after {self.parameters[0]!r} "
+                "is read, or leave the parameter out to share it"
             )
         names = (*self.modules, *self.parameters)
         again = [name for index, name in enumerate(names) if _is_inside(name, names[:index])]
         if again:
             raise ValueError(
-                f"branch {self.name!r}: {again[0]!r} is named twice, or inside of another named module; norm, body, "
+                f"branch {self.name!r}: {again[0]!r} is named twice, or inside another named module; norm, body, "
                 "after and parameters must not overlap"
             )
 
@@ -191,12 +192,12 @@ class Branch:
 
     @property
     def num_outputs_of_modules(self) -> tuple[int, ...]:
-        """Number of outputs of each of `modules`; 0 for modules that pass their input on if the branch is lacking."""
+        """Number of outputs of each of `modules`; 0 for modules that return their input if the branch is absent."""
         return tuple(self.num_outputs if name == self.bodies[0] else 0 for name in self.modules)
 
 
 def attribute(module: nn.Module, path: str) -> Any:
-    """Value at an attribute path of a module, such as "config.num_key_value_heads"; AttributeError without it."""
+    """Value at an attribute path of a module, such as "config.num_key_value_heads"; AttributeError if there is none."""
     return reduce(getattr, path.split("."), module)
 
 

@@ -36,7 +36,7 @@ _OLMO2 = (
         norm=None,
         after=("post_attention_layernorm",),
         inner=None,
-        uncut_reason="OLMo 2 and 3 normalize queries and keys over all heads together, so heads need each other",
+        uncut_reason="OLMo 2 and 3 normalize queries and keys over all heads together, so heads depend on each other",
     ),
     replace(_MLP, norm=None, after=("post_feedforward_layernorm",)),
 )
@@ -193,7 +193,7 @@ _BLOOM_ATTENTION = Branch(
     body="self_attention",
     num_outputs=2,
     added_to=1,
-    uncut_reason="slopes of alibi are passed for all heads (BLOOM)",
+    uncut_reason="ALiBi slopes are passed for all heads together (BLOOM)",
     when=(("apply_residual_connection_post_layernorm", False),),
 )
 _BLOOM_MLP = Branch(

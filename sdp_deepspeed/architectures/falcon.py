@@ -34,10 +34,10 @@ def _uncut(reason: str) -> Branch:
 
 
 _HEAD_LAYOUTS: tuple[tuple[Branch, dict[str, Any]], ...] = (
-    (_uncut("the mask brings slopes of alibi for all heads"), {"alibi": True}),
+    (_uncut("the attention mask contains the ALiBi slopes of all heads"), {"alibi": True}),
     (_ATTENTION, {"alibi": False, "new_decoder_architecture": True}),
     (
-        _uncut("all its heads use one key/value head"),
+        _uncut("all query heads use one key/value head"),
         {"alibi": False, "new_decoder_architecture": False, "multi_query": True},
     ),
     (_ATTENTION, {"alibi": False, "new_decoder_architecture": False, "multi_query": False}),

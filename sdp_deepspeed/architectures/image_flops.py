@@ -41,7 +41,7 @@ def flops_per_element(model: nn.Module) -> Mapping[str, Fraction] | None:
     unchanged. Not collective; all ranks get the same result.
 
     Args:
-        model: whole, on any device, also meta; masked if the result is cached.
+        model: whole, on any device, including meta; may be masked if the result is cached.
 
     Returns:
         None for a model that does not take images, and, with a warning, for one that cannot be run like this.
@@ -56,7 +56,7 @@ def flops_per_element(model: nn.Module) -> Mapping[str, Fraction] | None:
 
 
 def takes_images(model: nn.Module) -> bool:
-    """Whether `main_input_name` says so, or else the model begins with a 2-d convolution."""
+    """Whether a model takes images: according to `main_input_name`, else if its first layer is a 2-d convolution."""
     name = getattr(model, "main_input_name", None)
     if name is not None:
         return bool(name == "pixel_values")
@@ -74,16 +74,15 @@ def image_shape(model: nn.Module) -> tuple[int, int, int]:
 
 
 def _first_with_weights(model: nn.Module) -> nn.Module | None:
-    leaves = (
-        m for m in model.modules() if not any(True for _ in m.children())
-    )  # other modules may have position embeddings
+    # Only leaves: other modules may have position embeddings.
+    leaves = (m for m in model.modules() if not any(True for _ in m.children()))
     return next((m for m in leaves if any(p.dim() > 1 for p in m.parameters(recurse=False))), None)
 
 
 def _count_or_warn(model: nn.Module) -> dict[str, Fraction] | None:
     try:
         return _count(model)
-    except Exception as problem:  # of user code with other inputs, or that reads values
+    except Exception as problem:  # user code may expect other inputs, or read values
         warnings.warn(
             f"FLOPs per layer could not be counted ({type(problem).__name__}: {problem}), so units are balanced by "
             f"weights; a plan of your own in {KEY}.assignment may be better",
@@ -114,7 +113,7 @@ def _without_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Products(TorchDispatchMode):
-    """Counts FLOPs of products by weight, also if it is transposed, cast, normalized or sliced."""
+    """Counts FLOPs of products by weight, even if it is transposed, cast, normalized or sliced."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -135,7 +134,7 @@ class _Products(TorchDispatchMode):
         if formula is not None:
             for storage in {_storage(parameter) for parameter in known} & self._flops.keys():
                 self._flops[storage] += int(formula(*args, **(kwargs or {}), out_val=result))
-        elif known and len(known) == len(origins):  # a function of parameters alone counts for the largest
+        elif known and len(known) == len(origins):  # a result of parameters alone is attributed to the largest
             self._follow(max(known, key=torch.Tensor.numel), result)
         return result
 

@@ -25,8 +25,8 @@ class LocatedBranch:
         layer: dense name of its layer, as in `named_modules()`.
         description: description of the branch.
         pieces: all of the branch's parameters and buffers, whole.
-        num_cells: neurons or heads (key/value heads) inside; 0 if the description names none.
-        cut_tensors: tensors over these.
+        num_cells: number of neurons or (key/value) heads; 0 if the description names none.
+        cut_tensors: tensors with an index for each of these cells.
         uncuttable_reason: why this branch cannot be cut; empty if it can.
         is_bypassed: whether the skip connection is the identity, so that the branch can be a block.
     """

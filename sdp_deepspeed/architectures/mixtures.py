@@ -55,7 +55,7 @@ _OLMOE = (
     replace(
         ATTENTION,
         inner=None,
-        uncut_reason="OLMoE normalizes queries and keys over all heads together, so heads need each other",
+        uncut_reason="OLMoE normalizes queries and keys over all heads together, so heads depend on each other",
     ),
     _mixture(),
 )
@@ -85,7 +85,7 @@ _QWEN3_NEXT = (
         "linear_attention",
         norm="input_layernorm",
         body="linear_attn",
-        uncut_reason="heads of a gated delta net have one convolution (Qwen3-Next)",
+        uncut_reason="all heads of a gated delta net share one convolution (Qwen3-Next)",
         when=(("block_type", "linear_attention"),),
     ),
     _mixture("shared_expert"),

@@ -16,9 +16,8 @@ from torch import nn
 _NOT_RUN = frozenset(dir(nn.Module)) - {"forward", "__call__"} | {"__init__", "reset_parameters"}
 _WRAPPED = ("__func__", "__wrapped__")
 _PYTHON = frozenset({"abc", "builtins", "typing"})
-_HOSTS = frozenset(
-    {"transformers", "torch", "accelerate", "deepspeed"}
-)  # packages whose wrappers do not change results
+# Packages whose wrappers do not change results.
+_HOSTS = frozenset({"transformers", "torch", "accelerate", "deepspeed"})
 
 
 def code_of(layer_class: type) -> dict[str, Any]:

@@ -50,13 +50,13 @@ def register(layer_class: type | str, *branches: Branch) -> None:
 
 
 def described_as(layer_class: type) -> str:
-    """Qualified name of a class or its nearest base class that is described; empty without."""
+    """Qualified name of a class or its nearest base class that is described; empty if there is none."""
     base = _described_base(layer_class)
     return "" if base is None else _qualified(base)
 
 
 def branches_of(layer_class: type) -> tuple[Branch, ...] | None:
-    """Branches of a class or its nearest described base class; None without."""
+    """Branches of a class or its nearest described base class; None if there is none."""
     base = _described_base(layer_class)
     return None if base is None else _DESCRIPTIONS[_qualified(base)].branches
 

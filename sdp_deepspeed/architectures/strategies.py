@@ -26,7 +26,7 @@ def units_of_branches(
     neuron_groups: int | None = None,
     num_subnetworks: int = 1,
 ) -> list[Unit]:
-    """The model's units in model order.
+    """Divide a model's branches into units, in model order.
 
     Args:
         strategy: "block", "neuron", or a mapping from parts (names of branches) to these; other parts are shared.
@@ -37,7 +37,7 @@ def units_of_branches(
 
     Raises:
         ValueError: a mapping with unknown parts, no branch that can be a block, a branch without described neurons,
-            more groups than neurons, groups without an effect, or a pattern that matches no unit, or a part of one.
+            more groups than neurons, groups without an effect, or a pattern that matches no unit or only a part of one.
     """
     by_part = _strategy_of_parts(branches, strategy)
     _check_groups([branch for branch in branches if by_part.get(branch.description.name) == "neuron"], neuron_groups)
@@ -52,7 +52,7 @@ def units_of_branches(
     units = [Unit(name, tuple(pieces)) for name, pieces in grouped.items()]
     if by_part and not units:
         raise ValueError(
-            f"{KEY}.strategy: no branch of the model can be a block, since all skip connections project; use "
+            f"{KEY}.strategy: no branch of the model can be a block, since no skip connection is an identity; use "
             '"neuron", or a model with more layers'
         )
     patterns = {pattern: re.compile(pattern) for pattern in shared}
@@ -60,7 +60,7 @@ def units_of_branches(
         _check_pattern(pattern, compiled, units)
     left = [unit for unit in units if not any(_matches(compiled, unit) for compiled in patterns.values())]
     if not left:
-        raise ValueError(f"{KEY}.shared: {list(patterns)} match all {len(units)} units; leave some to divide")
+        raise ValueError(f"{KEY}.shared: {list(patterns)} match all {len(units)} units; leave at least one unshared")
     return left
 
 

@@ -1,4 +1,4 @@
-"""The families of torchvision 0.28.0, by the qualified name of their layer class; it need not be installed.
+"""The families of torchvision 0.28.0, by the qualified name of their layer class; torchvision need not be installed.
 
 Its attention derives the width of a head from that of the residual stream, so heads cannot be cut. Its ResNet uses one
 ReLU for branches and stream; it is in no branch, and maps zero to zero.
@@ -16,7 +16,7 @@ _VIT = (
     Branch("attention", norm="ln_1", body="self_attention", num_outputs=2, uncut_reason=_UNCUT),
     Branch("mlp", norm="ln_2", body="mlp", inner=_MLP),
 )
-# One `stochastic_depth` for both branches: it multiplies by a random factor.
+# One `stochastic_depth` serves both branches: it multiplies by a random factor.
 _SWIN = (
     Branch("attention", norm="norm1", body="attn", uncut_reason=_UNCUT),
     Branch("mlp", norm="norm2", body="mlp", inner=_MLP),

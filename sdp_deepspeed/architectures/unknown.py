@@ -24,7 +24,7 @@ def refusal_of(model: nn.Module) -> str:
 
 
 def repeated_layer(model: nn.Module) -> nn.Module | None:
-    """First module of the repeated class with most parameters; None without one."""
+    """First module of the repeated class with the most parameters; None if no class is repeated."""
     sizes: Counter[type] = Counter()
     first: dict[type, nn.Module] = {}
     for container in model.modules():

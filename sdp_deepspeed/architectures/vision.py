@@ -14,13 +14,13 @@ _MLP = InnerLayers((Cut("fc1", 0), Cut("fc2", 1, is_output=True)))
 _GATED_MLP = InnerLayers((Cut("gate_proj", 0), Cut("up_proj", 0), Cut("down_proj", 1, is_output=True)))
 _SWIGLU = "attention.config.use_swiglu_ffn"
 
-# One dropout for both branches; it maps zero to zero.
+# One dropout serves both branches; it maps zero to zero.
 _VIT = (
     Branch("attention", norm="layernorm_before", body="attention", num_outputs=2, inner=_HEADS),
     Branch("mlp", norm="layernorm_after", body="mlp", inner=_MLP),
 )
-# The layer partitions the output of its norm into windows, and merges them before `drop_path`. A head has a column of
-# the table of relative positions.
+# The layer partitions the output of its norm into windows, and merges them before `drop_path`. Each head has a column
+# of the table of relative positions.
 _SWIN = (
     Branch(
         "attention",
@@ -34,7 +34,7 @@ _SWIN = (
     ),
     Branch("mlp", norm="layernorm_after", body="mlp", inner=_MLP),
 )
-# Norms are after the branches. A head has its scale, and an output of the network that computes the table.
+# Norms are after the branches. Each head has its own scale, and an output of the network that computes the table.
 _SWINV2 = (
     Branch(
         "attention",
@@ -60,7 +60,7 @@ _SWINV2 = (
         inner=InnerLayers((Cut("intermediate.dense", 0), Cut("output.dense", 1, is_output=True))),
     ),
 )
-# One `drop_path` for both branches: it multiplies by a random factor.
+# One `drop_path` serves both branches: it multiplies by a random factor.
 _DINOV2 = (
     Branch("attention", norm="norm1", body="attention", after=("layer_scale1",), num_outputs=2, inner=_HEADS),
     Branch("mlp", norm="norm2", body="mlp", after=("layer_scale2",), inner=_MLP, when=((_SWIGLU, False),)),

@@ -111,7 +111,7 @@ def _check_names(state: RankState, stored: Mapping[str, Any], *, strict: bool) -
     if strict and (missing or unknown):
         raise ValueError(
             f"checkpoint of another model: it lacks {len(missing)} tensors ({quoted(missing)}), and "
-            f"{len(unknown)} are not in the model ({quoted(unknown)})"
+            f"{len(unknown)} of its tensors are not in the model ({quoted(unknown)})"
         )
     for name, found in ((name, stored[key]) for name, key in key_of.items() if key in stored):
         if tuple(found.size) != state.shape(name):

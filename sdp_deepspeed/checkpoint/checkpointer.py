@@ -42,7 +42,7 @@ class Found:
 
     Args:
         path: folder of the checkpoint.
-        facts: everything but tensors, for the whole run.
+        facts: everything but tensors, common to all ranks.
     """
 
     path: Path
@@ -60,8 +60,8 @@ class Checkpointer:
     (`agree.CallBarrier`).
 
     Args:
-        asynchronous: whether `save` returns once the state has been copied to host memory. The rest then communicates
-            over a separate process group while training continues.
+        asynchronous: whether `save` returns once the state has been copied to host memory. Writing then continues
+            during training, and communicates over a separate process group.
         keep_last: number of checkpoints to keep in a folder; None keeps all.
         verify: whether to compare checksums before loading.
     """
@@ -123,7 +123,7 @@ class Checkpointer:
             self._saving = self._executor.submit(self._write, folder, tag, tensors, latest, self._group)
 
     def _take_lock(self, folder: Path) -> None:
-        """Lock one folder at a time; the Trainer uses a new one for each checkpoint."""
+        """Lock a folder, and release the previous one; the Trainer uses a new folder for each checkpoint."""
         folder = folder.absolute()
         if self._lock is None or self._lock[0] != folder:
             lock = files.lock_folder(folder)
@@ -271,13 +271,13 @@ def _gather(call: str, work: Callable[[], Any], control: Any) -> list[Any]:
     calls, results = zip(*gather_results(lambda: (call, work()), control), strict=True)
     if other := next((rank for rank, found in enumerate(calls) if found != calls[0]), None):
         raise ValueError(
-            f"checkpoint: rank 0 called {calls[0]}, rank {other} called {calls[other]}; do the same on all ranks"
+            f"checkpoint: rank 0 called {calls[0]}, rank {other} called {calls[other]}; make the same call on all ranks"
         )
     return list(results)
 
 
 def _facts(state: RankState, numbers: Sequence[Any]) -> dict[str, Any]:
-    """Everything but tensors that loading needs.
+    """Everything that loading needs, except tensors.
 
     Args:
         numbers: `group_facts` of all ranks.

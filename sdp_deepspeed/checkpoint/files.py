@@ -1,8 +1,8 @@
 """A folder of checkpoints, which are written atomically: each is complete or absent.
 
 All ranks write to `TAG.tmp`. The folder is completed by `checksums.json`, synced and renamed to `TAG`; then `latest` is
-updated. A checkpoint that is being replaced is kept as `TAG.old`. So a process that is killed at any moment leaves
-nothing incomplete under the name of a tag, and the previous checkpoint under its own name or as `TAG.old`.
+updated. A checkpoint that is being replaced is kept as `TAG.old`. So if a process is killed at any moment, no
+incomplete checkpoint has the name of a tag, and the previous checkpoint exists under its own name or as `TAG.old`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_tag(tag: str) -> None:
     """Raise ValueError for a tag that is not the name of a folder."""
     if not tag or tag.startswith(".") or "/" in tag or tag == LATEST or tag.endswith((WRITING, REPLACED)):
         raise ValueError(
-            f"checkpoint tag {tag!r}: expected the name of a folder, without '/', not beginning with '.' nor ending in "
+            f"checkpoint tag {tag!r}: expected the name of a folder without '/' that does not begin with '.' or end in "
             f"{WRITING!r} or {REPLACED!r}"
         )
 
@@ -183,7 +183,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         ValueError: `out` exists and is not an empty folder.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} is there already; use a new folder")
+        raise ValueError(f"{out} already exists; use a new folder")
     written = out.with_name(f"{out.name}{WRITING}")
     _remove(written)
     written.mkdir(parents=True)
@@ -214,7 +214,7 @@ def read_checksums(path: Path) -> dict[str, Any]:
         if found == FORMAT and own != _hash_of(content):
             raise ValueError("its checksum does not match")
         if any("/" in name for name in names) or INDEX not in names:
-            raise ValueError("its names are not those of a checkpoint's files")
+            raise ValueError("it lists files that a checkpoint does not have")
     except FileNotFoundError:
         raise ValueError(f"{path} is not a complete checkpoint: {CHECKSUMS} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -233,7 +233,7 @@ def problems_in(path: Path, *, rank: int = 0, size: int = 1, read: bool = True) 
 
     Args:
         rank, size: the share of the files to check.
-        read: whether to check contents, too, and not only sizes.
+        read: whether to check contents as well as sizes.
     """
     try:
         found = sorted(read_checksums(path)["files"].items())[rank::size]
@@ -253,7 +253,7 @@ def problem_of(file: Path, expected: Sequence[int], *, read: bool = True) -> str
         if not file.is_file():
             return f"{file} is missing"
         if (found := file.stat().st_size) != size:
-            return f"{file} is damaged: it has {found} bytes and was written with {size}"
+            return f"{file} is damaged: it has {found} bytes, expected {size}"
         if not read:
             return None
         own = xxhash.xxh3_64()
@@ -262,7 +262,7 @@ def problem_of(file: Path, expected: Sequence[int], *, read: bool = True) -> str
                 own.update(block)
     except OSError as error:
         return f"{file} cannot be read: {error.strerror}"
-    return None if own.intdigest() == checksum else f"{file} is damaged: its checksum is another than when written"
+    return None if own.intdigest() == checksum else f"{file} is damaged: its checksum does not match"
 
 
 class _ChecksummedFile:
@@ -351,7 +351,7 @@ class Writer(FileSystemWriter):
             torch.serialization.set_crc32_options(kept)
 
     def storage_meta(self) -> None:
-        """Store no paths of this machine."""
+        """Return None, so that no paths of this machine are stored."""
 
 
 class Reader(FileSystemReader):
@@ -413,7 +413,7 @@ class _IndexUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _KNOWN:
             return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle enum members so
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle enum members like this
             return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 

@@ -1,7 +1,7 @@
 """Folders in Hugging Face format: export of a checkpoint or a live run, and import of weights.
 
-Transformers renames some tensors in files, and stores some in other parts. Exports use `save_pretrained` of a model on
-the meta device, which does this; imports apply Transformers' renamings.
+In files, Transformers renames some tensors and divides some differently. Exports use `save_pretrained` of a model on
+the meta device, which does both; imports apply Transformers' renamings.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _save(tensors: dict[str, torch.Tensor], model: Facts, folder: Path, max_shar
 def save_pretrained(model: Any, folder: Path, tokenizer: Any = None, **options: Any) -> None:
     """Export a dense model with its own `save_pretrained`, in one process. At any moment the folder has the weights of
     an older export, none, or the new ones; other files in it are kept. If it is interrupted while files are moved, the
-    others are in `.unfinished`.
+    remaining ones are in `.unfinished`.
 
     Args:
         tokenizer: saved to the same folder.
@@ -185,12 +185,12 @@ def save_pretrained(model: Any, folder: Path, tokenizer: Any = None, **options: 
 def _replaced_export(folder: Path) -> Iterator[Path]:
     """Context with an empty folder to write to, whose files then replace those of an older export in `folder`.
 
-    What makes weights loadable goes first and comes last: the index, or the only file of weights.
+    The file that makes weights loadable (the index, or the only file of weights) is removed first and added last.
     """
     folder = Path(os.path.abspath(folder))
     unfinished = folder / ".unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
-    written = unfinished / folder.name  # of the same name, which `push_to_hub` uses
+    written = unfinished / folder.name  # the same name as the folder, which `push_to_hub` uses
     try:
         written.mkdir(parents=True)
         yield written
@@ -214,14 +214,14 @@ def _replaced_export(folder: Path) -> Iterator[Path]:
 
 
 def _weights_of(name: str) -> str | None:
-    """Common name of the files of one set of weights, such as "model" and "model.fp16" (a variant): of the only file,
-    or of the shards and the index. None for other files."""
+    """Common name of the files of one set of weights (one file, or shards and an index), such as "model" or the variant
+    "model.fp16". None for other files."""
     found = re.fullmatch(r"(.+?)(-\d{5}-of-\d{5})?\.safetensors(\.index(\..+)?\.json)?", name)
     return found and found[1] + (found[4] or "")
 
 
 def _visibility(path: Path) -> int:
-    """Order in which files are added: the index is last."""
+    """Sort key for the order in which files are added: the index is last."""
     return 2 if ".safetensors.index." in path.name else 1 if path.suffix == ".safetensors" else 0
 
 
@@ -256,7 +256,7 @@ def whole_metadata(tensors: Mapping[str, torch.Tensor]) -> Metadata:
 
 @torch.no_grad()
 def fill_boxes(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill boxes from whole tensors by key. Of memory-mapped tensors only the boxes are read."""
+    """Fill boxes from whole tensors by key. From memory-mapped tensors, only the boxes are read."""
     for key, boxes in state.items():
         for offsets, values in boxes.parts.items():
             values.copy_(tensors[key][tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))])
@@ -279,7 +279,7 @@ def _stored_tensors(folder: Path, state: RankState) -> dict[str, torch.Tensor]:
             "save_original_format=False)"
         )
     if unknown:
-        raise ValueError(f"{folder} is of another model, which has {quoted(unknown)}; build the model that was saved")
+        raise ValueError(f"{folder} is of another model: it has {quoted(unknown)}; build the model that was saved")
     for name, other in ((found[name], other) for name, other in repeated if dist.get_rank() == 0):
         one, two = stored[in_module[name]], stored[in_module[other]]
         if one.dtype != two.dtype or not torch.equal(one, two):

@@ -1,4 +1,4 @@
-"""Optimizer state in checkpoints: moments, and facts that are no tensors (step counts, options of param groups)."""
+"""Optimizer state in checkpoints: moments, and values other than tensors (step counts, options of param groups)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState
 logger = logging.getLogger("sdp_deepspeed")
 
 NUMBER = "sdp_group"  # key of param groups that the FSDP2 host has split: index of the user's group
-# Optimizers with the same state per element, so that one can load another's.
+# Optimizers with the same state per element, which can load each other's state.
 _ALIKE = {
     "AdamW": "Adam",
     "FusedAdam": "Adam",

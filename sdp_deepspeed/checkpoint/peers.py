@@ -85,14 +85,14 @@ def load_state(taken: TakenState, state: RankState, device: torch.device) -> int
 
 
 class Offers:
-    """Directory of the boxes of all ranks. Collective.
+    """Directory of the boxes of all ranks. The constructor is collective.
 
     Args:
         state: boxes of this rank, disjoint from those of other ranks.
         control: gloo group of all ranks.
 
     Attributes:
-        metadata: DCP's metadata, as of a checkpoint.
+        metadata: DCP's metadata, as in a checkpoint.
         owner: rank that has a box, by (key, offsets).
     """
 
@@ -160,7 +160,7 @@ def _offset(index: MetadataIndex) -> torch.Size:
 
 
 def _exchanged(asked: list[list[ReadItem]], control: Any) -> list[list[ReadItem]]:
-    """Exchange requests: those that each rank has for this one."""
+    """Exchange requests. Returns the requests of each rank to this one."""
     sent = [torch.frombuffer(bytearray(pickle.dumps(of_rank)), dtype=torch.uint8) for of_rank in asked]
     out_sizes = torch.tensor([part.numel() for part in sent], device="cpu")
     in_sizes = torch.empty_like(out_sizes)

@@ -76,7 +76,7 @@ class RankState:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The module, of the class that exports name."""
+        """The module, of the class that exports record."""
         return self.mask.model
 
     @property
@@ -101,7 +101,7 @@ class RankState:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """If it is unchanged on load, each rank restores its own random state and buffers."""
+        """The layout. If it is unchanged on load, each rank restores its own random state and buffers."""
         plan = self.mask.plan
         return {
             "plan": plan.hash,
@@ -115,11 +115,12 @@ class RankState:
         return tuple(self.mask.shapes[name] if division is None else division.shape)
 
     def key(self, kind: str, name: str) -> str:
-        """Key of a dense tensor, or of its moment. If tensor-parallel ranks divide it in an unknown way, its flat parts
+        """Key of a dense tensor, or of its moment. If it is unknown how tensor-parallel ranks divide it, its flat parts
         are concatenated, and the key contains the number of ranks."""
         return f"{kind}/{name}" if self.is_known(name) else f"{kind}/{name}@{self.shards.size}"
 
     def is_known(self, name: str) -> bool:
+        """Whether the shape and the divided dim of a tensor are known."""
         division = self.shards.divisions.get(name)
         return division is None or division.is_known
 

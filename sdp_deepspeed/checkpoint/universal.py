@@ -40,7 +40,7 @@ LATEST_UNIVERSAL = "latest_universal"
 _OPTIMIZERS, _MODEL = "*_optim_states.pt", "*mp_rank_00_model_states.pt"
 _OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay")  # no options of an implementation
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-# Keys of DeepSpeed's engine in the model file; the others are client state.
+# Keys of DeepSpeed's engine in the model file; other keys are client state.
 _OF_DEEPSPEED = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
     *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"),
@@ -108,7 +108,7 @@ def convert(source: Path, out: Path, *, tag: str | None = None) -> Path:
         source: folder of a checkpoint, or its parent with a file `latest`.
 
     Raises:
-        ValueError: `source` is not a ZeRO checkpoint of Adam, is damaged, or could execute code.
+        ValueError: `source` is not a ZeRO checkpoint with Adam, is damaged, or could execute code.
     """
     folder = source if tag is None and any(source.glob(_OPTIMIZERS)) else source / (tag or _latest(source))
     if not any(folder.glob(_OPTIMIZERS)):
@@ -118,7 +118,7 @@ def convert(source: Path, out: Path, *, tag: str | None = None) -> Path:
     name = f"{folder.name}_universal"
     with new_folder(out / name) as written:
         options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-        # Only Megatron's models record what is injected here.
+        # Only Megatron's models record the state that is injected here.
         arguments = Namespace(
             input_folder=str(folder), output_folder=str(written / name), inject_missing_state=True, **options
         )
@@ -278,7 +278,7 @@ class _Universal:
         tensors: memory-mapped, by our key.
         folders: folders of the tensors, by dense name.
         model: content of the model file.
-        optimizer: content of the optimizer file; empty without.
+        optimizer: content of the optimizer file; empty if there is none.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -296,7 +296,7 @@ class _Universal:
         known = {*state.mask.parameters, *persistent_buffers(state.mask.model)}
         found, _, unknown = matched(by_name, state.mask.model, known)
         if unknown and strict:
-            raise ValueError(f"{path} is of another model, which has {quoted(unknown)}; build the model that was saved")
+            raise ValueError(f"{path} is of another model: it has {quoted(unknown)}; build the model that was saved")
         folders = {name: by_name[other] for name, other in found.items()}
         result = cls({}, folders, model, _read(optimizer) if optimizer.is_file() else {})
         for name, folder in result.folders.items():

@@ -104,14 +104,14 @@ class Model:
         try:
             with torch.device("meta"):
                 self.module: Any = auto_class.from_config(AutoConfig.for_model(**dict(shape)), dtype=dtype)
-        except Exception as error:  # Transformers validates few values, so this may be anything
+        except Exception as error:  # Transformers validates few values, so any error is possible
             reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
             raise ValueError(f"model: Transformers cannot build {shape['model_type']!r}: {reason}") from error
         if gradient_checkpointing:
             self.module.activation_checkpointing_enable({"use_reentrant": False})
         self.device = "meta"
         self.fake: AbstractContextManager[Any] = nullcontext()
-        if autocast is not None:  # which ignores meta tensors; fake tensors on the CPU are slower
+        if autocast is not None:  # autocast ignores meta tensors; fake tensors on the CPU are slower
             self.device, self.fake = "cpu", FakeTensorMode(allow_non_fake_inputs=True)
             with self.fake:
                 self.module = self.module.to_empty(device="cpu")
@@ -176,7 +176,7 @@ class _LiveBytes(FlopCounter):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             if args[0].dtype is not torch.bool:
-                raise NotImplementedError("the model reads numbers that it computes, so it cannot be estimated")
+                raise NotImplementedError("the model reads values that it computes, so it cannot be estimated")
             return True  # "all tokens are in one sequence", "no token is padding"
         if any(value.alias_info for value in (*func._schema.arguments, *func._schema.returns)):
             return super().__torch_dispatch__(func, types, args, kwargs)  # a view, or in place
@@ -248,7 +248,8 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` as on a CPU: for meta tensors PyTorch's takes the form that stores scores."""
+    """`scaled_dot_product_attention` as on a CPU. For meta tensors, PyTorch uses an implementation that stores the
+    scores."""
     is_fused = query.shape[-1] == value.shape[-1] and not (attn_mask is not None and attn_mask.requires_grad)
     if query.device.type != "meta" or not is_fused:
         options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
@@ -343,7 +344,7 @@ def forecast(
         sequence_length: tokens per sample; None for an image classifier. Images have the config's `image_size`, else
             224 x 224 pixels.
         host: "deepspeed" or "fsdp2".
-        rank: Default: the rank whose subnetwork has most FLOPs.
+        rank: rank to estimate. Default: the rank whose subnetwork has the most FLOPs.
 
     Raises:
         ValueError: the model cannot be built, or a setting is invalid or cannot be estimated.
@@ -406,7 +407,7 @@ def forecast_of(
 def _run_of_engine(
     run: ShardedRun, rank: int, figures: RankEstimate, model: Model, inputs: Mapping[str, Any], memory: dict[str, Any]
 ) -> tuple[MicroStep, int]:
-    """A micro-step in which gradients are kept and freed as in `ShardedOptimizer`, and the peak of the whole step."""
+    """Measure a micro-step that keeps and frees gradients like `ShardedOptimizer`, and the peak of the whole step."""
     setup, held = run.setup, run.held(rank)
     is_first = setup.accumulation == 1  # else gradients of earlier micro-steps exist from the start
     reductions = [
@@ -521,7 +522,7 @@ def classifies_images(shape: Mapping[str, Any]) -> bool:
 
 
 def busiest_rank(plan: Plan, model: nn.Module) -> int:
-    """The rank whose subnetwork has most FLOPs, then bytes."""
+    """The rank whose subnetwork has the most FLOPs; of several, the one with the most bytes."""
     costs = unit_costs(model, plan.units)
     work = [
         tuple(sum(getattr(costs[unit], kind) for unit in plan.units_of(k)) for kind in ("flops", "num_bytes"))

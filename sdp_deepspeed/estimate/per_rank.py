@@ -46,7 +46,7 @@ class RankEstimate:
         weights: parameters.
         gradients: at the end of the backward pass; at stage 2 fp32 averages of the owned shards.
         optimizer: moments, and the fp32 master where one is kept.
-        host_optimizer: the same in host memory, with its gradient (CPU offload).
+        host_optimizer: optimizer state and gradients in host memory (CPU offload).
         buffers: flat buffers of one bucket or depth range, while it is sent.
         step_gradients: gradients that exist during the step only.
         gathered: unsharded shared weights, which stay gathered until the backward pass (FSDP2).
@@ -160,7 +160,7 @@ class ShardedRun:
         return max(made, default=0) if self.setup.offload else sum(made)
 
     def reduce_buffers(self, rank: int) -> int:
-        """Bytes of a packed bucket (stage 2), and of the same in the dtype on the wire."""
+        """Bytes of a packed bucket (stage 2), and of its copy in the communication dtype."""
         precision = self.setup.precision
         width = precision.gradients * (self.setup.stage == 2)
         if precision.wire != precision.gradients:

@@ -19,9 +19,10 @@ _TRAINER_BATCH = 8  # per_device_train_batch_size of TrainingArguments
 
 @dataclass(frozen=True)
 class Run:
-    """
+    """A run, as far as an estimate depends on it.
+
     Args:
-        model: without storage.
+        model: model without storage.
         phases: DeepSpeed config of each phase, without "auto". An FSDP2 run gets an equivalent one.
         host: "deepspeed" or "fsdp2".
         items: "tokens" or "images".

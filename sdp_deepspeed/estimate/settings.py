@@ -15,13 +15,13 @@ from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.schedule import Schedule
 from sdp_deepspeed.total_steps import fill_total_steps
 
-_MANY_STEPS = 10**6  # if the number of steps is unknown; every phase gets some
+_MANY_STEPS = 10**6  # if the number of steps is unknown; large enough for every phase to have some
 # fp32 moments of each element, by the optimizer's name in lower case; 2 for the rest.
 _MOMENTS = {"sgd": 0, "lion": 1, "adagrad": 1, "fusedlion": 1, "deepspeedcpulion": 1, "deepspeedcpuadagrad": 1}
 
 
 class _Part(BaseModel):
-    """A missing key, or null, takes the default."""
+    """A key that is missing or null has its default."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 

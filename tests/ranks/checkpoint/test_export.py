@@ -130,7 +130,7 @@ def _mistakes(folder: Path, path: Path) -> Iterator[tuple[list[object], list[str
     yield ["export", path / "nowhere", out], ["no such folder", "nowhere"]
     yield ["export", path, out], ["no complete checkpoint"]
     yield ["export", good, out, "--tag", "lost"], ["lost"]
-    yield ["export", good, good], ["is there already"]
+    yield ["export", good, good], ["already exists"]
     yield ["export", good, out, "--max-shard-size", "0GB"], ["0GB", "24GiB or 200MB"]
     yield ["export", good, out, "--dtype", "fp8"], ["fp8"]
     yield ["export", good, out, "--tokenizer", path], ["no tokenizer"]

@@ -76,7 +76,7 @@ def in_and_out(architecture: str, layout: str, rank: Rank) -> None:
         assert_identical(live, {n: v for n, v in kept.state_dict().items() if n in live})
         assert_identical(live, {n: v.to(LAYOUTS[layout].dtype) for n, v in model.state_dict().items() if n in live})
         assert not list(rank.folder.glob("*.tmp"))
-        with pytest.raises(ValueError, match="is there already"):
+        with pytest.raises(ValueError, match="already exists"):
             export(Reader(rank.folder / "checkpoints" / "fp32"), {"dtypes": {}, "model": {}}, out)
     dist.barrier()
 

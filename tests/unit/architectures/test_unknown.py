@@ -153,7 +153,7 @@ def test_a_layer_has_the_branches_of_its_form() -> None:
 def test_what_no_description_can_be() -> None:
     with pytest.raises(ValueError, match="'mlp': body: name the submodule"):
         Branch("mlp", norm="norm")
-    with pytest.raises(ValueError, match=r"'ff\.dropout' is named twice, or inside of another"):
+    with pytest.raises(ValueError, match=r"'ff\.dropout' is named twice, or inside another"):
         Branch("mlp", body="ff", after=("ff.dropout",))
     with pytest.raises(ValueError, match="'ff' is named twice"):
         Branch("mlp", body=("ff", "act"), after=("ff",))

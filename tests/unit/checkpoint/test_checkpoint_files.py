@@ -130,7 +130,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
 def test_damage_is_named(tmp_path: Path) -> None:
     save(tmp_path, "tag", "abc")
     expected = files.read_checksums(tmp_path / "tag")["files"]["data.distcp"]
-    for content, words in (("ab", "has 2 bytes and was written with 3"), ("abd", "its checksum is another")):
+    for content, words in (("ab", "has 2 bytes, expected 3"), ("abd", "its checksum does not match")):
         (tmp_path / "tag" / "data.distcp").write_text(content)
         assert words in str(files.problem_of(tmp_path / "tag" / "data.distcp", expected))
     assert files.problem_of(tmp_path / "tag" / "data.distcp", expected, read=False) is None
