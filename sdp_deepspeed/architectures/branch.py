@@ -148,7 +148,7 @@ class Branch:
 
     def __post_init__(self) -> None:
         if not self.body:
-            raise ValueError(f"branch {self.name!r}: body: got nothing, expected the submodule that computes it")
+            raise ValueError(f"branch {self.name!r}: body: name the submodule that computes the branch")
         if self.parameters and not self.after:  # the dense model keeps them until the last module has run
             raise ValueError(
                 f"branch {self.name!r}: parameters: name in `after` a submodule that runs after {self.parameters[0]!r} "

@@ -248,7 +248,7 @@ def what_is_refused(rank: Rank) -> None:
     run, folder = ShardedRun(), rank.folder / "refused"
     run.train(rank, 1)
     save = run.checkpoints.save_checkpoint
-    refusal(ValueError, lambda: save(folder, f"tag{rank.rank}"), "do the same on all")
+    refusal(ValueError, lambda: save(folder, f"tag{rank.rank}"), "make the same call on all")
     refusal(ValueError, lambda: save(folder, client_state={"of": object()}), "client_state")
     save(folder)
     other = ShardedRun(llama(3, tied=True))

@@ -183,7 +183,7 @@ def is_refused(rank: Rank) -> None:
     refusal(ValueError, lambda: clip_grad_norm_(parameters, 1.0), "pass the model")
     refusal(RuntimeError, lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0))
     state = get_model_state_dict(model)
-    refusal(CheckpointException, lambda: dcp.save(state, checkpoint_id=rank.folder / "parts"), "one name")
+    refusal(CheckpointException, lambda: dcp.save(state, checkpoint_id=rank.folder / "parts"), "the same name")
     with torch.device("meta"):
         empty = llama()
     mesh = parallelized(empty)

@@ -75,7 +75,7 @@ def test_a_deepspeed_file_is_read_beside_the_recipe(read: Read, tmp_path: Path) 
         (["training.max_steps"], "expected key=value"),
         (["sdp.coverige=0.5"], "coverage"),
         (["deepspeed=missing.json"], "missing.json"),
-        (["training.max_steps.more=1"], "has no keys"),
+        (["training.max_steps.more=1"], "expected a mapping"),
         (["data.sources=[{path: x"], "data.sources"),
         (["deepspeed=null"], "section deepspeed: got None"),
     ],
