@@ -179,7 +179,7 @@ def _add_experts(forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _join_parameters(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     """Forward of a module with small parameters: it runs once with concatenated ones."""
-    state, joined = forward.state, dict[str, Any]()
+    state, joined = forward.state, {}  # not dict[str, Any](), which compilers cannot trace
     for name, cut in state.cuts.items():
         own = [part[name] if part else getattr(forward.module, name) for part in state.parts]
         joined[name] = cut.ranges.join(own, cut.dim)
