@@ -63,7 +63,7 @@ def batches_of(batches: Iterable[Any], num_batches: int, control: Any) -> list[A
         own = list(itertools.islice(batches, num_batches))
         if len(own) < num_batches or num_batches < 1:
             raise ValueError(
-                f"num_batches: got {num_batches}, but found {len(own)} batches; pass 1 or more, and that many batches"
+                f"num_batches: got {num_batches}, but found {len(own)} batches; pass 1 to that number"
             )
         return own
 
