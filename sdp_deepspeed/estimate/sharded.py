@@ -48,13 +48,13 @@ class ShardedTensor:
         name: name of the tensor.
         shape: before sharding.
         holders: ranks that hold it.
-        unit: parts of one unit are gathered together; of neurons and heads, those of a layer; None for shared parts.
+        unit: layer and holders of what is gathered together; None for shared tensors.
     """
 
     name: str
     shape: tuple[int, ...]
     holders: tuple[int, ...]
-    unit: str | None
+    unit: tuple[str, tuple[int, ...]] | None
     trainable: bool
 
     @property
@@ -100,16 +100,15 @@ def sharded_tensors(
         first = {name: pieces_of["parameter", name][0] for name in own if ("parameter", name) in pieces_of}
         if all(holders == everyone and piece.dim is None for piece, holders in first.values()):
             unit_of |= {name: unit_of.get(name, branch.name) for name in first}
+    layer_of = {piece.parameter: branch.layer for branch in branches for piece in branch.pieces}
     for info, pieces in zip(parameters, pieces_of.values(), strict=True):
-        if pieces[0][0].dim is None:
-            yield ShardedTensor(info.name, info.shape, pieces[0][1], unit_of.get(info.name), info.trainable)
-            continue
-        lengths: Counter[tuple[int, ...]] = Counter()
+        dim, by_holders = pieces[0][0].dim, Counter[tuple[int, ...]]()
         for piece, holders in pieces:
-            lengths[holders] += piece.length
-        for holders, length in lengths.items():
-            shape = tuple(length if dim == pieces[0][0].dim else size for dim, size in enumerate(info.shape))
-            yield ShardedTensor(info.name, shape, holders, unit_of[info.name].rsplit(".", 2)[0], info.trainable)
+            by_holders[holders] += piece.length
+        for holders, length in by_holders.items():
+            shape = tuple(length if d == dim else size for d, size in enumerate(info.shape))
+            unit = (layer_of.get(info.name, unit_of[info.name]), holders) if info.name in unit_of else None
+            yield ShardedTensor(info.name, shape, holders, unit, info.trainable)
 
 
 def of_rank(parts: Sequence[ShardedTensor], setup: ShardedSetup, rank: int) -> RankEstimate:
@@ -120,7 +119,7 @@ def of_rank(parts: Sequence[ShardedTensor], setup: ShardedSetup, rank: int) -> R
     # Units are gathered in the forward and again in the backward pass.
     gathered = sum(part.stored * (len(part.holders) - 1) * (1 if part.unit is None else 2) for part in held)
     state_bytes = FP32_BYTES * setup.num_moments + setup.master
-    units: Counter[str | None] = Counter()
+    units: Counter[tuple[str, tuple[int, ...]] | None] = Counter()
     for part in held:
         units[part.unit] += part.stored * len(part.holders)
     shared = units.pop(None, 0)

@@ -95,8 +95,8 @@ def _check_encoder_is_reached(mask: Mask, blocks: Mapping[int, Sequence[LocatedB
 
 
 def held_units(mask: Mask, units: Iterable[UnitModules], parts: Mapping[str, Sequence[Part]]) -> list[HeldUnit]:
-    """The units that this rank holds. Neurons and heads are split by holder set (parts.py); the parts of a layer's
-    branches with the same holders are one unit, in the position of its last branch.
+    """FSDP2 groups of this rank: what it holds of a layer with the same holders, at the position of the last branch.
+    Neurons and heads are split by holder set (parts.py).
 
     Args:
         mask: applied.
@@ -104,12 +104,14 @@ def held_units(mask: Mask, units: Iterable[UnitModules], parts: Mapping[str, Seq
     """
     found: dict[tuple[str, Holders], tuple[nn.Module, ...]] = {}
     for unit in units:
+        modules: dict[Holders, tuple[nn.Module, ...]] = {}
         if unit.holders is None:
-            for holders, module in split_branch(mask, unit.branch, parts).items():
-                key = (unit.branch.layer, holders)
-                found[key] = (*found.pop(key, ()), module)
+            modules = {holders: (part,) for holders, part in split_branch(mask, unit.branch, parts).items()}
         elif mask.rank in unit.holders and unit.paths:
-            found[unit.branch.name, unit.holders] = tuple(mask.model.get_submodule(path) for path in unit.paths)
+            modules[unit.holders] = tuple(mask.model.get_submodule(path) for path in unit.paths)
+        for holders, own in modules.items():
+            key = (unit.branch.layer, holders)
+            found[key] = (*found.pop(key, ()), *own)
     return [HeldUnit(holders, modules) for (_, holders), modules in found.items()]
 
 
