@@ -352,8 +352,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         super()._backward_prologue()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Called by DeepSpeed's engine after each backward pass. Reduces gradients at stage 2, and with `overlap_comm`
-        at the accumulation boundary; else `step` does."""
+        """Called by DeepSpeed's engine after each backward pass. Stage 2 reduces gradients here; stages 0 and 1 do so
+        at the accumulation boundary with `overlap_comm`, otherwise in `step`."""
         self.optimizer.sharded.reducer.finish_backward()
 
     def clip_fp32_gradients(self) -> None:
@@ -379,8 +379,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         self.optimizer.zero_grad()
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """As in DeepSpeed; collective at the accumulation boundary. DeepSpeed's `step` calls `ShardedOptimizer.step`
-        (parallel/optimizer.py), which communicates.
+        """As in DeepSpeed; collective at the accumulation boundary. DeepSpeed's `step` calls, through
+        `SubnetworkOptimizer`, `ShardedOptimizer.step` (parallel/optimizer.py), which communicates.
 
         Raises:
             RuntimeError: inside `dense`; a Parameter was replaced, or frozen (stage 0); at stage 2, if the caller sets

@@ -1,8 +1,9 @@
 """One rank's memory for its buckets (bucket_layouts.py): flat weights and gradients, and the shard that it steps.
 
 Whole tensors need no packing: they are views of their bucket's flat weight buffer, and their gradients are views of its
-flat gradient buffer. The slices of a cut tensor have several holder sets, so they are copied to and from flat buffers;
-the gathered weights use the memory of the gradients.
+flat gradient buffer. A parameter that is cut stores the held slices side by side. These may have different holders, so
+they lie in different buckets and are copied to and from flat buffers; the gathered weights use the memory of the
+gradients.
 """
 
 from __future__ import annotations
@@ -91,9 +92,10 @@ class Bucket:
         weight_slots, gradient_slots: views of each slice into these, in the slice's shape.
         parameters: what the optimizer steps: the shard, or whole tensors.
         places: tensor of each slice, and index of the slice among the held slices of the tensor.
-        filled: for each slice, whether its slot has the accumulated gradient of this step.
+        filled: for each slice, whether its accumulated gradient was moved to the slot; False where `.grad` is the slot.
         waits_for: names of tensors whose gradients are not ready in this backward pass.
-        shard: flat fp32 parameter of the optimizer, possibly empty; a view of `weights` if possible.
+        shard: flat fp32 parameter of the optimizer: a view of `weights` of whole fp32 tensors, otherwise a copy. Empty
+            on holders that are not the owner (Muon).
         average: [shard size] averaged gradient of `shard`, in `step_dtype`; None until it is available.
         host: host memory of `shard` and `average` with CPU offload.
     """

@@ -38,7 +38,7 @@ def scale_gradients(gradients: Sequence[torch.Tensor], norm: torch.Tensor, clip:
     """Unscale gradients by the loss scale, and clip them to the norm `clip`; in place.
 
     Args:
-        norm: norm of the unscaled gradients.
+        norm: norm after division by the loss scale.
         clip: maximum norm; 0 does not clip.
     """
     if not gradients:

@@ -2,11 +2,13 @@
 
 A step (`ShardedOptimizer.step`), for every bucket that this rank holds:
 
-1. Gradients are averaged over the holders (`Reducer.finish`). Stage 0: an all-reduce, and every holder has the
-   average. Stages 1 and 2: a reduce-scatter, and each holder has the average of the shard that it owns. Stages 0 and 1
-   do this after the last micro-step; stage 2 does it in every backward pass, where owners accumulate their shards and
-   local gradients are freed.
-2. The norm of the whole gradient is computed (`gradient_norm`). Gradients are clipped, or the step is skipped.
+1. Gradients are averaged (`Reducer.finish`): summed over the holders and divided by their number. Stage 0: an
+   all-reduce, and every holder has the average. Stages 1 and 2: a reduce-scatter; of H holders, the one at position i
+   owns the i-th of H equal shards of the bucket, and has the average of that shard. Stages 0 and 1 do this after the
+   last micro-step; stage 2 does it in every backward pass, where owners accumulate their shards and local gradients are
+   freed.
+2. The norm of the whole gradient is computed (`gradient_norm`): each rank sums the squares of its own shards, and one
+   all-reduce over all ranks adds them. Gradients are clipped, or the step is skipped.
 3. The optimizer steps fp32 shards. If it updates whole tensors (Muon), it steps the tensors that this rank owns: their
    gradients are reduced to it, and their weights broadcast from it.
 4. Updated weights are all-gathered (`gather_weights`). Forward regime: over the holders. Backward regime: every rank
@@ -19,15 +21,17 @@ param group and dtype). Each rank processes the buckets that it holds in this or
 backward pass, the norm, weights. A bucket that is complete early waits for its turn. Collectives are issued with
 `async_op=False` on one stream: the next one starts after the previous one has finished, so two holder groups of a rank
 never communicate at once. (With overlap on a GPU it is a side stream; tensor-parallel layers all-reduce activations on
-the current stream meanwhile, as in DeepSpeed.) If ranks exchange shards directly (`groups.exchange`), the messages of a
-bucket count as one collective. A rank may post those of consecutive buckets at once, then wait for all.
+the current stream meanwhile, as in DeepSpeed.) The exception is over gloo: if ranks exchange shards directly
+(`groups.exchange`), the messages of a bucket count as one collective, and a rank may post those of consecutive buckets
+at once, without blocking, then wait for all.
 
-This cannot deadlock. Give each collective the key (number of the phase, position in the list). Its members agree on the
-key, and each rank issues its collectives in ascending order of keys. Suppose that some collective never finishes, and
-take the one with the smallest key. All collectives with smaller keys have finished, so none of its members waits in
-another one: each is inside it or has posted its messages, or is computing and will. Hence all members arrive, and it
-finishes: a contradiction. Collectives between tensor-parallel ranks do not change this: these ranks hold the same
-buckets, so all of them insert such a collective at the same position.
+This cannot deadlock, unless a rank raises an error. Give each collective the key (number of the phase, position in the
+list); the norm is a phase with one collective. Its members agree on the key, and each rank issues its collectives in
+ascending order of keys. Suppose that some collective never finishes, and take the one with the smallest key. All
+collectives with smaller keys have finished, so none of its members waits in another one: each is inside it or has
+posted its messages, or is computing and will. Hence all members arrive, and it finishes: a contradiction. Collectives
+between tensor-parallel ranks do not change this: these ranks hold the same buckets, so all of them insert such a
+collective at the same position.
 
 The list depends on facts that all ranks share, never on which gradients exist.
 """

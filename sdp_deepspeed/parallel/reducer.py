@@ -4,10 +4,10 @@ Hooks on accumulated gradients detect when a bucket is complete. Buckets are red
 (optimizer.py); one that is complete early waits for its turn. At the end of a backward pass the remaining buckets are
 reduced, with zeros for missing gradients (experts without tokens, skipped branches).
 
-The time at which a bucket is reduced may differ between ranks. If a tensor gets several gradients in one backward pass,
-its buckets are reduced at the end of the pass, on the ranks where that happened. The first pass detects such tensors.
-In stages 0 and 1 it reduces nothing early. Stage 2 cannot wait, so after the first pass all ranks agree on tensors
-whose buckets are reduced again.
+The time at which a bucket is reduced may differ between ranks, since only the order matters. If a tensor gets several
+gradients in one backward pass, its buckets are reduced at the end of the pass, on the ranks where that happened. The
+first pass detects such tensors. In stages 0 and 1 it reduces nothing early. Stage 2 cannot wait, so after the first
+pass all ranks agree on tensors whose buckets are reduced again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sdp_deepspeed.parallel.groups import HolderGroup, reduce, reduce_scatter
 
 class Reducer:
     """Accumulates gradients, reduce-scatters them over the holders (stage 0: all-reduces), and stores the average of
-    this rank's shard in `average` of each bucket.
+    this rank's shard (stage 0: of the whole bucket) in `average` of each bucket.
 
     Args:
         mask: this rank's subnetwork.
