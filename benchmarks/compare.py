@@ -82,7 +82,10 @@ def measure_groups(arguments: argparse.Namespace) -> dict[str, Any]:
     chosen = [name for name in asked if any(re.search(pattern, name) for pattern in arguments.only)]
     if not chosen:
         raise ValueError(f"--only: {arguments.only} finds none of the groups {', '.join(asked)}")
-    for name in (name for name in chosen if name not in done):
+    for name in chosen:
+        if name in done:
+            show(f"{name}: {arguments.output} has it, of commit {done[name]['commit'][:7]}")
+            continue
         load = os.getloadavg()[0]
         show(f"{name} (load {load:.1f}):")
         contestants = measure(asked[name], arguments)
