@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.architectures import CROSS_ATTENTION, LocatedBranch
 from sdp_deepspeed.estimate.per_rank import RankEstimate
 from sdp_deepspeed.estimate.precision import FP32_BYTES
 from sdp_deepspeed.plan.plan import Plan
@@ -48,7 +48,8 @@ class ShardedTensor:
         name: name of the tensor.
         shape: before sharding.
         holders: ranks that hold it.
-        unit: layer and holders of what is gathered together; None for shared tensors.
+        unit: equal for tensors that are gathered at the same time: those of a layer with the same holders, and all
+            holder sets of its neurons and heads, which are nested; None for shared tensors.
     """
 
     name: str
@@ -80,8 +81,8 @@ def estimate_sharded(
     Args:
         plan: plan in the forward regime.
         tensors: tensors of the dense model in model order; buffers are ignored.
-        branches: residual branches of the model. A branch that all ranks hold is gathered by itself; without `branches`
-            it counts as shared.
+        branches: residual branches of the model. Those that all ranks hold are gathered by layer; without `branches`
+            they count as shared.
     """
     parts = list(sharded_tensors(plan, tensors, branches))
     return tuple(of_rank(parts, setup, rank) for rank in range(len(plan.subnetwork_of_rank)))
@@ -100,14 +101,19 @@ def sharded_tensors(
         first = {name: pieces_of["parameter", name][0] for name in own if ("parameter", name) in pieces_of}
         if all(holders == everyone and piece.dim is None for piece, holders in first.values()):
             unit_of |= {name: unit_of.get(name, branch.name) for name in first}
-    layer_of = {piece.parameter: branch.layer for branch in branches for piece in branch.pieces}
+    place_of = {
+        piece.parameter: branch.name if branch.description.name == CROSS_ATTENTION else branch.layer
+        for branch in branches
+        for piece in branch.pieces
+    }
     for info, pieces in zip(parameters, pieces_of.values(), strict=True):
         dim, by_holders = pieces[0][0].dim, Counter[tuple[int, ...]]()
         for piece, holders in pieces:
             by_holders[holders] += piece.length
         for holders, length in by_holders.items():
             shape = tuple(length if d == dim else size for d, size in enumerate(info.shape))
-            unit = (layer_of.get(info.name, unit_of[info.name]), holders) if info.name in unit_of else None
+            place = place_of.get(info.name, unit_of.get(info.name))
+            unit = (place, holders if dim is None else ()) if place and info.name in unit_of else None
             yield ShardedTensor(info.name, shape, holders, unit, info.trainable)
 
 

@@ -96,7 +96,8 @@ def _check_encoder_is_reached(mask: Mask, blocks: Mapping[int, Sequence[LocatedB
 
 def held_units(mask: Mask, units: Iterable[UnitModules], parts: Mapping[str, Sequence[Part]]) -> list[HeldUnit]:
     """FSDP2 groups of this rank: what it holds of a layer with the same holders, at the position of the last branch.
-    Neurons and heads are split by holder set (parts.py).
+    Neurons and heads are split by holder set (parts.py). Cross-attention is a group of its own: a decoder without an
+    encoder skips it, and FSDP2 frees a group when all of its modules have run.
 
     Args:
         mask: applied.
@@ -109,8 +110,9 @@ def held_units(mask: Mask, units: Iterable[UnitModules], parts: Mapping[str, Seq
             modules = {holders: (part,) for holders, part in split_branch(mask, unit.branch, parts).items()}
         elif mask.rank in unit.holders and unit.paths:
             modules[unit.holders] = tuple(mask.model.get_submodule(path) for path in unit.paths)
+        is_crossing = unit.branch.description.name == CROSS_ATTENTION
         for holders, own in modules.items():
-            key = (unit.branch.layer, holders)
+            key = (unit.branch.name if is_crossing else unit.branch.layer, holders)
             found[key] = (*found.pop(key, ()), *own)
     return [HeldUnit(holders, modules) for (_, holders), modules in found.items()]
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import BartConfig, BartForCausalLM
 
 from sdp_deepspeed.fsdp import sharded_model_of
-from tests.helpers.models import batches, family, llama
+from tests.helpers.models import VOCABULARY, batches, family, llama
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT, Check, Rank
 from tests.helpers.sharded import (
@@ -52,13 +54,13 @@ def limit_of(group: Any) -> Any:
 
 
 def covers_everything(rank: Rank, granularity: str) -> None:
-    """C = 1 is plain FSDP2, whose units are the same modules, to the last bit."""
+    """C = 1 is plain FSDP2, whose groups are the same modules, to the last bit."""
     model: Any = family("gpt2")
     plain: Any = deepcopy(model)
     model = sharded(model, {"holders": rank.size, "granularity": granularity})
+    assert len(sharded_model_of(model).units) == len(plain.transformer.h)
     for layer in plain.transformer.h:
-        for modules in ([layer.ln_1, layer.attn], [layer.ln_2, layer.mlp]) if granularity == "sublayer" else (layer,):
-            torch_fully_shard(modules)
+        torch_fully_shard([layer.ln_1, layer.attn, layer.ln_2, layer.mlp] if granularity == "sublayer" else layer)
     torch_fully_shard(plain)
     optimizers = [optimizer_of(each) for each in (model, plain)]
     for step in itertools.islice(batches(rank.size, 1), NUM_STEPS):
@@ -79,6 +81,24 @@ def layers_that_hand_tensors_on(rank: Rank) -> None:
     refusal(ValueError, lambda: sharded(ALL_SPECIMENS["t5"].build(), {"holders": 2}), "passes tensors to later layers")
     block = {"strategy": {"attention": "neuron", "cross_attention": "neuron", "mlp": "block"}, "holders": 2}
     check_against_reference(rank, ALL_SPECIMENS["t5"].build(), block, optimizer="SGD")
+
+
+def a_decoder_without_encoder(rank: Rank) -> None:
+    """Skips its cross-attention, and frees each layer all the same."""
+    sizes = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 24}
+    config = BartConfig(vocab_size=VOCABULARY, is_decoder=True, use_cache=False, **sizes)
+    model: Any = sharded(BartForCausalLM(config), {"holders": 2})
+    gathered: list[str] = []
+
+    def note(*_: Any) -> None:
+        units = sharded_model_of(model).units
+        gathered.extend(
+            n for group in units for m in group for n, p in m.named_parameters() if not isinstance(p, DTensor)
+        )
+
+    model.lm_head.register_forward_pre_hook(note)
+    micro_steps(model, next(iter(batches(rank.size, 1)))[rank.rank])
+    assert not gathered
 
 
 def encoders_that_no_loss_reaches(rank: Rank) -> None:
@@ -102,6 +122,7 @@ def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
                 "bottleneck": partial(agrees_with_the_reference, name="resnet_bottleneck", optimizer="SGD"),
                 "covers_layers": partial(covers_everything, granularity="layer"),
                 "deepspeed": agrees_with_the_deepspeed_host,
+                "without_encoder": a_decoder_without_encoder,
                 "handed_on": layers_that_hand_tensors_on,
                 "cross_attention": encoders_that_no_loss_reaches,
                 # A layer's own parameter; windows.

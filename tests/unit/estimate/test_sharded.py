@@ -41,3 +41,14 @@ def test_frozen_weights_have_no_gradients() -> None:
     assert first.gradients == 4 * 6
     assert first.sent == 4 * (12 + 12 + 2 * 10)
     assert first.weights == 4 * 16
+
+
+def test_holder_sets_of_neurons_are_gathered_at_the_same_time() -> None:
+    """Each rank holds three of four groups of two rows each, as parts that are nested around one forward pass."""
+    pieces = [Piece("a.w", 0, 2 * number, 2) for number in range(4)]
+    units = tuple(Unit(f"a.group_{number}", (piece,)) for number, piece in enumerate(pieces))
+    holders = ((0, 1, 2), (1, 2, 3), (0, 2, 3), (0, 1, 3))
+    plan = Plan("forward", "neuron", 4, 3, 0, units, holders, (0, 1, 2, 3))
+    first, *_ = estimate_sharded(plan, [TensorInfo("a.w", (8, 4), "f")], ShardedSetup())
+    padded = 3 * (3 * 1 * 4)  # of three sets three ranks store one row each
+    assert first.gathered_units == 4 * padded + 8 * padded
