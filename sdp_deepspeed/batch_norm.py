@@ -62,7 +62,9 @@ def batches_of(batches: Iterable[Any], num_batches: int, control: Any) -> list[A
     def take() -> list[Any]:
         own = list(itertools.islice(batches, num_batches))
         if len(own) < num_batches or num_batches < 1:
-            raise ValueError(f"num_batches: got {num_batches}, but found {len(own)} batches; pass 1 to that number")
+            raise ValueError(
+                f"num_batches: got {num_batches}, but found {len(own)} batches; pass at most that many, at least 1"
+            )
         return own
 
     own = run_on_all_ranks(take, control)

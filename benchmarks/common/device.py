@@ -23,12 +23,13 @@ def backend() -> str | None:
 
 
 def take_device() -> None:
-    """Before the first collective: each rank on a device of its own.
-
-    On a CPU freed memory stays with the process, as on a GPU, where PyTorch's allocator keeps it. glibc would return
-    some of it after each step, and the next step would spend a few percent of its time on page faults.
-    """
+    """Before the first collective: each rank on a device of its own."""
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def keep_freed_memory() -> None:
+    """On a CPU, keep freed memory in the process, as PyTorch's allocator does on a GPU. glibc would return some of it
+    after each step, and the next step would spend a few percent of its time on page faults."""
     if get_accelerator().device_name() == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

@@ -13,7 +13,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from benchmarks.common.device import backend, device_name, take_device
+from benchmarks.common.device import backend, device_name, keep_freed_memory, take_device
 from benchmarks.common.provenance import write_result
 
 Value = TypeVar("Value")
@@ -32,6 +32,7 @@ def run(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace],
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     take_device()
+    keep_freed_memory()
     deepspeed.init_distributed(backend())
     try:
         result = measure(arguments)

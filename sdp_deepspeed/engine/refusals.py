@@ -106,6 +106,7 @@ def refuse_settings(tree: Mapping[str, Any]) -> None:
     Args:
         tree: the DeepSpeed config, with values of the right types.
     """
+    # Keys of a precision that is off have no effect.
     tree = {key: part for key, part in tree.items() if key not in ("fp16", "bf16") or _is_on(part)}
     found = [
         f"{path}: got {value!r}, which is not supported with {KEY}: {why}"

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from sdp_deepspeed.architectures import CROSS_ATTENTION, LocatedBranch
+from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.estimate.per_rank import RankEstimate
 from sdp_deepspeed.estimate.precision import FP32_BYTES
+from sdp_deepspeed.fsdp.units import gathered_with
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 
@@ -100,20 +101,15 @@ def sharded_tensors(
         own = [p.parameter for body in branch.bodies for p in branch.pieces if p.parameter.startswith(f"{body}.")]
         first = {name: pieces_of["parameter", name][0] for name in own if ("parameter", name) in pieces_of}
         if all(holders == everyone and piece.dim is None for piece, holders in first.values()):
-            unit_of |= {name: unit_of.get(name, branch.name) for name in first}
-    place_of = {
-        piece.parameter: branch.name if branch.description.name == CROSS_ATTENTION else branch.layer
-        for branch in branches
-        for piece in branch.pieces
-    }
+            unit_of |= dict.fromkeys(first, branch.name)
+        unit_of |= {p.parameter: gathered_with(branch) for p in branch.pieces if p.parameter in unit_of}
     for info, pieces in zip(parameters, pieces_of.values(), strict=True):
         dim, by_holders = pieces[0][0].dim, Counter[tuple[int, ...]]()
         for piece, holders in pieces:
             by_holders[holders] += piece.length
         for holders, length in by_holders.items():
             shape = tuple(length if d == dim else size for d, size in enumerate(info.shape))
-            place = place_of.get(info.name, unit_of.get(info.name))
-            unit = (place, holders if dim is None else ()) if place and info.name in unit_of else None
+            unit = (unit_of[info.name], holders if dim is None else ()) if info.name in unit_of else None
             yield ShardedTensor(info.name, shape, holders, unit, info.trainable)
 
 

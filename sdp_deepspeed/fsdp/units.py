@@ -96,8 +96,7 @@ def _check_encoder_is_reached(mask: Mask, blocks: Mapping[int, Sequence[LocatedB
 
 def held_units(mask: Mask, units: Iterable[UnitModules], parts: Mapping[str, Sequence[Part]]) -> list[HeldUnit]:
     """FSDP2 groups of this rank: what it holds of a layer with the same holders, at the position of the last branch.
-    Neurons and heads are split by holder set (parts.py). Cross-attention is a group of its own: a decoder without an
-    encoder skips it, and FSDP2 frees a group when all of its modules have run.
+    Neurons and heads are split by holder set (parts.py).
 
     Args:
         mask: applied.
@@ -110,11 +109,17 @@ def held_units(mask: Mask, units: Iterable[UnitModules], parts: Mapping[str, Seq
             modules = {holders: (part,) for holders, part in split_branch(mask, unit.branch, parts).items()}
         elif mask.rank in unit.holders and unit.paths:
             modules[unit.holders] = tuple(mask.model.get_submodule(path) for path in unit.paths)
-        is_crossing = unit.branch.description.name == CROSS_ATTENTION
         for holders, own in modules.items():
-            key = (unit.branch.name if is_crossing else unit.branch.layer, holders)
+            key = (gathered_with(unit.branch), holders)
             found[key] = (*found.pop(key, ()), *own)
     return [HeldUnit(holders, modules) for (_, holders), modules in found.items()]
+
+
+def gathered_with(branch: LocatedBranch) -> str:
+    """Name that is equal for branches whose modules with the same holders are one FSDP2 group: the layer.
+    Cross-attention is a group of its own, since a decoder without an encoder skips it, and FSDP2 frees a group when all
+    of its modules have run."""
+    return branch.name if branch.description.name == CROSS_ATTENTION else branch.layer
 
 
 def _outer(mask: Mask, branch: LocatedBranch, own: set[str]) -> Sequence[str]:

@@ -116,8 +116,7 @@ class Reducer:
 
     def _complete(self) -> list[Bucket]:
         """The next buckets that wait for no gradient. In the first pass, only together with all buckets of their
-        tensors: a further gradient of a tensor is then late for all of its buckets, and is not added to the first one
-        in some."""
+        tensors: a further gradient of a tensor is then too late for all of its buckets, never for some of them."""
         found = list(itertools.takewhile(lambda bucket: not bucket.waits_for, self._buckets[self._next :]))
         while self._is_first_pass and any(
             self._tensors[name].buckets[-1] >= self._next + len(found) for bucket in found for name in bucket.names

@@ -297,9 +297,8 @@ def _imbalance(loads: Ints) -> NDArray[np.float64]:
 
 
 def _amounts(costs: Sequence[UnitCost], num_holders: Sequence[int], balance_elements: bool) -> Ints:
-    """Amounts to balance, [U, 1 or 2]: FLOPs with a small share of bytes; elements that each
-    subnetwork's replicas own. Integers, so
-    that results are equal on all machines."""
+    """Amounts to balance, [U, 1 or 2]: FLOPs with a small share of bytes; elements that the replicas of a subnetwork
+    own. Integers, so that results are equal on all machines."""
 
     def shares(values: Sequence[int], scale: int) -> Ints:
         total = max(1, sum(values))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from sdp_deepspeed.plan.assign import (
     MAX_SETS_PER_RANK,
-    Subnetworks,
     assign,
     base_blocks,
     incidence,
@@ -19,7 +18,7 @@ from sdp_deepspeed.plan.assign import (
     spectral_gap,
     translates,
 )
-from sdp_deepspeed.units import UnitCost
+from sdp_deepspeed.units import Subnetworks, UnitCost
 
 ATTENTION, MLP = UnitCost(40, 80, 90), UnitCost(80, 160, 160)
 
