@@ -117,6 +117,7 @@ def groups(
     chosen = [Contestant(1, block, coverage) for coverage in (1, 0.5, 0.25)]
     chosen += [Contestant(1, neuron, 0.5), Contestant(1, backward, 0.5), Contestant(2, block, 0.5)]
     chosen += [Contestant(3, block, coverage, host="FSDP2") for coverage in (1, 0.5)]
+    chosen += [Contestant(3, neuron, 0.5, host="FSDP2")]
     found = {"main": plain + chosen}
     cells = [
         (mode, coverage)

@@ -15,7 +15,7 @@ from math import prod
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.estimate.per_rank import RankEstimate
 from sdp_deepspeed.estimate.precision import FP32_BYTES
-from sdp_deepspeed.fsdp.units import gathered_with
+from sdp_deepspeed.fsdp.units import gathered_together
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 
@@ -49,8 +49,9 @@ class ShardedTensor:
         name: name of the tensor.
         shape: before sharding.
         holders: ranks that hold it.
-        unit: equal for tensors that are gathered at the same time: those of a layer with the same holders, and all
-            holder sets of its neurons and heads, which are nested; None for shared tensors.
+        unit: equal for tensors that are gathered at the same time: those with the same holders in the layers that
+            `gathered_together` names, and all holder sets of their neurons and heads, which are nested; None for
+            shared tensors.
     """
 
     name: str
@@ -82,7 +83,7 @@ def estimate_sharded(
     Args:
         plan: plan in the forward regime.
         tensors: tensors of the dense model in model order; buffers are ignored.
-        branches: residual branches of the model. Those that all ranks hold are gathered by layer; without `branches`
+        branches: residual branches of the model. Those that all ranks hold are gathered by layers; without `branches`
             they count as shared.
     """
     parts = list(sharded_tensors(plan, tensors, branches))
@@ -97,12 +98,13 @@ def sharded_tensors(
     unit_of = {piece.parameter: unit.name for unit in plan.units for piece in unit.pieces}
     pieces_of = pieces_by_tensor(parameters, plan)
     everyone = tuple(range(len(plan.subnetwork_of_rank)))
+    together = gathered_together(plan, parameters, branches)
     for branch in branches:
         own = [p.parameter for body in branch.bodies for p in branch.pieces if p.parameter.startswith(f"{body}.")]
         first = {name: pieces_of["parameter", name][0] for name in own if ("parameter", name) in pieces_of}
         if all(holders == everyone and piece.dim is None for piece, holders in first.values()):
             unit_of |= dict.fromkeys(first, branch.name)
-        unit_of |= {p.parameter: gathered_with(branch) for p in branch.pieces if p.parameter in unit_of}
+        unit_of |= {p.parameter: together[branch.name] for p in branch.pieces if p.parameter in unit_of}
     for info, pieces in zip(parameters, pieces_of.values(), strict=True):
         dim, by_holders = pieces[0][0].dim, Counter[tuple[int, ...]]()
         for piece, holders in pieces:

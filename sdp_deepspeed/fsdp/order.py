@@ -4,9 +4,9 @@ FSDP2's backward prefetch gathers the unit that ran before, which differs betwee
 could then issue two collectives in opposite orders and deadlock. So backward prefetch is disabled. Forward still
 overlaps: the next gather is issued while the kernels of the current unit run.
 
-A unit is a list of modules of one layer, from a first to a last one, the same on all of its ranks: the branches that
-one holder set has, and its parts of split branches, which are nested in those of the other holder sets, in one order on
-all ranks. Units are numbered by their last module, nested ones from the outside in.
+A unit is a list of modules of adjacent layers, from a first to a last one, the same on all of its ranks: the branches
+that one holder set has, and its parts of split branches, which are nested in those of the other holder sets, in one
+order on all ranks. Units are numbered by their last module, nested ones from the outside in.
 
 - Forward: a unit is gathered when its first module begins, and freed when its last one ends. Modules run in one order,
   nested ones from the outside in, so all ranks issue subsequences of one sequence.

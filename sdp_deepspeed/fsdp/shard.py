@@ -31,7 +31,7 @@ from sdp_deepspeed.fsdp.parts import parts_of
 from sdp_deepspeed.fsdp.refusals import check_call, check_plan, check_same_settings
 from sdp_deepspeed.fsdp.sharded_model import OF_SHARED, OF_UNITS, ShardedModel, attach, device_type
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel, check_per_head, columns_of
-from sdp_deepspeed.fsdp.units import HeldUnit, UnitModules, held_units, units_of
+from sdp_deepspeed.fsdp.units import HeldUnit, UnitModules, gathered_together, held_units, units_of
 from sdp_deepspeed.fsdp.wrappers import without_wrappers
 from sdp_deepspeed.init import DeferredWeights, give
 from sdp_deepspeed.masking import Mask
@@ -50,7 +50,7 @@ from sdp_deepspeed.parallel.groups import CONTROL, Groups, default_group_timeout
 from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.plan.tensors import named_tensors
+from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
 from sdp_deepspeed.units import Holders
 
 logger = logging.getLogger("sdp_deepspeed")
@@ -134,6 +134,7 @@ class Start:
         plan: plan in coordinates of the dense model.
         mask: mask in coordinates of this rank's tensors.
         units: units of all ranks.
+        together: from `gathered_together`.
     """
 
     module: nn.Module
@@ -149,6 +150,7 @@ class Start:
     plan: Plan = field(init=False)
     mask: Mask = field(init=False)
     units: Sequence[UnitModules] = ()
+    together: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -173,7 +175,7 @@ def _shard(start: Start) -> ShardedModel:
     holder_sets = {part.holders for own in parts.values() for part in own}
     groups = Groups(holder_sets, ranks=start.columns or None, control=control)
     _apply_mask(start, groups)
-    units = held_units(mask, start.units, parts)
+    units = held_units(mask, start.units, parts, start.together)
     of_units = _wrap(start, units, groups)
     sharded = ShardedModel(
         *(module, start.block, start.plan, mask, groups, start.mesh, start.device, parts),
@@ -204,6 +206,7 @@ def _prepare(start: Start) -> None:
     branches = locate_branches(module)
     start.plan, warnings = plan_model(module, start.block, start.mesh.size(), branches=branches)
     check_plan(module, start.plan, branches, options.ignored_params, start.wrapped)
+    start.together = gathered_together(start.plan, dense_tensors(module), branches)
     plan = start.plan
     if start.tensor_parallel is not None:
         check_per_head(module, branches)

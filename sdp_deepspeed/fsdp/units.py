@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +14,11 @@ from sdp_deepspeed.config import KEY
 from sdp_deepspeed.fsdp.parts import Part, split_branch
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.check import blocks_of_units
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 from sdp_deepspeed.units import Holders
+
+_SLACK = 1.05  # since numbers of heads and neurons are rounded
 
 
 @dataclass(frozen=True)
@@ -94,13 +99,16 @@ def _check_encoder_is_reached(mask: Mask, blocks: Mapping[int, Sequence[LocatedB
         )
 
 
-def held_units(mask: Mask, units: Iterable[UnitModules], parts: Mapping[str, Sequence[Part]]) -> list[HeldUnit]:
-    """FSDP2 groups of this rank: what it holds of a layer with the same holders, at the position of the last branch.
-    Neurons and heads are split by holder set (parts.py).
+def held_units(
+    mask: Mask, units: Iterable[UnitModules], parts: Mapping[str, Sequence[Part]], together: Mapping[str, str]
+) -> list[HeldUnit]:
+    """FSDP2 groups of this rank, at the positions of their last branches. Neurons and heads are split by holder set
+    (parts.py).
 
     Args:
         mask: applied.
         parts: parts by dense name.
+        together: from `gathered_together`.
     """
     found: dict[tuple[str, Holders], tuple[nn.Module, ...]] = {}
     for unit in units:
@@ -110,16 +118,42 @@ def held_units(mask: Mask, units: Iterable[UnitModules], parts: Mapping[str, Seq
         elif mask.rank in unit.holders and unit.paths:
             modules[unit.holders] = tuple(mask.model.get_submodule(path) for path in unit.paths)
         for holders, own in modules.items():
-            key = (gathered_with(unit.branch), holders)
+            key = (together[unit.branch.name], holders)
             found[key] = (*found.pop(key, ()), *own)
     return [HeldUnit(holders, modules) for (_, holders), modules in found.items()]
 
 
-def gathered_with(branch: LocatedBranch) -> str:
-    """Name that is equal for branches whose modules with the same holders are one FSDP2 group: the layer.
-    Cross-attention is a group of its own, since a decoder without an encoder skips it, and FSDP2 frees a group when all
-    of its modules have run."""
-    return branch.name if branch.description.name == CROSS_ATTENTION else branch.layer
+def gathered_together(plan: Plan, tensors: Sequence[TensorInfo], branches: Sequence[LocatedBranch]) -> dict[str, str]:
+    """For each branch a name. Modules of branches with the same name and the same holders are one FSDP2 group.
+
+    These are adjacent layers of which no rank holds more than one whole layer: at C = 1/2 with neurons, two. So a rank
+    never gathers more than with plain FSDP2, and issues fewer collectives. Cross-attention is a group of its own, since
+    a decoder without an encoder skips it, and FSDP2 frees a group when all of its modules have run.
+
+    Args:
+        plan: plan in coordinates of the dense model.
+        tensors: tensors of the dense model.
+        branches: in forward order.
+    """
+    layer_of = {piece.parameter: branch.layer for branch in branches for piece in branch.pieces}
+    held: dict[str, Counter[int]] = {branch.layer: Counter() for branch in branches}  # elements on each rank
+    whole: Counter[str] = Counter()
+    own = [info for info in tensors if info.kind == "parameter" and info.name in layer_of]
+    for info, pieces in zip(own, pieces_by_tensor(own, plan).values(), strict=True):
+        for piece, holders in pieces:
+            size = piece.num_elements(info.shape)
+            whole[layer_of[info.name]] += size
+            held[layer_of[info.name]].update(dict.fromkeys(holders, size))
+    first: dict[str, str] = {}  # the first layer of each layer's range
+    start, so_far = next(iter(held), ""), Counter[int]()
+    for layer, of_ranks in held.items():
+        so_far = so_far + of_ranks
+        is_one_stack = start.rpartition(".")[0] == layer.rpartition(".")[0]
+        if not is_one_stack or max(so_far.values(), default=0) > _SLACK * max(whole[start], whole[layer]):
+            start, so_far = layer, of_ranks
+        first[layer] = start
+    is_alone = {branch.name for branch in branches if branch.description.name == CROSS_ATTENTION}
+    return {branch.name: branch.name if branch.name in is_alone else first[branch.layer] for branch in branches}
 
 
 def _outer(mask: Mask, branch: LocatedBranch, own: set[str]) -> Sequence[str]:
