@@ -112,7 +112,7 @@ def _sites(model: nn.Module, plan: Plan, branch: LocatedBranch, subnetwork_of_ro
     units = [(index, pieces) for index, pieces in _units_of(plan, branch) if plan.coverage_of(index) < 1]
     if not units:
         return
-    if branch.description.experts or branch.description.handed_on:
+    if branch.description.experts or branch.description.extra_outputs:
         raise ValueError(f"{branch.name}: it has further outputs, or its rows depend on each other; use Reference")
     if branch.parameters and plan.regime == "backward":
         raise ValueError(

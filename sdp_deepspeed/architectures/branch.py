@@ -120,7 +120,7 @@ class Branch:
         inner: neurons or heads; None if only the block strategy without `dense_branch_scale` is possible.
         added_to: position of the (first) body's positional argument to which the body adds its output itself (BLOOM).
             None if the layer adds it.
-        handed_on: keyword arguments that an absent body returns as its further outputs (T5's position bias); other
+        extra_outputs: keyword arguments that an absent body returns as its further outputs (T5's position bias); other
             outputs are None.
         uncut_reason: why there is no `inner`, for error messages.
         experts: description of a mixture of experts; some layers of the class may lack them.
@@ -139,7 +139,7 @@ class Branch:
     num_outputs: int = 1
     inner: InnerLayers | None = None
     added_to: int | None = None
-    handed_on: tuple[str, ...] = ()
+    extra_outputs: tuple[str, ...] = ()
     uncut_reason: str = ""
     experts: Experts | None = None
     when: tuple[tuple[str, Any], ...] = ()

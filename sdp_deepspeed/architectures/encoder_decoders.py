@@ -25,7 +25,7 @@ def _attention(name: str, layer: str, body: str, cache: str, *, when: tuple[str,
             caches=(f"past_key_values.{cache}",),
             by_head=("position_bias",),
         ),
-        handed_on=("position_bias",),
+        extra_outputs=("position_bias",),
         when=(when,),
     )
 

@@ -16,7 +16,7 @@ import torch
 
 from sdp_deepspeed.checkpoint.optimizer_state import Facts, Moments, moment_names, new_moments
 from sdp_deepspeed.checkpoint.planners import State, add_box
-from sdp_deepspeed.checkpoint.rank_state import WEIGHT, Other, RankState, Stepped, persistent_buffers
+from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState, Stepped, UnsteppedBox, persistent_buffers
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.units import Piece
 
@@ -36,15 +36,15 @@ def written_state(state: RankState, *, exclude_frozen: bool = False) -> State:
             own = state.optimizer.optimizer.state.get(part.parameter, {})
             for key in moment_names(own, part.parameter):
                 _add_part(result, state, key, part, own[key])
-    for other in state.others():
+    for other in state.unstepped():
         piece, name = other.piece, other.piece.parameter
         is_left_out = exclude_frozen and piece.kind == "parameter" and not state.mask.trainable[name]
         if state.writes(name) and other.is_written and not is_left_out:
-            _add_other(result, state, other)
+            _add_unstepped(result, state, other)
     return result
 
 
-def _add_other(result: State, state: RankState, other: Other) -> None:
+def _add_unstepped(result: State, state: RankState, other: UnsteppedBox) -> None:
     """Add a box of a weight or a buffer."""
     is_known = state.is_known(other.piece.parameter)
     values, offsets = (other.values, other.offsets) if is_known else (other.values.view(-1), (0,))
@@ -92,8 +92,8 @@ def make_targets(state: RankState, stored: Mapping[str, Any], facts: Facts | Non
     """
     _check_names(state, stored, strict=strict)
     boxes: State = {}
-    for other in state.others():
-        _add_other(boxes, state, other)
+    for other in state.unstepped():
+        _add_unstepped(boxes, state, other)
     moments = None if facts is None else new_moments(state, stored, facts)
     for part in state.optimizer.shard_parts(owned=False):
         _add_part(boxes, state, WEIGHT, part, part.parameter)

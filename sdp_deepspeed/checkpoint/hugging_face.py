@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from sdp_deepspeed.atomic_files import sync
 from sdp_deepspeed.checkpoint.boxes import make_targets, written_state
 from sdp_deepspeed.checkpoint.files import Reader, new_folder
-from sdp_deepspeed.checkpoint.peers import Offers, fill
+from sdp_deepspeed.checkpoint.peers import BoxDirectory, fill
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, State, add_box
 from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState, persistent_buffers
 from sdp_deepspeed.messages import quoted
@@ -106,15 +106,15 @@ def dense_state_dict(
         dtype: dtype of floating-point weights. Default: that of the run; masters are rounded once.
     """
     offered = {key: boxes for key, boxes in written_state(state).items() if key.startswith(f"{WEIGHT}/")}
-    offers = Offers(offered, state.groups.control)
+    directory = BoxDirectory(offered, state.groups.control)
     own: dict[str, torch.Tensor] = {**state.mask.parameters, **state.mask.buffers}
     dtypes = _dtypes({name: str(tensor.dtype).removeprefix("torch.") for name, tensor in own.items()}, dtype)
-    stored: dict[str, Any] = offers.metadata.state_dict_metadata
+    stored: dict[str, Any] = directory.metadata.state_dict_metadata
     shapes = {key.partition("/")[2]: found.size for key, found in stored.items()} if dist.get_rank() == 0 else {}
     tensors = run_on_all_ranks(
         lambda: _room_for(shapes, dtypes), state.groups.control
     )  # an allocation error is raised on all ranks
-    fill(_whole(tensors), offered, offers, device)
+    fill(_whole(tensors), offered, directory, device)
     return tensors
 
 

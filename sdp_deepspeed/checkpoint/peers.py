@@ -32,7 +32,7 @@ _BYTES = 2**28  # of dense tensors per exchange
 
 
 @dataclass(frozen=True)
-class TakenState:
+class StateSnapshot:
     """One rank's share of the training state, as in a checkpoint.
 
     Args:
@@ -47,19 +47,19 @@ class TakenState:
     buffers: dict[str, torch.Tensor]
 
 
-def collect_state(state: RankState) -> TakenState:
-    """Take the state of the old layout; collective."""
+def collect_state(state: RankState) -> StateSnapshot:
+    """The state of the old layout; collective."""
     control = state.groups.control
     numbers = gather_results(lambda: group_facts(state), control)
 
-    def take() -> TakenState:
+    def copied() -> StateSnapshot:
         buffers = {name: buffer.clone() for name, buffer in live_buffers(state).items()}
-        return TakenState(written_state(state), optimizer_facts(state, numbers), state.layout, buffers)
+        return StateSnapshot(written_state(state), optimizer_facts(state, numbers), state.layout, buffers)
 
-    return run_on_all_ranks(take, control)
+    return run_on_all_ranks(copied, control)
 
 
-def load_state(taken: TakenState, state: RankState, device: torch.device) -> int:
+def load_state(snapshot: StateSnapshot, state: RankState, device: torch.device) -> int:
     """Load the state into the new layout; collective.
 
     Args:
@@ -72,19 +72,19 @@ def load_state(taken: TakenState, state: RankState, device: torch.device) -> int
         ValueError: on all ranks, if the state does not fit the new optimizer.
     """
     control = state.groups.control
-    offers = Offers(taken.tensors, control)
-    stored = offers.metadata.state_dict_metadata
-    targets = run_on_all_ranks(lambda: make_targets(state, stored, taken.optimizer), control)
-    num_bytes = fill(targets.boxes, taken.tensors, offers, device)
+    directory = BoxDirectory(snapshot.tensors, control)
+    stored = directory.metadata.state_dict_metadata
+    targets = run_on_all_ranks(lambda: make_targets(state, stored, snapshot.optimizer), control)
+    num_bytes = fill(targets.boxes, snapshot.tensors, directory, device)
     assert targets.moments is not None
-    restore_optimizer(state, targets.moments, taken.optimizer)
+    restore_optimizer(state, targets.moments, snapshot.optimizer)
     state.optimizer.gather_weights()
-    if taken.layout == state.layout:
-        restore_buffers(state, taken.buffers)
+    if snapshot.layout == state.layout:
+        restore_buffers(state, snapshot.buffers)
     return num_bytes
 
 
-class Offers:
+class BoxDirectory:
     """Directory of the boxes of all ranks. The constructor is collective.
 
     Args:
@@ -114,12 +114,12 @@ class Offers:
 
 
 @torch.no_grad()
-def fill(wanted: State, offered: State, offers: Offers, device: torch.device) -> int:
+def fill(wanted: State, offered: State, directory: BoxDirectory, device: torch.device) -> int:
     """Fill boxes of this rank from those of all ranks; collective.
 
     Args:
         wanted: boxes to fill; may be empty.
-        offered: boxes of this rank, with which `offers` was constructed.
+        offered: boxes of this rank, with which `directory` was constructed.
 
     Returns:
         Number of bytes that this rank has sent.
@@ -129,14 +129,14 @@ def fill(wanted: State, offered: State, offers: Offers, device: torch.device) ->
     """
     size, me = dist.get_world_size(), dist.get_rank()
     planner = LoadPlanner()
-    planner.set_up_planner(wanted, offers.metadata)
-    items = run_on_all_ranks(planner.create_local_plan, offers.control).items
+    planner.set_up_planner(wanted, directory.metadata)
+    items = run_on_all_ranks(planner.create_local_plan, directory.control).items
     asked: list[list[ReadItem]] = [[] for _ in range(size)]  # requests of this rank, by owner
     for item in sorted(items, key=lambda item: item.storage_index.fqn):
-        asked[offers.owner[item.storage_index.fqn, _offset(item.storage_index)]].append(item)
-    asks = _exchanged(asked, offers.control)  # requests to this rank, by requesting rank
+        asked[directory.owner[item.storage_index.fqn, _offset(item.storage_index)]].append(item)
+    asks = _exchanged(asked, directory.control)  # requests to this rank, by requesting rank
     sent = 0
-    for keys, dtype in _batches(offers.metadata):
+    for keys, dtype in _batches(directory.metadata):
         outgoing = [[_values(offered, item) for item in of_rank if item.storage_index.fqn in keys] for of_rank in asks]
         incoming = [[item for item in of_rank if item.storage_index.fqn in keys] for of_rank in asked]
         out_sizes = [sum(values.numel() for values in of_rank) for of_rank in outgoing]

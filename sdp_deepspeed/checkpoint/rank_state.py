@@ -29,7 +29,7 @@ class Stepped(Protocol):
         """See `ShardPart`."""
 
 
-class Other(NamedTuple):
+class UnsteppedBox(NamedTuple):
     """Elements of a slice that the optimizer does not step.
 
     Args:
@@ -84,7 +84,7 @@ class RankState:
         """Number of each param group; with FSDP2 several groups may have the same number."""
         return list(range(len(self.optimizer.optimizer.param_groups)))
 
-    def others(self) -> Iterator[Other]:
+    def unstepped(self) -> Iterator[UnsteppedBox]:
         """Yield the parts of untrained parameters and persistent buffers that this rank stores."""
         names = [name for name in self.mask.parameters if name not in self.optimizer.param_groups]
         tensors: dict[str, torch.Tensor] = {name: self.mask.parameters[name] for name in names}
@@ -92,7 +92,7 @@ class RankState:
             for piece, holders in self.mask.pieces_of(name):
                 if self.mask.stored(piece):
                     values = _view(self.mask, piece, tensor)
-                    yield Other(piece, holders[0] == self.mask.rank, (0,) * values.dim(), values)
+                    yield UnsteppedBox(piece, holders[0] == self.mask.rank, (0,) * values.dim(), values)
 
     def live_buffers(self) -> dict[str, torch.Tensor]:
         """Current persistent buffers by name; modules may have replaced them."""
@@ -147,7 +147,7 @@ def _view(mask: Mask, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
 
 def live_buffers(state: RankState) -> dict[str, torch.Tensor]:
     """This rank's persistent buffers, whose values may differ between ranks."""
-    others = (other for other in state.others() if other.piece.kind == "buffer")
+    others = (other for other in state.unstepped() if other.piece.kind == "buffer")
     return {f"{other.piece.parameter}@{other.piece.start}": other.values for other in others}
 
 

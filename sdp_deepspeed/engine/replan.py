@@ -104,10 +104,10 @@ def replan(engine: Any, config: Mapping[str, Any], stage: int | None) -> Replann
         engine.dense_view.end()
         raise
     with torch.no_grad():
-        taken = collect_state(rank_state(engine))
+        snapshot = collect_state(rank_state(engine))
         run_on_all_ranks(lambda: engine.apply_plan(block, plan, mask), control)
-        sent = load_state(taken, rank_state(engine), engine.device)
-    del taken
+        sent = load_state(snapshot, rank_state(engine), engine.device)
+    del snapshot
     engine.config = dict(config)
     result = Replanned(*map(max, zip(*gather_objects((sent, time.monotonic() - begin), control), strict=True)))
     log_dist(f"{KEY}: {result}", ranks=[0])

@@ -13,7 +13,7 @@ from torch import nn
 from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from sdp_deepspeed.checkpoint.hugging_face import load_pretrained
 from sdp_deepspeed.checkpoint.optimizer_state import NUMBER, group_facts
-from sdp_deepspeed.checkpoint.rank_state import Other, RankState
+from sdp_deepspeed.checkpoint.rank_state import RankState, UnsteppedBox
 from sdp_deepspeed.fsdp.parts import Box
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, local_of, sharded_model_of
 from sdp_deepspeed.fsdp.wrappers import without_wrappers
@@ -107,16 +107,16 @@ class ShardedState(RankState):
     def group_numbers(self) -> list[int]:
         return self.optimizer.group_numbers
 
-    def others(self) -> Iterator[Other]:
+    def unstepped(self) -> Iterator[UnsteppedBox]:
         sharded = self.optimizer.sharded
         for parameter, box, is_owned in self.optimizer.boxes():
             if box.piece.parameter not in self.optimizer.param_groups:
-                yield Other(box.piece, is_owned, box.offsets, local_of(parameter)[box.inside])
+                yield UnsteppedBox(box.piece, is_owned, box.offsets, local_of(parameter)[box.inside])
         for name, buffer in self.live_buffers().items():
             for piece, holders in self.mask.pieces_of(name):
                 if self.mask.is_held(piece):
                     values = self.mask.view(piece, local_of(buffer))
-                    yield Other(piece, holders[0] == sharded.rank, (0,) * values.dim(), values)
+                    yield UnsteppedBox(piece, holders[0] == sharded.rank, (0,) * values.dim(), values)
 
 
 def state_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> ShardedState:

@@ -187,7 +187,7 @@ def _shard(start: Start) -> ShardedModel:
     whole = {path: (own, name) for path, (own, name) in places.items() if id(own._parameters[name]) not in of_units}
     dense.attach(groups, start.device, sharded.shard, whole)
     dense.cast_like(module.get_submodule(path) for unit in start.units for path in unit.paths)
-    can_run_again = not any(branch.description.handed_on for branch in mask.branches)
+    can_run_again = not any(branch.description.extra_outputs for branch in mask.branches)
     CollectiveOrder(module, sharded.units, can_run_again=can_run_again, output_dtype=options.mp_policy.output_dtype)
     return sharded
 

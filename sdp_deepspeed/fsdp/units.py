@@ -61,7 +61,7 @@ def units_of(mask: Mask) -> Iterator[UnitModules]:
     for branch in mask.branches:
         if branch.name in first_of:
             index = first_of[branch.name]
-            if branch.description.handed_on and mask.plan.coverage_of(index) < 1:
+            if branch.description.extra_outputs and mask.plan.coverage_of(index) < 1:
                 raise ValueError(
                     f"{KEY}.strategy: with FSDP2 every rank must hold {branch.name!r}, which passes tensors to later "
                     f'layers; use "neuron" for {branch.description.name!r}, or DeepSpeed'

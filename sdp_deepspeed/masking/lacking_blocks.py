@@ -27,13 +27,13 @@ class Lacking:
 
     Args:
         num_outputs: number of outputs of the body; 0 for a module that returns its input.
-        handed_on: keyword arguments that are returned as further outputs; remaining outputs are None.
+        extra_outputs: keyword arguments that are returned as further outputs; remaining outputs are None.
         has_storage: whether the zeros need storage, because the layer writes to them.
         added_to: position of the argument to which the body adds its output itself.
     """
 
     num_outputs: int
-    handed_on: tuple[str, ...] = ()
+    extra_outputs: tuple[str, ...] = ()
     has_storage: bool = False
     added_to: int | None = None
 
@@ -46,7 +46,7 @@ def skip_branch(model: nn.Module, branch: LocatedBranch) -> Iterator[nn.Module]:
     for name, num_outputs in zip(branch.modules, description.num_outputs_of_modules, strict=True):
         module = model.get_submodule(name)
         added_to = description.added_to if num_outputs else None
-        replace_forward(module, _pass_or_zero, Lacking(num_outputs, description.handed_on, has_storage, added_to))
+        replace_forward(module, _pass_or_zero, Lacking(num_outputs, description.extra_outputs, has_storage, added_to))
         yield module
 
 
@@ -56,14 +56,14 @@ def _pass_or_zero(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     if not state.num_outputs:
         return x
     if state.added_to is not None:
-        return around(args[state.added_to], state.num_outputs, state.handed_on, kwargs)
+        return around(args[state.added_to], state.num_outputs, state.extra_outputs, kwargs)
     zeros = torch.zeros_like(x) if state.has_storage else x.new_zeros(()).expand_as(x)  # one element
-    return around(zeros, state.num_outputs, state.handed_on, kwargs)
+    return around(zeros, state.num_outputs, state.extra_outputs, kwargs)
 
 
-def around(output: torch.Tensor, num_outputs: int, handed_on: tuple[str, ...], kwargs: dict[str, Any]) -> Any:
-    """Outputs of a body: `output`, then the arguments in `handed_on` (T5's position bias), else None."""
+def around(output: torch.Tensor, num_outputs: int, extra_outputs: tuple[str, ...], kwargs: dict[str, Any]) -> Any:
+    """Outputs of a body: `output`, then the arguments in `extra_outputs` (T5's position bias), else None."""
     if num_outputs == 1:
         return output
-    further = [kwargs.get(name) for name in handed_on]
+    further = [kwargs.get(name) for name in extra_outputs]
     return (output, *further, *[None] * (num_outputs - 1 - len(further)))

@@ -202,7 +202,7 @@ class Mask:
             heads = self._held_cells(branch)
             sizes.set(len(heads), branch.num_cells)
             assert branch.description.inner is not None
-            if branch.description.inner.by_head or branch.description.handed_on:
+            if branch.description.inner.by_head or branch.description.extra_outputs:
                 body = self.model.get_submodule(branch.bodies[0])
                 select_heads(body, branch, heads)
                 self._masked.append(body)

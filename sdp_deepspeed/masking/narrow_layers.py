@@ -77,21 +77,21 @@ class HeldHeads:
         heads: indices of the held heads.
         num_heads: number of heads of the dense body.
         by_head: keyword arguments with the model's heads along dim 1.
-        num_outputs, handed_on: see `Branch`.
+        num_outputs, extra_outputs: see `Branch`.
     """
 
     heads: tuple[int, ...]
     num_heads: int
     by_head: tuple[str, ...]
     num_outputs: int
-    handed_on: tuple[str, ...]
+    extra_outputs: tuple[str, ...]
 
 
 def select_heads(body: nn.Module, branch: LocatedBranch, heads: Sequence[int]) -> None:
     """Make a body select the held heads from its arguments."""
     description = branch.description
     assert description.inner is not None
-    by_head, further = description.inner.by_head, description.handed_on
+    by_head, further = description.inner.by_head, description.extra_outputs
     state = HeldHeads(tuple(heads), branch.num_cells, by_head, description.num_outputs, further)
     replace_forward(body, _run_held_heads, state)
 
@@ -105,4 +105,4 @@ def _run_held_heads(forward: Forward, *args: Any, **kwargs: Any) -> Any:
             own[name] = torch.cat([heads[:, head] for head in state.heads], 1)
     output = forward.previous(*args, **own)
     first = output[0] if state.num_outputs > 1 else output
-    return around(first, state.num_outputs, state.handed_on, kwargs)
+    return around(first, state.num_outputs, state.extra_outputs, kwargs)

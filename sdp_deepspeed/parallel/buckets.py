@@ -17,7 +17,7 @@ from torch import nn
 
 from sdp_deepspeed.parallel.bucket_layouts import BucketLayout, Pieces, Slice
 from sdp_deepspeed.parallel.groups import HolderGroup, received_elements
-from sdp_deepspeed.parallel.offload import HostShard
+from sdp_deepspeed.parallel.offload import OffloadedShard
 from sdp_deepspeed.units import Piece
 
 
@@ -97,7 +97,7 @@ class Bucket:
         shard: flat fp32 parameter of the optimizer: a view of `weights` of whole fp32 tensors, otherwise a copy. Empty
             on holders that are not the owner (Muon).
         average: [shard size] averaged gradient of `shard`, in `step_dtype`; None until it is available.
-        host: host memory of `shard` and `average` with CPU offload.
+        offloaded: host memory of `shard` and `average` with CPU offload.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Bucket:
         self.shard: nn.Parameter | None = None
         self.parameters: list[nn.Parameter] = []
         self.average: torch.Tensor | None = None
-        self.host: HostShard | None = None
+        self.offloaded: OffloadedShard | None = None
 
     def place_weights(self, *, reuse_gradients: bool = False) -> None:
         """Allocate `weights`, unless they are allocated.
@@ -207,8 +207,8 @@ class Bucket:
         values = self.stepped_part(self.weights)
         dtype = self.step_dtype
         if offload:
-            self.host = HostShard(values, pin_memory=pin_memory)
-            self.shard = nn.Parameter(self.host.weights)
+            self.offloaded = OffloadedShard(values, pin_memory=pin_memory)
+            self.shard = nn.Parameter(self.offloaded.weights)
         else:
             is_view = self.layout.is_whole and dtype == values.dtype
             self.shard = nn.Parameter(values if is_view else values.to(dtype, copy=True))
@@ -218,8 +218,8 @@ class Bucket:
 
     def add_average(self, average: torch.Tensor) -> None:
         """Store an averaged gradient of the shard in `average`, or add it to that of earlier micro-steps."""
-        if self.host is not None:
-            self.average = self.host.receive_gradient(average, adds=self.average is not None)
+        if self.offloaded is not None:
+            self.average = self.offloaded.receive_gradient(average, adds=self.average is not None)
         else:
             self.average = average if self.average is None else self.average.add_(average)
 
@@ -276,8 +276,8 @@ class Bucket:
         """Round `shard` into `weights`."""
         assert self.shard is not None
         assert self.weights is not None
-        if self.host is not None:
-            self.host.send_weights(self.stepped_part(self.weights))
+        if self.offloaded is not None:
+            self.offloaded.send_weights(self.stepped_part(self.weights))
         elif not self.steps_in_place:
             self.stepped_part(self.weights).copy_(self.shard.detach())
 

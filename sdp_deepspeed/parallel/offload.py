@@ -10,7 +10,7 @@ import torch
 Moved = list[tuple[torch.Tensor, torch.device]]
 
 
-class HostShard:
+class OffloadedShard:
     """Host memory of one shard: fp32 weights, their gradient, and a staging buffer of rounded weights.
 
     With pinned memory, copies are asynchronous on the device's current stream: synchronize it before the host reads a

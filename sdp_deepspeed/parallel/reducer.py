@@ -176,7 +176,7 @@ class Reducer:
             self.finish_backward()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        if self._device.type == "cuda" and any(bucket.host is not None for bucket in self._buckets):
+        if self._device.type == "cuda" and any(bucket.offloaded is not None for bucket in self._buckets):
             torch.cuda.current_stream(self._device).synchronize()  # the CPU reads gradients next
 
     def _refuse_dropped(self) -> None:

@@ -193,10 +193,10 @@ def assign(
     num_rest = sum(len(units) % k for (p, _, _), units in kinds.items() if p < k)
     best: tuple[tuple[float, ...], list[Subnetworks]] | None = None
     for number in range(min(_TRIES, 3 + _WORK // (max(1, num_rest, len(costs) // 8) * k))):
-        deal = _Deal(kinds, amounts, k, number, wanted)
-        deal.balance()
-        flaws = deal.flaws()
-        found = (*flaws, round(1 - spectral_gap(deal.holders, weights, k), 6)), deal.holders
+        attempt = _Attempt(kinds, amounts, k, number, wanted)
+        attempt.balance()
+        flaws = attempt.flaws()
+        found = (*flaws, round(1 - spectral_gap(attempt.holders, weights, k), 6)), attempt.holders
         best = found if best is None or found[0] < best[0] else best
         if not num_rest and not flaws[0] and not any(flaws[2:-1]):
             break
@@ -204,7 +204,7 @@ def assign(
     return _permuted(best[1], list(alike.values()), k, seed)
 
 
-class _Deal:
+class _Attempt:
     """One attempt at an assignment.
 
     Args:

@@ -123,7 +123,7 @@ def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
                 "covers_layers": partial(covers_everything, granularity="layer"),
                 "deepspeed": agrees_with_the_deepspeed_host,
                 "without_encoder": a_decoder_without_encoder,
-                "handed_on": layers_that_hand_tensors_on,
+                "extra_outputs": layers_that_hand_tensors_on,
                 "cross_attention": encoders_that_no_loss_reaches,
                 # A layer's own parameter; windows.
                 "convnext": partial(agrees_with_the_reference, name="convnext", block={"holders": 2}),
