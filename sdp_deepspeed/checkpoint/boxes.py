@@ -104,7 +104,7 @@ def make_targets(state: RankState, stored: Mapping[str, Any], facts: Facts | Non
 
 def _check_names(state: RankState, stored: Mapping[str, Any], *, strict: bool) -> None:
     mask = state.mask
-    tensors = mask.parameters | {n: mask.buffers[n] for n in persistent_buffers(mask.model) if n in mask.buffers}
+    tensors = mask.parameters | {n: mask.buffers[n] for n in persistent_buffers(state.model) if n in mask.buffers}
     key_of = {name: state.key(WEIGHT, name) for name in tensors if torch.Size(state.shape(name)).numel()}
     names = {key for key in stored if key.startswith(f"{WEIGHT}/")}
     missing, unknown = sorted({*key_of.values()} - names), sorted(names - {*key_of.values()})

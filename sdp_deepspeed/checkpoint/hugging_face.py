@@ -268,7 +268,7 @@ def _stored_tensors(folder: Path, state: RankState) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: see `load_pretrained`.
     """
-    model = state.mask.model
+    model = state.model
     stored = {name: tensor for file in _weight_files(folder) for name, tensor in _mapped(file).items()}
     in_module, converted = _module_names(stored, model)
     known = {*state.mask.parameters, *persistent_buffers(model)}

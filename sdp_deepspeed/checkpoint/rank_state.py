@@ -96,8 +96,12 @@ class RankState:
 
     def live_buffers(self) -> dict[str, torch.Tensor]:
         """Current persistent buffers by name; modules may have replaced them."""
-        persistent = persistent_buffers(self.mask.model)
-        return {name: buffer for name, buffer in self.mask.model.named_buffers() if name in persistent}
+        persistent = persistent_buffers(self.model)
+        return {name: buffer for name, buffer in self.current_buffers().items() if name in persistent}
+
+    def current_buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers of this rank by dense name."""
+        return dict(self.mask.model.named_buffers())
 
     @property
     def layout(self) -> dict[str, Any]:

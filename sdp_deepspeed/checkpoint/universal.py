@@ -293,8 +293,8 @@ class _Universal:
         model = _read(min(path.glob(_MODEL)))
         optimizer = path / ZERO / "optimizer_state.pt"
         by_name = {folder.name: folder for folder in (path / ZERO).iterdir() if folder.is_dir()}
-        known = {*state.mask.parameters, *persistent_buffers(state.mask.model)}
-        found, _, unknown = matched(by_name, state.mask.model, known)
+        known = {*state.mask.parameters, *persistent_buffers(state.model)}
+        found, _, unknown = matched(by_name, state.model, known)
         if unknown and strict:
             raise ValueError(f"{path} is of another model: it has {quoted(unknown)}; build the model that was saved")
         folders = {name: by_name[other] for name, other in found.items()}

@@ -16,7 +16,6 @@ from sdp_deepspeed.checkpoint.optimizer_state import NUMBER, group_facts
 from sdp_deepspeed.checkpoint.rank_state import RankState, UnsteppedBox
 from sdp_deepspeed.fsdp.parts import Box
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, local_of, sharded_model_of
-from sdp_deepspeed.fsdp.wrappers import without_wrappers
 from sdp_deepspeed.parallel.agree import gather_objects, run_on_all_ranks
 from sdp_deepspeed.parallel.optimizer_kinds import groups_of_whole_tensors, is_elementwise
 from sdp_deepspeed.units import Piece
@@ -101,7 +100,10 @@ class ShardedState(RankState):
 
     @property
     def model(self) -> nn.Module:
-        return self.optimizer.sharded.dense.module  # FSDP2 has changed the class of the sharded one
+        return self.optimizer.sharded.dense.module  # of the original class, without wrappers
+
+    def current_buffers(self) -> dict[str, torch.Tensor]:
+        return self.optimizer.sharded.dense.current_buffers()
 
     @property
     def group_numbers(self) -> list[int]:
@@ -196,17 +198,16 @@ class CheckpointManager:
             RuntimeError: on all ranks, if the checkpoint cannot be written; earlier ones are intact. On the waiting
                 ranks, if a rank does not call it.
         """
-        with without_wrappers(self._sharded.module):
-            state = self._state("save_checkpoint")
-            common = {
-                "counters": {"global_steps": self.global_steps, "global_samples": 0, "skipped_steps": 0},
-                "lr_scheduler": None if self._lr_scheduler is None else self._lr_scheduler.state_dict(),
-                "loss_scaler": {},
-                "client_state": dict(client_state or {}),
-            }
-            name = f"global_step{self.global_steps}" if tag is None else str(tag)
-            options = {"latest": save_latest, "exclude_frozen": exclude_frozen_parameters}
-            self._checkpointer.save(Path(save_dir), name, state, common, **options)
+        state = self._state("save_checkpoint")
+        common = {
+            "counters": {"global_steps": self.global_steps, "global_samples": 0, "skipped_steps": 0},
+            "lr_scheduler": None if self._lr_scheduler is None else self._lr_scheduler.state_dict(),
+            "loss_scaler": {},
+            "client_state": dict(client_state or {}),
+        }
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        options = {"latest": save_latest, "exclude_frozen": exclude_frozen_parameters}
+        self._checkpointer.save(Path(save_dir), name, state, common, **options)
 
     def load_checkpoint(
         self,
@@ -235,16 +236,15 @@ class CheckpointManager:
             ValueError: on all ranks, before anything is changed, if the checkpoint is damaged, or of a different model,
                 optimizer or LR scheduler.
         """
-        with without_wrappers(self._sharded.module):
-            state = self._state("load_checkpoint")
-            found = self._checkpointer.load(
-                Path(load_dir),
-                None if tag is None else str(tag),
-                state,
-                optimizer_states=load_optimizer_states and not load_module_only,
-                own_state=not load_module_only,
-                strict=load_module_strict,
-            )
+        state = self._state("load_checkpoint")
+        found = self._checkpointer.load(
+            Path(load_dir),
+            None if tag is None else str(tag),
+            state,
+            optimizer_states=load_optimizer_states and not load_module_only,
+            own_state=not load_module_only,
+            strict=load_module_strict,
+        )
         if found is None:
             return None, None
         common = found.common
@@ -264,8 +264,7 @@ class CheckpointManager:
             ValueError: on all ranks, before anything is changed, if files are missing, damaged, or of a different
                 model.
         """
-        with without_wrappers(self._sharded.module):
-            load_pretrained(self._state("load_pretrained"), Path(folder))
+        load_pretrained(self._state("load_pretrained"), Path(folder))
 
     def wait_for_checkpoint(self) -> None:
         """Wait until an asynchronous checkpoint is complete. Call it before the program exits.

@@ -171,6 +171,11 @@ class DenseModel:
         finally:
             self._estimates = False
 
+    def current_buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers of the model by dense name; modules may have replaced them."""
+        found = {name: own._buffers[attribute] for name, own, _, attribute in self._buffers}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
+
     def return_buffers(self) -> None:
         """Copy the buffers of units from the second tree to the model; other buffers are shared by both."""
         for name, own, copied, attribute in self._buffers:

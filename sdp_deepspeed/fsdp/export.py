@@ -17,7 +17,6 @@ from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.fsdp.checkpoints import state_of
 from sdp_deepspeed.fsdp.sharded_model import local_of, sharded_model_of
-from sdp_deepspeed.fsdp.wrappers import without_wrappers
 from sdp_deepspeed.masking.running_statistics import estimate_statistics, tracking_norms, write_statistics
 from sdp_deepspeed.parallel.agree import run_on_all_ranks
 
@@ -38,9 +37,8 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """
     sharded = sharded_model_of(module)
     sharded.begin_evaluation("full_state_dict")
-    with without_wrappers(module):
-        values = hugging_face.dense_state_dict(state_of(sharded), sharded.device)
-        own = dict(module.named_buffers())
+    values = hugging_face.dense_state_dict(state_of(sharded), sharded.device)
+    own = sharded.dense.current_buffers()
     for piece, scale in sharded.dense.scales.items():
         if piece.parameter in values:
             piece.narrow(values[piece.parameter]).mul_(scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from sdp_deepspeed.architectures import LocatedBranch, branches_of_units
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.parts import chunk
@@ -29,8 +28,6 @@ REFUSED_KEYS = {
     "regime": 'FSDP2 gathers a unit only among its holders, but all ranks would run it; use "forward", or DeepSpeed',
     "schedule": _FIXED,
     "redraw_interval": _FIXED,
-    "check_agreement": "each element is stored once, so holders cannot disagree; remove the key",
-    "allow_optimizer": "any optimizer that accepts DTensors may be used; remove the key",
 }
 
 
@@ -72,15 +69,12 @@ def check_call(
 def check_plan(
     module: nn.Module,
     plan: Plan,
-    branches: Sequence[LocatedBranch],
     ignored: Collection[nn.Parameter],
-    wrapped: Collection[str] = (),
 ) -> None:
     """Check what needs a plan.
 
     Args:
         ignored: `ignored_params`; parameters of units may not be among them, since they must be averaged over holders.
-        wrapped: names of wrapped modules. Parts of a split layer are copied without the wrapper, which would be lost.
 
     Raises:
         ValueError: everything that is refused, one line each.
@@ -100,13 +94,6 @@ def check_plan(
         lines.append(
             f"fully_shard: buffer {quoted(odd)} is a DTensor that is sharded, or of a unit that some ranks lack; "
             "exclude its module from parallelize_module"
-        )
-    cut = {name for index, name in enumerate(branches_of_units(plan.units, branches)) if index in some}
-    bodies = tuple(f"{body}." for branch in branches if branch.name in cut for body in branch.bodies)
-    if inside := [name for name in wrapped if name.startswith(bodies)]:
-        lines.append(
-            f"fully_shard: {quoted(inside)} is wrapped inside a branch whose neurons or heads are split; wrap the "
-            "whole layer"
         )
     if lines:
         raise ValueError("\n".join(lines))
@@ -180,9 +167,6 @@ def _of_model(module: nn.Module) -> Iterator[str]:
     sharded = [name for name, inner in module.named_modules() if isinstance(inner, FSDPModule)]
     if sharded:
         yield f"fully_shard: {quoted(sharded)} is sharded by torch's fully_shard already; pass the plain model"
-    scalars = [name for name, parameter in module.named_parameters() if not parameter.dim()]
-    if scalars:
-        yield f"fully_shard: {quoted(scalars)} is a scalar, which FSDP2 cannot shard; use a tensor of shape [1]"
 
 
 def _of_tensor_parallelism(module: nn.Module, config: SubnetworkConfig, options: ShardOptions) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -107,8 +107,8 @@ def fully_shard(
         mesh = mesh or init_device_mesh(device_type(), (dist.get_world_size(),))
         columns = columns_of(module, mesh, control)
         compile_in_place(module)
-        with without_wrappers(module) as wrapped:
-            sharded = _shard(Start(module, config, mesh, options, columns, wrapped, control))
+        with without_wrappers(module):
+            sharded = _shard(Start(module, config, mesh, options, columns, control))
     except Exception:
         dist.destroy_process_group(control)
         raise
@@ -126,7 +126,6 @@ class Start:
     Args:
         mesh: the data-parallel ranks.
         columns: the data-parallel ranks of each tensor-parallel rank; empty without tensor parallelism.
-        wrapped: names of modules whose wrappers are temporarily removed.
         control: gloo group of all ranks.
         tensor_parallel: None without tensor parallelism.
         deferred: weights of a model built under `Init`, else None.
@@ -142,7 +141,6 @@ class Start:
     mesh: DeviceMesh
     options: ShardOptions
     columns: Sequence[tuple[int, ...]]
-    wrapped: Collection[str]
     control: Any
     tensor_parallel: TensorParallel | None = None
     deferred: DeferredWeights | None = None
@@ -205,7 +203,7 @@ def _prepare(start: Start) -> None:
         start.deferred = DeferredWeights(module)
     branches = locate_branches(module)
     start.plan, warnings = plan_model(module, start.block, start.mesh.size(), branches=branches)
-    check_plan(module, start.plan, branches, options.ignored_params, start.wrapped)
+    check_plan(module, start.plan, options.ignored_params)
     start.together = gathered_together(start.plan, dense_tensors(module), branches)
     plan = start.plan
     if start.tensor_parallel is not None:

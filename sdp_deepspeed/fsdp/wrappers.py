@@ -11,28 +11,22 @@ _INNER = ("_checkpoint_wrapped_module", "_orig_mod")  # of torch's checkpoint_wr
 
 
 @contextmanager
-def without_wrappers(model: nn.Module) -> Iterator[list[str]]:
+def without_wrappers(model: nn.Module) -> Iterator[None]:
     """Context in which wrappers inside a model are removed, so that plans and checkpoints have names without them. The
-    model must not run inside.
-
-    Yields:
-        Names of the wrapped modules.
-    """
-    off: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()) if not is_wrapper(parent) else ():
-            if child is not None and is_wrapper(child):
-                innermost = _innermost(child)
-                off.append((parent, name, child, innermost))
-                parent._modules[name] = _inside(innermost)
-    inside = {id(_inside(innermost)) for _, _, _, innermost in off}
+    model must not run inside."""
+    off = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None and is_wrapper(child) and not is_wrapper(parent)
+    ]
+    for parent, name, wrapper in off:
+        parent._modules[name] = _inside(wrapper)
     try:
-        yield [name for name, module in model.named_modules(remove_duplicate=False) if id(module) in inside]
+        yield
     finally:
-        for parent, name, outermost, innermost in off:
-            if (now := parent._modules.get(name)) is not None:  # a split branch has been replaced
-                innermost._modules[_name(innermost)] = now
-                parent._modules[name] = outermost
+        for parent, name, wrapper in off:
+            parent._modules[name] = wrapper
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -40,14 +34,7 @@ def is_wrapper(module: nn.Module) -> bool:
     return any(name in module._modules for name in _INNER)
 
 
-def _innermost(wrapper: nn.Module) -> nn.Module:
-    inner = _inside(wrapper)
-    return _innermost(inner) if is_wrapper(inner) else wrapper
-
-
-def _inside(wrapper: nn.Module) -> nn.Module:
-    return wrapper.get_submodule(_name(wrapper))
-
-
-def _name(wrapper: nn.Module) -> str:
-    return next(name for name in _INNER if name in wrapper._modules)
+def _inside(module: nn.Module) -> nn.Module:
+    """The module inside all wrappers around it."""
+    name = next((name for name in _INNER if name in module._modules), None)
+    return module if name is None else _inside(module.get_submodule(name))

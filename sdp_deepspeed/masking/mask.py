@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches
@@ -39,6 +40,7 @@ class Mask:
 
     Attributes:
         parameters, buffers: parameters and buffers of the model, by dense name.
+        batch_norms: dense names of batch norms; modules may be wrapped later.
         pieces: slices of each parameter with the ranks that hold them, by dense name. Shared ones have all ranks.
         buffer_pieces: the same for buffers.
         shapes: dense shapes of parameters and buffers, by name.
@@ -58,6 +60,7 @@ class Mask:
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.buffers: dict[str, torch.Tensor] = dict(model.named_buffers())
         tensors: dict[str, torch.Tensor] = {**self.parameters, **self.buffers}
+        self.batch_norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self.trainable = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         buffers = [TensorInfo(n, tuple(b.shape), b.dtype, kind="buffer") for n, b in self.buffers.items()]

@@ -25,8 +25,7 @@ def running_statistics(mask: Mask) -> list[tuple[Piece, tuple[int, ...]]]:
     """Pieces of all running statistics, the same on every rank, each with the ranks that run the norm: its holders, or
     in the backward regime all ranks."""
     everyone = tuple(range(len(mask.plan.subnetwork_of_rank)))
-    norms = [name for name, module in mask.model.named_modules() if isinstance(module, _BatchNorm)]
-    names = [f"{norm}.{statistic}".lstrip(".") for norm in norms for statistic in (*_MEANS, _COUNT)]
+    names = [f"{norm}.{statistic}".lstrip(".") for norm in mask.batch_norms for statistic in (*_MEANS, _COUNT)]
     return [
         (piece, everyone if mask.plan.regime == "backward" else holders)
         for name in names

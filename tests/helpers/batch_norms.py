@@ -86,7 +86,8 @@ def train(engine: Any, rank: int, *, num_steps: int, seed: int = 0) -> list[floa
 def statistics_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of all running statistics that this rank stores."""
     kinds = ("running_mean", "running_var", "num_batches_tracked")
-    found = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if name.endswith(kinds)}
+    buffers = {name.replace("_checkpoint_wrapped_module.", ""): buffer for name, buffer in module.named_buffers()}
+    found = {name: buffer.detach().clone() for name, buffer in buffers.items() if name.endswith(kinds)}
     return {name: value for name, value in found.items() if value.numel()}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import sdp_deepspeed
 from sdp_deepspeed.fsdp import CheckpointManager, full_state_dict, param_groups, reestimate_batch_norm
@@ -45,10 +46,11 @@ def assert_means(model: Any, before: list[dict[str, torch.Tensor]]) -> dict[str,
 
 
 def evaluation(rank: Rank) -> None:
-    """Also where all ranks hold everything."""
+    """Also where all ranks hold everything, and with a layer that was wrapped afterwards."""
     images = batches(7, 1)[0][0]
     for holders in (2, 3):
         model, optimizer = trained(rank, {"holders": holders})
+        model.layers[1] = checkpoint_wrapper(model.layers[1])
         for _ in range(2):
             before = gathered(statistics_of(model))
             model.eval()
