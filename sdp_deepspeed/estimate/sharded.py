@@ -49,9 +49,9 @@ class ShardedTensor:
         name: name of the tensor.
         shape: before sharding.
         holders: ranks that hold it.
-        unit: equal for tensors that are gathered at the same time: those with the same holders in the layers that
-            `gathered_together` names, and all holder sets of their neurons and heads, which are nested; None for
-            shared tensors.
+        unit: equal for tensors that are gathered at the same time: those with the same holders in a layer; all holder
+            sets of several layers that are gathered together, and of neurons and heads, since these groups are nested
+            or overlap; None for shared tensors.
     """
 
     name: str
@@ -105,13 +105,20 @@ def sharded_tensors(
         if all(holders == everyone and piece.dim is None for piece, holders in first.values()):
             unit_of |= dict.fromkeys(first, branch.name)
         unit_of |= {p.parameter: together[branch.name] for p in branch.pieces if p.parameter in unit_of}
+    layers: dict[str, set[str]] = {}
+    for branch in branches:
+        layers.setdefault(together[branch.name], set()).add(branch.layer)
+    overlapping = {name for name, own in layers.items() if len(own) > 1}
+    cut = {name for (_, name), pieces in pieces_of.items() if pieces[0][0].dim is not None}
+    overlapping |= {unit_of[name] for name in cut if name in unit_of}
     for info, pieces in zip(parameters, pieces_of.values(), strict=True):
         dim, by_holders = pieces[0][0].dim, Counter[tuple[int, ...]]()
         for piece, holders in pieces:
             by_holders[holders] += piece.length
         for holders, length in by_holders.items():
             shape = tuple(length if d == dim else size for d, size in enumerate(info.shape))
-            unit = (unit_of[info.name], holders if dim is None else ()) if info.name in unit_of else None
+            name = unit_of.get(info.name)
+            unit = None if name is None else (name, () if name in overlapping else holders)
             yield ShardedTensor(info.name, shape, holders, unit, info.trainable)
 
 

@@ -17,7 +17,7 @@ order on all ranks. Units are numbered by their last module, nested ones from th
   is gathered with those that end in the second, and reduced with those that begin in the first.
 - The root, with everything that is in no unit, is gathered first and reduced at the end of backward.
 - Activation checkpointing reruns units upwards during backward, starting at a different unit on each rank. So before
-  the first of them, all units that backward has not reached yet, down to that one, are gathered downwards.
+  the first of them, all units of the pass that backward has not reached yet, down to that one, are gathered downwards.
 - A unit whose input needs no gradient would be skipped on ranks where nothing before it is trained: see
   `_need_gradient`.
 - Nested units are gathered in this order only if they return the same tensor. So the innermost one's output is copied
@@ -65,6 +65,8 @@ class CollectiveOrder:
         self._reached = len(units)  # the lowest unit that backward has reached
         self._pass = (-1, -1)  # the backward pass, and the forward pass that it traverses
         self._num_passes = 0
+        self._running: set[int] = set()  # units that have run in this forward pass
+        self._ran: set[int] = set()  # units that ran in the forward pass that backward traverses
         self._anchor = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
         for fsdp in (root, *self._units):
             fsdp.set_modules_to_backward_prefetch([fsdp])  # it is gathered already; [] would mean the default
@@ -74,6 +76,7 @@ class CollectiveOrder:
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             after = _eager(lambda _, args, output, n=number: self._after(n, output))
             modules[-1].register_forward_hook(after, prepend=True)
+        root.register_forward_pre_hook(_eager(lambda *_: self._running.clear()), prepend=True)
         root.register_forward_hook(_eager(lambda _, args, output: self._end(output)))
         if not can_run_again:
             root.register_forward_pre_hook(_eager(lambda module, _: _refuse_checkpointing(module)), prepend=True)
@@ -83,9 +86,12 @@ class CollectiveOrder:
         if _is_in_backward() and not self._can_run_again:
             raise RuntimeError(_HANDED_ON)
         if _is_in_backward() and number < self._reached:
-            for other in reversed(self._units[number : self._reached]):
-                other.unshard(async_op=True)
+            for other in reversed(range(number, self._reached)):
+                if other in self._ran:
+                    self._units[other].unshard(async_op=True)
             self._reached = number
+        if not _is_in_backward():
+            self._running.add(number)
         return self._need_gradient(args, kwargs)
 
     def _after(self, number: int, output: Any) -> Any:
@@ -105,13 +111,14 @@ class CollectiveOrder:
     def _end(self, output: Any) -> None:
         """Called at the end of a forward pass. Of several passes, backward traverses the last one first."""
         self._num_passes += 1
+        ran, self._running = self._running, set()
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _, number=self._num_passes: self._restart(number))
+                tensor.register_hook(lambda _, number=self._num_passes: self._restart(number, ran))
 
-    def _restart(self, number: int) -> None:
+    def _restart(self, number: int, ran: set[int]) -> None:
         if self._pass != (now := (torch._C._current_graph_task_id(), number)):
-            self._pass, self._reached = now, len(self._units)
+            self._pass, self._reached, self._ran = now, len(self._units), ran
 
     def _need_gradient(self, args: Any, kwargs: Any) -> Any:
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

@@ -126,9 +126,9 @@ def held_units(
 def gathered_together(plan: Plan, tensors: Sequence[TensorInfo], branches: Sequence[LocatedBranch]) -> dict[str, str]:
     """For each branch a name. Modules of branches with the same name and the same holders are one FSDP2 group.
 
-    These are adjacent layers of which no rank holds more than one whole layer: at C = 1/2 with neurons, two. So a rank
-    never gathers more than with plain FSDP2, and issues fewer collectives. Cross-attention is a group of its own, since
-    a decoder without an encoder skips it, and FSDP2 frees a group when all of its modules have run.
+    These are adjacent layers of which no rank holds more than about one whole layer: at C = 1/2 with neurons, two. So
+    no more is gathered than with plain FSDP2, with fewer collectives. Cross-attention is a group of its own, since a
+    decoder without an encoder skips it, and FSDP2 frees a group when all of its modules have run.
 
     Args:
         plan: plan in coordinates of the dense model.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +17,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import sdp_deepspeed
-from sdp_deepspeed.fsdp import full_state_dict, sharded_model_of
+from sdp_deepspeed.fsdp import full_state_dict, sharded_model_of, units
 from tests.helpers.collective_log import Issued, check_order, collectives_of_fsdp
 from tests.helpers.mixtures import MIXTURES, mixture
-from tests.helpers.models import SPECIMENS, batches, family, loss_of
+from tests.helpers.models import SPECIMENS, batches, family, llama, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded import (
@@ -103,6 +105,34 @@ def collectives_have_one_order(rank: Rank) -> None:
         check_order(logs)
         groups = {part.holders for part in sharded_model_of(model).held_parts() if part.dim is not None}
         assert len(log) == 2 * (3 * len(groups) + 2), (len(log), groups)  # two of the root
+
+
+def skips_layers(rank: Rank) -> None:
+    """All ranks skip the same layers of some passes, each checkpointed: groups that span a skipped layer are as those
+    of single layers."""
+    block = {"strategy": {"attention": "block", "mlp": "neuron"}, "coverage": 0.5, "seed": 2}
+    losses, counts = [], []
+    for slack in (0.0, units._SLACK):
+        with mock.patch.object(units, "_SLACK", slack):
+            model: Any = sharded(llama(6), block)
+        checkpointed(model)
+        losses.append(list[float]())
+        with collectives_of_fsdp() as log:
+            for step, skipped in zip(batches(rank.size, 1), ((), (0, 4), ()), strict=False):
+                with ExitStack() as stack:
+                    for number in skipped:
+                        stack.enter_context(mock.patch.object(model.model.layers[number], "forward", _same))
+                    losses[-1] += micro_steps(model, step[rank.rank])
+        logs: list[Sequence[Issued]] = [[] for _ in range(rank.size)]
+        dist.all_gather_object(logs, log)
+        check_order(logs)
+        counts.append(len(log))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert counts[1] < counts[0]
+
+
+def _same(hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+    return hidden_states
 
 
 def starts_without_storage(rank: Rank) -> None:
@@ -208,6 +238,7 @@ def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
             }
             others = {
                 "order": collectives_have_one_order,
+                "skips_layers": skips_layers,
                 "mixed_precision": mixed_precision,
                 "frozen": resident_and_frozen,
                 "refuses": refuses,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from sdp_deepspeed.architectures import locate_branches
+from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.estimate.sharded import ShardedSetup, estimate_sharded
+from sdp_deepspeed.fsdp.units import gathered_together
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.tensors import TensorInfo
+from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors
 from sdp_deepspeed.units import Piece, Unit
+from tests.helpers.models import llama
 
 # Ranks 0 and 1 share a matrix of 3 x 5, ranks 0 to 2 a table of 7 x 2; rank 2 alone has the second matrix.
 TENSORS = [TensorInfo("table", (7, 2), "f"), TensorInfo("a.w", (3, 5), "f"), TensorInfo("b.w", (4, 5), "f")]
@@ -52,3 +57,19 @@ def test_holder_sets_of_neurons_are_gathered_at_the_same_time() -> None:
     first, *_ = estimate_sharded(plan, [TensorInfo("a.w", (8, 4), "f")], ShardedSetup())
     padded = 3 * (3 * 1 * 4)  # of three sets three ranks store one row each
     assert first.gathered_units == 4 * padded + 8 * padded
+
+
+def test_groups_of_layers_that_are_gathered_together_overlap() -> None:
+    """Two layers, with attention as blocks, are one range: a rank may have all it holds of them at once."""
+    model = llama(2)
+    block = parse({KEY: {"strategy": {"attention": "block", "mlp": "neuron"}, "coverage": 0.5, "seed": 2}})
+    assert block is not None
+    branches = locate_branches(model)
+    plan, _ = plan_model(model, block, 4, branches=branches)
+    tensors = dense_tensors(model)
+    assert len({*gathered_together(plan, tensors, branches).values()}) == 1
+    shapes = {info.name: info.shape for info in tensors}
+    for rank, estimate in enumerate(estimate_sharded(plan, tensors, ShardedSetup(), branches)):
+        held = [unit for index, unit in enumerate(plan.units) if plan.holds_rank(index, rank)]
+        elements = sum(piece.num_elements(shapes[piece.parameter]) for unit in held for piece in unit.pieces)
+        assert elements <= estimate.gathered_units / (4 + 8) <= 1.2 * elements  # with padding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,16 +14,27 @@ from sdp_deepspeed.fsdp.units import gathered_together
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors
-from tests.helpers.models import llama
+from tests.helpers.models import SPECIMENS, llama
 from tests.helpers.more_models import ALL_SPECIMENS
 
+NEURON: dict[str, Any] = {"strategy": "neuron", "coverage": 0.5}
 
-def planned(model: Any, block: dict[str, Any], num_ranks: int) -> tuple[Plan, dict[str, set[str]]]:
-    """The plan, and the branches of each name."""
+
+def planned(
+    model: Any, block: dict[str, Any], num_ranks: int, holders: dict[str, int] | None = None
+) -> tuple[Plan, dict[str, set[str]]]:
+    """The plan, and the branches of each name.
+
+    Args:
+        holders: the rank that holds all units of a layer, by the layer's path.
+    """
     settings = parse({KEY: block})
     assert settings is not None
     branches = locate_branches(model)
     plan, _ = plan_model(model, settings, num_ranks, branches=branches)
+    if holders is not None:
+        own = [next(rank for layer, rank in holders.items() if unit.name.startswith(layer)) for unit in plan.units]
+        plan = replace(plan, holders=tuple((rank,) for rank in own), num_holders=1)
     together = defaultdict[str, set[str]](set)
     for branch, name in gathered_together(plan, dense_tensors(model), branches).items():
         together[name].add(branch)
@@ -57,12 +69,29 @@ def test_no_rank_gathers_two_whole_layers(seed: int) -> None:
     assert len(together) < 6
 
 
+def test_the_rank_that_holds_most_decides() -> None:
+    """Whatever ranks hold on average."""
+    holders = {f"model.layers.{layer}": rank for layer, rank in enumerate((0, 0, 1, 1))}
+    _, together = planned(llama(4), {"holders": 1}, 2, holders)
+    assert [sorted({name.split(".")[2] for name in of_range}) for of_range in together.values()] == [
+        ["0"],
+        ["1", "2"],
+        ["3"],
+    ]
+    _, together = planned(SPECIMENS["gpt_neox_parallel"].build(), {**NEURON, "neuron_groups": 6}, 4)
+    assert len(together) == 2, "some rank holds more than half of a layer"
+
+
 def test_stacks_and_cross_attention_are_apart() -> None:
     """A decoder without an encoder skips cross-attention, so nothing else may wait for it."""
-    _, together = planned(ALL_SPECIMENS["bart"].build(), {"strategy": "neuron", "coverage": 0.5}, 2)
+    layers = [f"model.{stack}.layers.{number}" for stack in ("encoder", "decoder") for number in (0, 1)]
+    model = ALL_SPECIMENS["bart"].build()
+    _, together = planned(model, {"holders": 1}, 4, {layer: rank for rank, layer in enumerate(layers)})
     crossing = [branches for branches in together.values() if any("cross_attention" in name for name in branches)]
     assert crossing
     assert all(len(branches) == 1 for branches in crossing)
-    stacks = [{name.rpartition(".layers.")[0] for name in branches} for branches in together.values()]
-    assert all(len(of_range) == 1 for of_range in stacks)
-    assert len({*map(frozenset, stacks)}) == 2
+    others = [branches for branches in together.values() if branches not in crossing]
+    assert [{name.rpartition(".layers.")[0] for name in branches} for branches in others] == [
+        {"model.encoder"},
+        {"model.decoder"},
+    ]
