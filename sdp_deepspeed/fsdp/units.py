@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -126,9 +126,9 @@ def held_units(
 def gathered_together(plan: Plan, tensors: Sequence[TensorInfo], branches: Sequence[LocatedBranch]) -> dict[str, str]:
     """For each branch a name. Modules of branches with the same name and the same holders are one FSDP2 group.
 
-    These are adjacent layers of which no rank holds more than about one whole layer: at C = 1/2 with neurons, two. So
-    no more is gathered than with plain FSDP2, with fewer collectives. Cross-attention is a group of its own, since a
-    decoder without an encoder skips it, and FSDP2 frees a group when all of its modules have run.
+    These are adjacent layers of one stack and dtype, of which no rank holds more than about one whole layer: at C = 1/2
+    with neurons, two. So no more is gathered than with plain FSDP2, with fewer collectives. Cross-attention is a group
+    of its own, since a decoder without an encoder skips it, and FSDP2 frees a group when all of its modules have run.
 
     Args:
         plan: plan in coordinates of the dense model.
@@ -138,18 +138,20 @@ def gathered_together(plan: Plan, tensors: Sequence[TensorInfo], branches: Seque
     layer_of = {piece.parameter: branch.layer for branch in branches for piece in branch.pieces}
     held: dict[str, Counter[int]] = {branch.layer: Counter() for branch in branches}  # elements on each rank
     whole: Counter[str] = Counter()
+    dtypes: dict[str, set[Any]] = {layer: set() for layer in held}
     own = [info for info in tensors if info.kind == "parameter" and info.name in layer_of]
     for info, pieces in zip(own, pieces_by_tensor(own, plan).values(), strict=True):
         for piece, holders in pieces:
             size = piece.num_elements(info.shape)
             whole[layer_of[info.name]] += size
             held[layer_of[info.name]].update(dict.fromkeys(holders, size))
+        dtypes[layer_of[info.name]].add(info.dtype)
     first: dict[str, str] = {}  # the first layer of each layer's range
     start, so_far = next(iter(held), ""), Counter[int]()
     for layer, of_ranks in held.items():
         so_far = so_far + of_ranks
-        is_one_stack = start.rpartition(".")[0] == layer.rpartition(".")[0]
-        if not is_one_stack or max(so_far.values(), default=0) > _SLACK * max(whole[start], whole[layer]):
+        fits = start.rpartition(".")[0] == layer.rpartition(".")[0] and dtypes[start] == dtypes[layer]
+        if not fits or max(so_far.values(), default=0) > _SLACK * max(whole[start], whole[layer]):
             start, so_far = layer, of_ranks
         first[layer] = start
     is_alone = {branch.name for branch in branches if branch.description.name == CROSS_ATTENTION}

@@ -56,6 +56,18 @@ def test_neurons_of_so_many_layers_as_are_one_whole_layer(block: dict[str, Any],
     assert ["".join(layers) for layers in found] == expected
 
 
+def test_layers_of_another_dtype_are_apart() -> None:
+    """FSDP2 requires one dtype in a group."""
+    model: Any = llama(4)
+    model.model.layers[1].bfloat16()
+    _, together = planned(model, NEURON, 4)
+    assert [sorted({name.split(".")[2] for name in branches}) for branches in together.values()] == [
+        ["0"],
+        ["1"],
+        ["2", "3"],
+    ]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_no_rank_gathers_two_whole_layers(seed: int) -> None:
     """With layers as blocks, each of two ranks holds three of six."""
