@@ -66,11 +66,7 @@ def check_call(
     return config
 
 
-def check_plan(
-    module: nn.Module,
-    plan: Plan,
-    ignored: Collection[nn.Parameter],
-) -> None:
+def check_plan(module: nn.Module, plan: Plan, ignored: Collection[nn.Parameter]) -> None:
     """Check what needs a plan.
 
     Args:
@@ -167,6 +163,9 @@ def _of_model(module: nn.Module) -> Iterator[str]:
     sharded = [name for name, inner in module.named_modules() if isinstance(inner, FSDPModule)]
     if sharded:
         yield f"fully_shard: {quoted(sharded)} is sharded by torch's fully_shard already; pass the plain model"
+    scalars = [name for name, parameter in module.named_parameters() if not parameter.dim()]
+    if scalars:
+        yield f"fully_shard: {quoted(scalars)} is a scalar, which FSDP2 cannot shard; use a tensor of shape [1]"
 
 
 def _of_tensor_parallelism(module: nn.Module, config: SubnetworkConfig, options: ShardOptions) -> Iterator[str]:

@@ -44,7 +44,7 @@ class ShardedModel:
         mesh: mesh of the data-parallel ranks.
         device: device of the collectives.
         parts: parts of all parameters, by dense name.
-        units: modules of each unit that this rank holds, ordered by the last one; each list is one FSDP2 group.
+        units: modules of each FSDP2 group of this rank, ordered by the last module.
         dense: runs the dense model.
         state_names: dense name of the tensor of each key of the dense state dict.
         coverage: C of the plan, weighted by FLOPs.

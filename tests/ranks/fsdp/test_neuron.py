@@ -111,7 +111,7 @@ def skips_layers(rank: Rank) -> None:
     """All ranks skip the same layers of some passes, each checkpointed: groups that span a skipped layer are as those
     of single layers."""
     block = {"strategy": {"attention": "block", "mlp": "neuron"}, "coverage": 0.5, "seed": 2}
-    losses, counts = [], []
+    losses, counts, gradients = [], [], []
     for slack in (0.0, units._SLACK):
         with mock.patch.object(units, "_SLACK", slack):
             model: Any = sharded(llama(6), block)
@@ -127,8 +127,10 @@ def skips_layers(rank: Rank) -> None:
         dist.all_gather_object(logs, log)
         check_order(logs)
         counts.append(len(log))
+        gradients.append({name: p.grad.to_local() for name, p in model.named_parameters() if p.numel()})
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert counts[1] < counts[0]
+    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 def _same(hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:

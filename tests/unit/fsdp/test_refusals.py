@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.refusals import check_call, check_plan, parsed
@@ -47,6 +49,10 @@ def test_a_model_or_option_that_is_not_possible() -> None:
     options: Any = 2
     with pytest.raises(ValueError, match="reshard_after_forward"):
         check_call(llama(1), None, HALF, ShardOptions(options))
+    model = llama(1)
+    model.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match="scale"):
+        check_call(model, None, HALF, ShardOptions())
 
 
 def test_parameters_of_units_cannot_be_ignored() -> None:
