@@ -348,8 +348,14 @@ class SubnetworkEngine(DeepSpeedEngine):
     # ---- training -----------------------------------------------------------------------------------------------
 
     def _backward_prologue(self) -> None:
-        self.optimizer.sharded.reducer.is_last_micro_step = self.is_gradient_accumulation_boundary()
+        is_last = self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
+        self.optimizer.sharded.reducer.is_last_micro_step = is_last
         super()._backward_prologue()
+
+    def _backward_epilogue(self) -> None:
+        if self.inside_no_sync_ctxt:  # DeepSpeed does not call `allreduce_gradients`
+            self.optimizer.sharded.reducer.finish_backward()
+        super()._backward_epilogue()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Called by DeepSpeed's engine after each backward pass. Stage 2 reduces gradients here; stages 0 and 1 do so

@@ -55,6 +55,32 @@ def the_callers_boundary(rank: Rank) -> None:
         pass
 
 
+def overlap_after_no_sync(rank: Rank) -> None:
+    """Passes in `no_sync` send nothing. The last pass sends gradients before it reaches the embeddings, in every step
+    but the first, whether or not there were such passes."""
+    for strategy in ("block", "neuron"):
+        settings = in_buckets(sgd(holders=2, strategy=strategy))
+        overlapping = settings | {"zero_optimization": settings["zero_optimization"] | {"overlap_comm": True}}
+        engines = [engine_of(overlapping), engine_of(settings)]
+        sent: list[int] = []
+        with TrafficCounter() as traffic:
+            embedding = engines[0].module.get_input_embeddings().weight
+            embedding.register_hook(lambda _, sent=sent, traffic=traffic: sent.append(traffic.total))
+            for step, num_without in enumerate((0, 2, 2, 0)):
+                *first, last = own_batches(rank, num_without + 1)
+                for engine in engines:
+                    with engine.no_sync():
+                        before = traffic.total
+                        for batch in first:
+                            engine.backward(loss_of(engine, batch))
+                        assert traffic.total == before
+                    engine.backward(loss_of(engine, last))
+                    if engine is engines[0]:
+                        assert (sent[-1] > before) == (step > 0), (strategy, step)
+                    engine.step()
+        assert_identical(*map(dense_state, engines))
+
+
 def several_backward_passes_before_a_step(rank: Rank) -> None:
     """Their gradients add up: two halves of a loss are the loss, to a rounding of each sum."""
     for stage in (1, 2):
@@ -219,6 +245,7 @@ def destroyed_engines_leave_room(rank: Rank) -> None:
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
         the_callers_boundary,
+        overlap_after_no_sync,
         several_backward_passes_before_a_step,
         gradients_dropped_by_the_module,
         graphs_of_gradients,
