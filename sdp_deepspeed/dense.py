@@ -13,14 +13,14 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.masking.mask import Mask, is_masked, partial_tensors
 from sdp_deepspeed.masking.placeholders import PartialTensor
 from sdp_deepspeed.masking.running_statistics import average_running_statistics, running_statistics
 from sdp_deepspeed.masking.scale import scaled
@@ -33,6 +33,10 @@ _CHUNK_ELEMENTS = 2**24  # per broadcast
 _PARTIAL = (
     "this rank holds only a part, so the state dict is partial; use `with engine.dense():` on all ranks, "
     "engine.save_checkpoint or save_pretrained"
+)
+_COPIED = (
+    "this module is a copy of a rank's subnetwork; copy the dense model instead: copy.deepcopy inside `with "
+    "engine.dense():` on all ranks"
 )
 
 
@@ -182,25 +186,27 @@ class DenseView:
         view, root = self, id(model)
 
         @torch.compiler.disable
-        def change(module: nn.Module) -> None:
+        def enter(module: nn.Module) -> None:
             if module not in owned:
-                return
-            if view.is_resident:
-                view.end_evaluation()
-            else:
+                _refuse_evaluation(module)
+            elif not view.is_resident:
                 view.make_resident("an evaluation")
                 view._is_evaluating = True
 
+        @torch.compiler.disable
+        def leave(module: nn.Module) -> None:
+            if module in owned:
+                view.end_evaluation()
+
         def before_forward(module: nn.Module, _: Any) -> None:
-            has_gradients = torch.is_grad_enabled()
-            if view._is_evaluating:
-                if has_gradients:
-                    change(module)
-            elif not (view.is_resident or has_gradients):
-                if not module.training:
-                    change(module)
-                elif id(module) == root and not view._has_warned:
-                    view._warn()
+            if torch.is_grad_enabled():
+                if view._is_evaluating:
+                    leave(module)
+            elif not module.training:
+                if not view.is_resident or is_masked(module):
+                    enter(module)
+            elif not view.is_resident and id(module) == root and not view._has_warned:
+                view._warn()
 
         if not self.mask.plan.is_whole or self._is_scaled or running_statistics(self.mask):
             self._handles += [module.register_forward_pre_hook(before_forward, prepend=True) for module in owned]
@@ -217,35 +223,36 @@ class DenseView:
 
     def _install_refusals(self, model: nn.Module) -> None:
         view, owned = self, WeakSet(model.modules())
-        lacking: dict[str, dict[str, str]] = {}  # names of partial tensors, by module
-        for name, pieces in (*self.mask.pieces.items(), *self.mask.buffer_pieces.items()):
-            is_partial = self.mask.plan.regime == "forward" or pieces[0][0].dim is not None
-            if is_partial and any(len(holders) < self._groups.data_parallel.size for _, holders in pieces):
-                owner, _, own = name.rpartition(".")
-                lacking.setdefault(owner, {})[own] = name
 
         def hide(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-            if module in owned and not view.is_resident:
-                for own, name in names[module].items():
-                    if prefix + own in state and view.mask.plan.regime == "forward":
-                        state[prefix + own] = PartialTensor.of(f"{prefix}{own}: {_PARTIAL}")
-                    elif prefix + own in state:
-                        state[prefix + own] = view.mask.joined(name)
+            for own, name in partial_tensors(module).items():
+                key = prefix + own
+                if key in state and module in owned and view.mask.plan.regime == "backward":
+                    state[key] = view.mask.joined(name)
+                elif key in state:
+                    state[key] = PartialTensor.of(f"{key}: {_PARTIAL if module in owned else _COPIED}")
 
         def refuse(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-            if module in owned and not view.is_resident and any(prefix + own in state for own in names[module]):
+            names = [prefix + own for own in partial_tensors(module)]
+            if any(name in state for name in names):
                 raise RuntimeError(
-                    f"load_state_dict: this rank has only a part of {prefix}{next(iter(names[module]))}; load inside "
-                    "`with engine.dense():` on all ranks"
+                    f"load_state_dict: this rank has only a part of {names[0]}; load inside "
+                    "`with engine.dense():` on all ranks, or into a copy that was made there"
                 )
 
-        names = WeakKeyDictionary({model.get_submodule(owner): own for owner, own in lacking.items()})
-        for module in list(names):
-            self._handles.append(module.register_state_dict_post_hook(hide))
-            self._handles.append(module.register_load_state_dict_pre_hook(refuse))
+        for module in model.modules():
+            if partial_tensors(module):
+                self._handles.append(module.register_state_dict_post_hook(hide))
+                self._handles.append(module.register_load_state_dict_pre_hook(refuse))
 
     def close(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _refuse_evaluation(copied: nn.Module) -> None:
+    """Raise RuntimeError for a copy of a subnetwork, unless it has all weights."""
+    if any(map(partial_tensors, copied.modules())):
+        raise RuntimeError(f"evaluation: {_COPIED}")

@@ -56,7 +56,7 @@ from sdp_deepspeed.engine.settings import loss_scaler, sharded_options, skips_ov
 from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.masking.check import check_trained
 from sdp_deepspeed.masking.compiled import compile_in_place
-from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.masking.mask import Mask, is_masked
 from sdp_deepspeed.masking.replaced import KnownParameters
 from sdp_deepspeed.masking.running_statistics import (
     average_running_statistics,
@@ -634,7 +634,7 @@ def _make_whole(model: nn.Module) -> frozenset[str]:
 
 def refuse_masked(model: nn.Module) -> None:
     """Raise ValueError for a masked model."""
-    if any("_sdp_masked" in vars(module) for module in model.modules()):
+    if any(map(is_masked, model.modules())):
         raise ValueError(
             f"{KEY}: an earlier engine reduced this model to a subnetwork; build a new one, or use copy.deepcopy "
             "inside `with engine.dense():`"

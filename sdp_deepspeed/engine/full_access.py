@@ -37,6 +37,11 @@ class _Access:
         self._name = name
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if (engine := self._engine()) is not None and engine.mask.is_applied and engine.mask.is_partial(self._name):
+            raise RuntimeError(
+                f"{self._name}: this rank holds only a part, so it cannot be pickled; save the state dict inside "
+                "`with engine.dense():` on all ranks"
+            )
         return _Access, (None, self._name)
 
     def _optimizer(self) -> Any:

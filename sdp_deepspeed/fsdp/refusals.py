@@ -16,6 +16,7 @@ from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.parts import chunk
 from sdp_deepspeed.fsdp.wrappers import is_wrapper
+from sdp_deepspeed.masking.mask import is_masked
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.agree import difference, gather_objects
 from sdp_deepspeed.parallel.refused_models import refuse_model
@@ -148,7 +149,7 @@ def _is_reentrant(module: nn.Module) -> bool:
 
 
 def _of_model(module: nn.Module) -> Iterator[str]:
-    if "_sdp_masked" in vars(module):
+    if is_masked(module):
         yield "fully_shard: an earlier engine or fully_shard reduced this model to a subnetwork; load a new one"
     if is_wrapper(module):
         yield (

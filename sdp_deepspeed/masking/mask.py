@@ -23,6 +23,8 @@ from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, pieces_by_tens
 from sdp_deepspeed.units import Holders, Piece
 
 Pieces = list[tuple[Piece, Holders]]
+# Attribute of the modules of a masked model, and of their copies: dense names of partial tensors, by their name there.
+_MASKED = "_sdp_masked"
 
 
 class Mask:
@@ -53,7 +55,7 @@ class Mask:
     def __init__(
         self, model: nn.Module, plan: Plan, rank: int, *, branches: Sequence[LocatedBranch] | None = None
     ) -> None:
-        if "_sdp_masked" in vars(model):
+        if is_masked(model):
             raise RuntimeError("the model is masked already; undo its mask, or use a new model")
         self.model, self.plan, self.rank = model, plan, rank
         self.branches = locate_branches(model) if branches is None else branches
@@ -83,6 +85,7 @@ class Mask:
         self._sizes: list[Sizes] = []
         self._gradients: dict[str, torch.Tensor] = {}  # kept while the module is dense
         self._hooks: list[RemovableHandle] = []
+        self._partial = self._partial_tensors()
         self._locate_whole()
         self.is_applied = False
 
@@ -100,6 +103,13 @@ class Mask:
         """Whether this rank currently stores the piece: held pieces; in the backward regime and when dense, all."""
         return piece in self._where
 
+    def is_partial(self, name: str) -> bool:
+        """Whether the masked module of some rank has a parameter or buffer in part, or not at all."""
+        pieces = self.pieces_of(name)
+        if self.plan.regime == "backward" and pieces[0][0].dim is None:
+            return False  # all ranks store it
+        return any(len(holders) < len(self.plan.subnetwork_of_rank) for _, holders in pieces)
+
     def view(self, piece: Piece, of: torch.Tensor | None = None) -> torch.Tensor:
         """Detached view of a stored piece in the weights, or in a tensor `of` the same layout (the gradient)."""
         tensor, start = self._where[piece]
@@ -114,6 +124,13 @@ class Mask:
         for piece, _ in self.pieces_of(name):
             piece.narrow(dense).copy_(self.view(piece))
         return dense
+
+    def _partial_tensors(self) -> dict[nn.Module, dict[str, str]]:
+        found: dict[nn.Module, dict[str, str]] = {}
+        for name in filter(self.is_partial, self.shapes):
+            owner, _, own = name.rpartition(".")
+            found.setdefault(self.model.get_submodule(owner), {})[own] = name
+        return found
 
     def tensors(self) -> list[torch.Tensor]:
         """Parameters, buffers, and the frozen parts of split layers."""
@@ -148,7 +165,7 @@ class Mask:
             self.parameters[name].grad = gradient
         self._gradients.clear()
         for module in self.model.modules() if not self.plan.is_whole else ():
-            vars(module)["_sdp_masked"] = True
+            vars(module)[_MASKED] = self._partial.get(module, {})
         self.is_applied = True
 
     @torch.inference_mode(False)
@@ -182,7 +199,7 @@ class Mask:
             hook.remove()
         self._masked, self._sizes, self._hooks, self._reshaped = [], [], [], []
         for module in self.model.modules():
-            vars(module).pop("_sdp_masked", None)
+            vars(module).pop(_MASKED, None)
         self.is_applied = False
 
     # ---- the two regimes ----------------------------------------------------------------------------------------
@@ -304,6 +321,18 @@ class Mask:
             if self.is_held(piece)
             for cell in range(piece.start // width, (piece.start + piece.length) // width)
         ]
+
+
+def is_masked(module: nn.Module) -> bool:
+    """Whether a module is masked, or a copy of a masked one."""
+    return _MASKED in vars(module)
+
+
+def partial_tensors(module: nn.Module) -> dict[str, str]:
+    """Dense names, by name in the module, of tensors that some rank has in part, or not at all. The same on all ranks;
+    none of a dense module. Copies of a masked module have the same names."""
+    found: dict[str, str] = vars(module).get(_MASKED, {})
+    return found
 
 
 def side_by_side(pieces: Sequence[Piece], dense: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.masking.placeholders import PartialTensor
@@ -268,7 +269,7 @@ def what_is_loaded_is_what_the_dense_model_has(rank: Rank) -> None:
 
 
 def copies_are_independent(rank: Rank) -> None:
-    """Outside a copy is the subnetwork, also in evaluation; in a view it is the dense model, plain and trainable."""
+    """Outside a copy is the subnetwork; in a view it is the dense model, plain and trainable."""
     for regime, strategy in MODES:
         model = llama()
         engine = engine_with(model, regime=regime, strategy=strategy)
@@ -277,9 +278,6 @@ def copies_are_independent(rank: Rank) -> None:
         subnetwork = deepcopy(engine.module)
         if regime == "forward":
             assert torch.equal(loss_of(subnetwork, batch), loss_of(engine, batch))
-        found = logits(subnetwork.eval(), batch)  # on its own: no rank waits for another
-        if rank.rank == 0:
-            assert torch.equal(logits(subnetwork, batch), found)
         with engine.dense():
             copied = deepcopy(engine.module)
             inner = deepcopy(engine.module.model)
@@ -292,6 +290,61 @@ def copies_are_independent(rank: Rank) -> None:
         assert_identical(held_copies(engine), stays)
         assert_identical(dense_state(engine), whole)
         train(engine, num_steps=1, first=1)
+
+
+def copies_of_a_subnetwork_are_not_the_model(rank: Rank) -> None:
+    """Saved, loaded or evaluated, also while the original is dense; they can be trained. In backward x block they have
+    every weight, so they may be used."""
+    batch, words = batch_of(rank), "copy of a rank's subnetwork"
+    for regime, strategy in MODES:
+        engine, dense = engine_with(llama(), regime=regime, strategy=strategy), llama()
+        averaged: Any = AveragedModel(engine.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        copied, layers = averaged.module, deepcopy(engine.module.model.layers)
+        assert torch.equal(loss_of(copied, batch), loss_of(engine, batch))
+        train(engine, num_steps=2)
+        averaged.update_parameters(engine.module)
+        if (regime, strategy) == ("backward", "block"):  # the first update copies
+            assert_identical(copied.state_dict(), dense_state(engine))
+            engine.eval()
+            assert torch.equal(logits(copied.eval(), batch), logits(engine, batch))
+            continue
+        for module in (copied, layers):
+            assert_refused_in_use(module.state_dict(), words)
+        with pytest.raises(RuntimeError, match="load_state_dict: this rank has only a part"):
+            copied.load_state_dict(dense.state_dict())
+        for evaluated in (averaged.eval(), copied):
+            refusal(RuntimeError, partial(logits, evaluated, batch), words)
+        engine.eval()
+        logits(engine, batch)
+        refusal(RuntimeError, partial(logits, copied, batch), words)
+        loss_of(copied.train(), batch).backward()
+        engine.train()
+        with engine.dense():
+            refusal(RuntimeError, partial(logits, copied.eval(), batch), words)
+            whole = deepcopy(engine.module)
+        engine.eval()
+        assert torch.equal(logits(whole.eval(), batch), logits(engine, batch))
+
+
+def averages_of_weights_are_those_of_the_dense_model(rank: Rank) -> None:
+    """Moving averages as in the guide: of the dense model, and of the weights that a rank trains."""
+    for strategy in ("block", "neuron"):
+        model = llama()
+        average = deepcopy(model)
+        engine = engine_with(model, strategy=strategy)
+        trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+        averages = [parameter.detach().float() for parameter in map(torch.clone, trained)]
+        for step in range(2):
+            train(engine, num_steps=1, first=step)
+            with torch.no_grad():
+                for own, parameter in zip(averages, trained, strict=True):
+                    own.lerp_(parameter.float(), 0.25)
+                with engine.dense():
+                    for own, parameter in zip(average.parameters(), engine.module.parameters(), strict=True):
+                        own.lerp_(parameter.float(), 0.25)
+        for own, parameter in zip(averages, trained, strict=True):
+            parameter.data.copy_(own)
+        assert_identical(dense_state(engine), average.state_dict())
 
 
 def replaced_parameters_are_noticed(rank: Rank) -> None:
@@ -389,6 +442,8 @@ CHECKS: list[Check] = [
     gradients_of_the_dense_model_are_nobodys,
     training_goes_on_where_it_was,
     copies_are_independent,
+    copies_of_a_subnetwork_are_not_the_model,
+    averages_of_weights_are_those_of_the_dense_model,
     replaced_parameters_are_noticed,
     what_is_loaded_is_trained,
     what_is_loaded_is_what_the_dense_model_has,
@@ -402,6 +457,6 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
     return [(check.__name__, check) for check in CHECKS]
 
 
-@pytest.mark.checks(SIZE, _checks, slow=["3-backward_needs*", "3-copies*"])
+@pytest.mark.checks(SIZE, _checks, slow=["3-backward_needs*", "3-copies_are*"])
 def test_dense(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -134,8 +134,11 @@ def what_cannot_be_answered_is_refused(rank: Rank) -> None:
     words = ("'momentum'", "exp_avg, exp_avg_sq")
     refusal(ValueError, lambda: safe_get_full_optimizer_state(parameter, "momentum"), *words)
     refusal(ValueError, lambda: safe_set_full_fp32_param(parameter, torch.zeros(3)), "shape (24, 16)", "(3,)")
+    refusal(RuntimeError, lambda: pickle.dumps(parameter), "model.layers.0.mlp.up_proj.weight", "cannot be pickled")
+    with engine.dense():
+        copied = pickle.loads(pickle.dumps(parameter))
     with pytest.raises(RuntimeError, match=r"engine that trained 'model.layers.0.mlp.up_proj.weight' no longer exists"):
-        safe_get_full_fp32_param(pickle.loads(pickle.dumps(parameter)))
+        safe_get_full_fp32_param(copied)
 
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
