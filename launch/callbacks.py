@@ -1,4 +1,4 @@
-"""Stop all ranks of a run together, and find the checkpoint that it resumes from."""
+"""Stop all ranks of a run together, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
 
 class StopSignal:
@@ -64,7 +64,8 @@ def _outlive_a_stop(worker: int, then: Callable[[int], None] | None) -> None:
 
 
 class StopTogether(TrainerCallback):
-    """When one rank is asked to stop, all ranks finish the step, save, and stop."""
+    """When one rank is asked to stop, all ranks finish the step, save, and stop. The last step is always saved, since
+    its checkpoint tells a finished run."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
         self.signal = StopSignal(args.device)
@@ -80,16 +81,5 @@ class StopTogether(TrainerCallback):
         if self.signal.on_any_rank():
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # launchers kill ranks after half a minute
-
-
-def last_checkpoint(folder: str | Path) -> str | None:
-    """Path of the newest complete checkpoint of the Trainer in a folder, or None. Its `trainer_state.json` is written
-    last."""
-    found = [path for path in Path(folder).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    for path in sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
-        try:
-            TrainerState.load_from_json(str(path / "trainer_state.json"))
-        except (OSError, ValueError):
-            continue
-        return str(path)
-    return None
+        if args.save_strategy == "no" and state.global_step >= state.max_steps:
+            control.should_save = True

@@ -3,8 +3,8 @@
     deepspeed --num_gpus 4 launch/pretrain.py configs/recipes/quickstart.yaml
     deepspeed --num_gpus 4 launch/pretrain.py configs/recipes/quickstart.yaml sdp=off    # plain ZeRO-1
 
-`torchrun`, `accelerate launch` and `srun` work as well. The same command resumes a stopped run. Checkpoints, tokenizer
-and the exported model (`hf`) are written to `training.output_dir`.
+`torchrun`, `accelerate launch` and `srun` work as well. The same command resumes a stopped run, and exports a finished
+one again. Checkpoints, tokenizer and the exported model (`hf`) are written to `training.output_dir`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,25 @@ from datasets import Dataset, IterableDataset
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 import sdp_deepspeed  # noqa: F401  # makes DeepSpeed honor the block
-from callbacks import StopTogether, last_checkpoint
+from callbacks import StopTogether
 from data import Blocks, Data, Stream, collate, load_blocks
+from output_folder import hold, last_checkpoint
 from recipe import Recipe, fail, model_config, read_recipe, section_of, training_arguments
 
 SECTIONS = ("model", "data", "training", "deepspeed")
 
 
-class StreamTrainer(Trainer):
+class ResumableTrainer(Trainer):
+    """A Trainer that trains no further step when it resumes a finished run; Transformers' trains one."""
+
+    def _run_epoch(self, *arguments: Any, **options: Any) -> None:
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*arguments, **options)
+        else:
+            self.control.should_training_stop = True
+
+
+class StreamTrainer(ResumableTrainer):
     """A Trainer for streams; each checkpoint contains the position in the stream."""
 
     def __init__(self, *arguments: Any, train_dataset: IterableDataset, **options: Any) -> None:
@@ -71,9 +82,10 @@ def prepare(data: Data, seed: int, folder: str | Path) -> Blocks:
         fail(f"data: {error}")
 
 
-def build_trainer(recipe: Recipe) -> Trainer:
-    """Build data, model and Trainer of a run, on every rank."""
+def build_trainer(recipe: Recipe) -> ResumableTrainer:
+    """Lock the output folder; build data, model and Trainer of a run, on every rank."""
     data, args = section_of(Data, recipe.data, "data"), training_arguments(recipe)
+    hold(args.output_dir)
     with args.main_process_first(local=args.save_on_each_node, desc="preparing the data"):
         blocks = prepare(data, args.seed, args.output_dir)
     if data.streaming:
@@ -83,7 +95,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     else:
         blocks.train = whole_steps(blocks.train, args)
     set_seed(args.seed)
-    return (StreamTrainer if data.streaming else Trainer)(
+    return (StreamTrainer if data.streaming else ResumableTrainer)(
         build_model(recipe, blocks, data),
         args,
         data_collator=collate,
@@ -94,8 +106,8 @@ def build_trainer(recipe: Recipe) -> Trainer:
     )
 
 
-def run(trainer: Trainer) -> None:
-    """Train from the last checkpoint, then evaluate and export the dense model."""
+def run(trainer: ResumableTrainer) -> None:
+    """Train from the last checkpoint, then evaluate and export the dense model; a finished run only does the latter."""
     args, checkpoint = trainer.args, last_checkpoint(trainer.args.output_dir)
     if checkpoint is not None and isinstance(trainer, StreamTrainer):
         try:
@@ -105,6 +117,8 @@ def run(trainer: Trainer) -> None:
     trainer.train(resume_from_checkpoint=checkpoint)
     state = trainer.state
     if state.global_step >= state.max_steps:
+        if checkpoint is not None and checkpoint.endswith(f"-{state.global_step}") and trainer.is_world_process_zero():
+            print(f"the run had finished at step {state.global_step}; exporting the same model again", flush=True)
         evaluated = [logs for logs in state.log_history if "eval_loss" in logs and logs["step"] == state.global_step]
         trainer.save_metrics("eval", evaluated[-1] if evaluated else trainer.evaluate())
         trainer.save_model(os.path.join(args.output_dir, "hf"))

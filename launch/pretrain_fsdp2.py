@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 launch/pretrain_fsdp2.py configs/recipes/quickstart_fsdp2.yaml
     torchrun --nproc-per-node 4 launch/pretrain_fsdp2.py configs/recipes/quickstart_fsdp2.yaml sdp=off    # C = 1
 
-DeepSpeed is not needed. The same command resumes a stopped run. Output is written to `training.output_dir`.
+DeepSpeed is not needed. The same command resumes a stopped run, and exports a finished one again. Output is written to
+`training.output_dir`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from transformers import get_scheduler, set_seed
 import sdp_deepspeed
 from callbacks import StopSignal
 from data import Data, collate
+from output_folder import hold
 from pretrain import build_model, prepare
 from recipe import fail, read_recipe, section_of
 from sdp_deepspeed.config import KEY
@@ -102,6 +104,7 @@ def main() -> None:
         return
     # Accelerate starts the process group and the trackers; the model is not prepared by it.
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), log_with=args.report_to or None, project_dir=folder)
+    hold(folder)
     accelerator.init_trackers("pretrain_fsdp2")
     with accelerator.main_process_first():
         blocks = prepare(data, args.seed, folder)
@@ -116,6 +119,8 @@ def main() -> None:
     checkpoints = CheckpointManager(model, optimizer, scheduler)
     checkpoints.load_checkpoint(folder / "checkpoints")  # the newest, if there is one
     step, stop = checkpoints.global_steps, StopSignal(accelerator.device)
+    if step >= args.max_steps:
+        accelerator.print(f"the run had finished at step {step}; exporting the same model again")
 
     def log(**values: Any) -> None:
         accelerator.log(values, step)

@@ -3,8 +3,8 @@
     deepspeed --num_gpus 4 launch/train_vision.py configs/recipes/digits.yaml
     deepspeed --num_gpus 4 launch/train_vision.py configs/recipes/digits.yaml sdp=off    # plain ZeRO-1
 
-`torchrun`, `accelerate launch` and `srun` work as well. The same command resumes a stopped run. Checkpoints and the
-exported model (`hf`) are written to `training.output_dir`.
+`torchrun`, `accelerate launch` and `srun` work as well. The same command resumes a stopped run, and exports a finished
+one again. Checkpoints and the exported model (`hf`) are written to `training.output_dir`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPi
 
 import sdp_deepspeed.architectures.small_image_resnet  # registers its model type
 from callbacks import StopTogether
-from pretrain import SECTIONS, run
+from output_folder import hold
+from pretrain import SECTIONS, ResumableTrainer, run
 from recipe import Recipe, fail, model_config, read_recipe, section_of, training_arguments
 
 STATISTICS_BATCHES = 16  # batches per rank to estimate the batch norm statistics of the dense model
@@ -136,7 +137,7 @@ class EpochSampler(Sampler[tuple[int, int]]):
         yield from ((epoch, index) for index in order[: self.length].tolist())
 
 
-class VisionTrainer(Trainer):
+class VisionTrainer(ResumableTrainer):
     """Re-estimates batch norm statistics before each evaluation, since training collects those of subnetworks."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
@@ -163,8 +164,9 @@ def top1(predictions: Any) -> dict[str, float]:
 
 
 def build_trainer(recipe: Recipe) -> VisionTrainer:
-    """Build data, model and Trainer of a run, on every rank."""
+    """Lock the output folder; build data, model and Trainer of a run, on every rank."""
     data, args = section_of(Images, recipe.data, "data"), training_arguments(recipe)
+    hold(args.output_dir)
     with args.main_process_first(local=args.save_on_each_node, desc="preparing the data"):
         try:
             train, test = data.load()

@@ -31,6 +31,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--local_rank", type=int, help="passed by the deepspeed launcher")
     options = parser.parse_args()
+    if Path(options.output, "model.safetensors").exists():
+        parser.exit(message=f"{options.output} has a model already; to train again, choose another folder\n")
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG))
     tokens = torch.tensor(list(Path(argparse.__file__).read_bytes()))  # some text, byte by byte
     rows = TensorDataset(tokens[: len(tokens) // 64 * 64].view(-1, 64))

@@ -38,6 +38,7 @@ def main() -> None:
     if rank == 0:
         print(f"resumed from {resumed}" if resumed else sharded_model_of(model).plan.table())
     rows = torch.tensor(list(Path(argparse.__file__).read_bytes())).split(64)[:-1]  # some text, byte by byte
+    rows, held_out = rows[:-8], torch.stack(rows[-8:]).to(device)
     model.train()
     while checkpoints.global_steps < options.steps:
         first = (checkpoints.global_steps * size + rank) * 8
@@ -49,10 +50,9 @@ def main() -> None:
     checkpoints.save_checkpoint(options.output)
     model.eval()
     with torch.no_grad():  # all ranks together, the dense model
-        loss = model(input_ids=batch, labels=batch).loss
-    dist.all_reduce(loss)
+        loss = model(input_ids=held_out, labels=held_out).loss
     if rank == 0:
-        print(f"loss of the dense model: {loss.item() / size:.4f}")
+        print(f"loss of the dense model: {loss.item():.4f}")
     save_pretrained(model, options.output / "hf")  # all ranks; rank 0 writes
     dist.destroy_process_group()
 

@@ -30,6 +30,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--local_rank", type=int, help="passed by the deepspeed launcher")
     options = parser.parse_args()
+    if Path(options.output, "hf/model.safetensors").exists():
+        parser.exit(message=f"{options.output}/hf is there already; to train again, choose another folder\n")
     tokens = torch.tensor(list(Path(argparse.__file__).read_bytes())).split(64)[:-1]  # some text, byte by byte
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     arguments = TrainingArguments(

@@ -34,9 +34,14 @@ def test_an_example_trains_and_saves_the_dense_model(script: str, hf: str, tmp_p
     check(output, tmp_path / hf)
     assert ("2 holders each (coverage 1)" in output) == (script == "with_trainer"), "whose schedule ends dense"
     if script in ("with_deepspeed", "with_fsdp2"):
-        again = run([*program[:-1], "9"], tmp_path / "again")
-        assert f"resumed from {tmp_path / 'global_step8'}\n" in again
+        more = run([*program[:-1], "9"], tmp_path / "more")
+        assert f"resumed from {tmp_path / 'global_step8'}\n" in more
         assert {path.name for path in tmp_path.glob("global_step*")} == {"global_step8", "global_step9"}
+        program[-1] = "9"
+    exported = tmp_path / hf / "model.safetensors"
+    before = exported.read_bytes()
+    run([ON_THE_CPU, *program] if script == "with_accelerate" else program, tmp_path / "again")
+    assert exported.read_bytes() == before, "a finished run, given once more"
 
 
 @pytest.mark.slow  # ranks/engine/test_accelerate.py has what Accelerate does with the block

@@ -90,6 +90,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     exported = [tmp_path / name / "hf" for name in ("stopped", "straight")]
     weights = [(folder / "model.safetensors").read_bytes() for folder in exported]
     assert weights[0] == weights[1]
+    again = run(command(tmp_path, "stopped", steps), tmp_path / "again.log")
+    assert f"the run had finished at step {steps}" in again
+    assert (exported[0] / "model.safetensors").read_bytes() == weights[1], "given once more"
     check_the_exported_loss(exported[0], straight[steps]["eval_loss"], tmp_path)
 
 

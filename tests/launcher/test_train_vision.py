@@ -59,12 +59,14 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     stopped_at = len(trainer_log(tmp_path / "stopped"))
     steps = stopped_at + 2
     run(command(tmp_path, "stopped", steps), tmp_path / "resumed.log")
-    run(command(tmp_path, "straight", steps), tmp_path / "straight.log")
+    run(command(tmp_path, "straight", steps, "training.save_strategy=no"), tmp_path / "straight.log")
     resumed, straight = trainer_log(tmp_path / "stopped"), trainer_log(tmp_path / "straight")
     assert len(straight) == steps
     assert resumed == straight
     exported = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("stopped", "straight")]
     assert exported[0] == exported[1]
+    run(command(tmp_path, "straight", steps, "training.save_strategy=no"), tmp_path / "again.log")
+    assert (tmp_path / "straight/hf/model.safetensors").read_bytes() == exported[0], "a finished run, given once more"
 
 
 def test_images_of_a_folder_are_trained_and_the_export_has_the_accuracy_that_was_measured(tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""The lock of an output folder: held until the process ends, and what is said where it cannot be taken."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from output_folder import hold
+from tests.helpers.ranks import forkserver_context
+
+
+def _hold(folder: Path, end: Connection) -> None:
+    hold(folder)
+    end.send("held")
+    end.recv()
+
+
+def test_a_folder_is_held_until_the_process_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    context = forkserver_context()
+    here, there = context.Pipe()
+    process = context.Process(target=_hold, args=(tmp_path / "run", there))
+    process.start()
+    try:
+        assert here.recv() == "held"
+        with pytest.raises(SystemExit):
+            hold(tmp_path / "run")
+        assert f"in use by process {process.pid} on " in capsys.readouterr().err
+    finally:
+        process.kill()
+        process.join()
+    hold(tmp_path / "run")
+    with pytest.raises(SystemExit):
+        hold(tmp_path / "run")
+    assert f"in use by process {os.getpid()} on " in capsys.readouterr().err
+
+
+def test_without_locks_a_run_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    hold(tmp_path / "run")
+    assert "No locks available; nothing prevents a second run in it" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit):
+        hold(tmp_path / "file")
+    assert "error: training.output_dir: " in capsys.readouterr().err
