@@ -82,6 +82,7 @@ from sdp_deepspeed.parallel.param_groups import param_group_indices
 from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.parallel.tensor_parallel import TensorParallel, WholeModel, of_author, of_autotp
 from sdp_deepspeed.parallel.whole_state_dicts import WholeStateDicts
+from sdp_deepspeed.parallel.zero_grad import extend_zero_grad
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.schedule import Schedule
@@ -142,6 +143,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         if self.optimizer is None:
             raise ValueError(f"{KEY} needs an optimizer: name one in the config, or pass one to deepspeed.initialize")
         _engines[model] = weakref.ref(self)
+        extend_zero_grad(model, self._drop_gradients)
         self._step_events = StepEvents.of(self)
         self.checkpoints = Checkpointer(**self.block.checkpoint.model_dump())
         for name in self.optimizer.sharded.param_groups:
@@ -271,6 +273,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             skips_overflow=skips_overflow(self),
             reports_norm=bool(self.zero_compute_grad_norm()),
             process_group=self.seq_data_parallel_group,
+            wait=self._barrier.wait,
         )
 
     def _apply(
@@ -380,9 +383,15 @@ class SubnetworkEngine(DeepSpeedEngine):
         return super().backward(loss, retain_graph, scale_wrt_gas, **options)
 
     def zero_grad(self) -> None:
-        """As in DeepSpeed. At stage 2 all ranks must call it, since averaged gradients are sharded."""
-        super().zero_grad()
+        """As in DeepSpeed; see `SubnetworkOptimizer.zero_grad`. `zero_grad` of the module calls it, too."""
         self.optimizer.zero_grad()
+        super().zero_grad()
+
+    def _drop_gradients(self, parameters: set[int]) -> None:
+        """Drop the gradients of trained parameters with these ids."""
+        sharded = self.optimizer.sharded
+        if names := {name for name in sharded.param_groups if id(self.mask.parameters[name]) in parameters}:
+            self.optimizer.drop_gradients(names)
 
     def step(self, lr_kwargs: Any = None) -> None:
         """As in DeepSpeed; collective at the accumulation boundary. DeepSpeed's `step` calls, through

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +23,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         skips_overflow: whether to skip steps with non-finite gradients.
         reports_norm: whether to report the gradient norm (`compute_grad_norm`).
         process_group: the data-parallel group.
+        wait: called before averaged gradients are dropped, to synchronize all ranks.
     """
 
     custom_loss_scaler = False
@@ -36,11 +37,12 @@ class SubnetworkOptimizer(ZeROOptimizer):
         skips_overflow: bool,
         reports_norm: bool,
         process_group: Any,
+        wait: Callable[[str], None],
     ) -> None:
         super().__init__()
         self.sharded, self.loss_scaler = sharded, loss_scaler
         self.skips_overflow, self.reports_norm = skips_overflow, reports_norm
-        self.dp_process_group = process_group
+        self.dp_process_group, self._wait = process_group, wait
         self.external_loss_scale: float | None = None
         self.overflow = False
         self._global_grad_norm: float | None = None
@@ -72,8 +74,23 @@ class SubnetworkOptimizer(ZeROOptimizer):
         self._global_grad_norm = norm if self.reports_norm else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients since the last step. At stage 2 all ranks must call it."""
-        self.sharded.reducer.zero_grad()
+        """Drop all gradients since the last step. Collective where they have been averaged: at stage 2, and with
+        `overlap_comm` after the last micro-step.
+
+        Raises:
+            RuntimeError: a rank that must call it, too, continues training instead.
+        """
+        self.drop_gradients()
+
+    def drop_gradients(self, names: Collection[str] | None = None) -> None:
+        """As `zero_grad`, for some parameters.
+
+        Args:
+            names: dense names of trained parameters. Default: all.
+        """
+        if self.sharded.reducer.is_averaged:
+            self._wait("zero_grad")
+        self.sharded.reducer.zero_grad(names)
 
     def has_gradients(self) -> bool:
         """Whether there are gradients of an unfinished step."""

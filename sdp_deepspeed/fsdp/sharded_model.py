@@ -21,6 +21,7 @@ from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.running_statistics import average_running_statistics
 from sdp_deepspeed.parallel.agree import CallBarrier
 from sdp_deepspeed.parallel.groups import Groups
+from sdp_deepspeed.parallel.zero_grad import extend_zero_grad
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensor_parallel import UNDIVIDED, TensorParallelShards
 
@@ -112,6 +113,21 @@ class ShardedModel:
         for modules in self.units:
             modules[0].reshard()
 
+    def drop_gradients(self, parameters: set[int]) -> None:
+        """Drop the gradients of parameters with these ids, sharded or gathered, that FSDP2 keeps elsewhere: those of
+        gathered parameters that are not reduced yet, and those of their shards."""
+        for fsdp in (self.module, *(modules[0] for modules in self.units)):
+            for group in fsdp._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    gathered = getattr(parameter, "_unsharded_param", None)
+                    if id(gathered) in parameters:
+                        parameter.sharded_param.grad = None
+                    elif id(parameter.sharded_param) not in parameters:
+                        continue
+                    parameter.unsharded_accumulated_grad = None
+                    if gathered is not None:
+                        gathered.grad = None
+
     def begin_evaluation(self, what: str) -> None:
         """Prepare for a pass of the dense model: reshard, and average running statistics. Collective.
 
@@ -138,6 +154,7 @@ def local_of(tensor: Any) -> torch.Tensor:
 
 def attach(sharded: ShardedModel) -> None:
     setattr(sharded.module, _ATTRIBUTE, sharded)
+    extend_zero_grad(sharded.module, sharded.drop_gradients)
     SHARDED.add(sharded.module)
 
 

@@ -9,7 +9,7 @@ gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -222,6 +222,15 @@ class Bucket:
             self.average = self.offloaded.receive_gradient(average, adds=self.average is not None)
         else:
             self.average = average if self.average is None else self.average.add_(average)
+
+    def zero_average(self, names: Collection[str]) -> None:
+        """Set the averaged gradients of some tensors to zero."""
+        if self.average is not None:
+            before = 0 if self.steps_all else self.layout.shard_range(self.holder_group.position)[0]
+            for part in self.parts(owned=False):
+                if part.piece.parameter in names:
+                    first = part.slice.start - before
+                    self.average[first + part.start : first + part.stop].zero_()
 
     def set_gradients(self, gradient: torch.Tensor | None) -> None:
         """Set the gradient of `shard` for the optimizer; None removes it."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -73,7 +73,7 @@ class Reducer:
         self._repeated: set[str] = set()  # tensors with several gradients in one pass
         self._in_slots: set[str] = set()  # whole tensors whose `.grad` is their slot
         self._dropped: set[str] = set()  # those of `_in_slots` whose `.grad` was removed since
-        self._num_reduced_passes = 0  # backward passes of this step that stage 2 has reduced
+        self._num_reduced_passes = 0  # backward passes of this step at whose end all buckets were reduced
         self._hooks = [
             tensor.parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._on_gradient(name))
             for name, tensor in tensors.items()
@@ -102,8 +102,8 @@ class Reducer:
             if self._stage == 2 and self._is_first_pass:
                 return  # `_reduce_again` handles it
             raise RuntimeError(
-                f"{name!r} received a gradient after its bucket was reduced; call step() before the next backward "
-                "pass, and enable activation checkpointing before deepspeed.initialize"
+                f"{name!r} received a gradient after its bucket was reduced; call step() or engine.zero_grad() before "
+                "the next backward pass, and enable activation checkpointing before deepspeed.initialize"
             )
         if self._stage < 2:
             self._accumulate(name, tensor)
@@ -165,6 +165,7 @@ class Reducer:
             self._restart()
         elif self.overlap and self.is_last_micro_step:
             self._reduce(self._buckets[self._next :])
+            self._num_reduced_passes += 1
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -180,16 +181,32 @@ class Reducer:
             torch.cuda.current_stream(self._device).synchronize()  # the CPU reads gradients next
 
     def _refuse_dropped(self) -> None:
-        """Raise RuntimeError if every `.grad` was dropped since the last step, other than by `zero_grad`: those of cut
-        tensors were moved to buckets before, and would still count."""
+        """Raise RuntimeError if every `.grad` was set to None since the last step, other than by a `zero_grad`: those
+        of cut tensors were moved to buckets before, and would still count."""
         dropped = self._dropped | {name for name in self._in_slots if self._parameters[name].grad is None}
         if dropped and dropped == self._in_slots and any(any(bucket.filled) for bucket in self._buckets):
-            raise RuntimeError("gradients were dropped by the module's zero_grad(); call zero_grad() of the engine")
+            raise RuntimeError(
+                "every .grad was set to None, but other gradients are in buckets; to drop all, call engine.zero_grad()"
+            )
 
-    def zero_grad(self) -> None:
-        """Drop the gradients of this step."""
+    @property
+    def is_averaged(self) -> bool:
+        """Whether gradients of this step have been averaged, so that only all ranks together can drop them. Equal on
+        all ranks."""
+        return self._num_reduced_passes > 0
+
+    @torch.no_grad()
+    def zero_grad(self, names: Collection[str] | None = None) -> None:
+        """Drop the gradients of this step. If `is_averaged`, all ranks must call it.
+
+        Args:
+            names: of trained tensors. Default: all.
+        """
         if self._stream is not None:  # its reductions may still use the gradients
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if names is not None and len(names) < len(self._parameters):
+            self._drop(names)
+            return
         for parameter in self._parameters.values():
             parameter.grad = None
         for bucket in self._buckets:
@@ -198,6 +215,19 @@ class Reducer:
             bucket.drop_gradients()
         self._num_reduced_passes = 0
         self._restart()
+
+    def _drop(self, names: Collection[str]) -> None:
+        """Drop the gradients of some tensors; buckets that were reduced stay reduced."""
+        if self._device.type == "cuda" and any(bucket.offloaded is not None for bucket in self._buckets):
+            torch.cuda.current_stream(self._device).synchronize()  # averages are on their way to host memory
+        self._in_slots.difference_update(names)
+        self._dropped.difference_update(names)
+        for name in names:
+            self._parameters[name].grad = None
+        for bucket in self._buckets:
+            dropped = [name in names for name, _ in bucket.places]
+            bucket.filled = [was and not now for was, now in zip(bucket.filled, dropped, strict=True)]
+            bucket.zero_average(names)
 
     def _restart(self) -> None:
         self._next = 0

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.common.traffic_counter import TrafficCounter
 from tests.helpers.models import config, llama, loss_of, without_block
@@ -96,16 +98,83 @@ def several_backward_passes_before_a_step(rank: Rank) -> None:
             assert torch.allclose(value, two[name], rtol=0, atol=1e-7), (stage, name)
 
 
-def gradients_dropped_by_the_module(rank: Rank) -> None:
-    """They are gone; where those of cut tensors would stay, the step is an error, and the engine's method helps."""
+ZERO_GRADS: dict[str, Callable[[Any], Any]] = {
+    "engine": lambda engine: engine.zero_grad(),
+    "optimizer": lambda engine: engine.optimizer.zero_grad(),
+    "module": lambda engine: engine.module.zero_grad(),
+    "zeros": lambda engine: engine.module.zero_grad(set_to_none=False),
+    "module that contains it": lambda engine: nn.ModuleList([engine.module]).zero_grad(),
+}
+
+
+def dropped_gradients(rank: Rank, *, regime: str, strategy: str) -> None:
+    """Are gone, whichever `zero_grad` drops them; a copy's, and that of the optimizer that was passed, drop none."""
     first, second = own_batches(rank, 2)
-    for stage, strategy in ((0, "block"), (1, "block"), (0, "neuron"), (1, "neuron")):
+    for stage, overlap in ((0, True), (1, False), (1, True), (2, True)):
+        settings = sgd(stage=stage, clip=0.1, regime=regime, strategy=strategy)
+        settings["zero_optimization"] |= {"overlap_comm": overlap}
+        client: Any = torch.optim.SGD((model := llama()).parameters(), lr=0.1)
+        engine, other = engine_of(settings, model, optimizer=client), engine_of(settings)
+        for drop in ZERO_GRADS.values():
+            engine.backward(loss_of(engine, first) * 3)
+            drop(engine)
+            engine.backward(loss_of(engine, second))
+            with engine.dense():
+                copied = copy.deepcopy(engine.module)
+            copied.zero_grad()
+            client.zero_grad()
+            engine.step()
+            micro_step(other, second)
+        assert_identical(dense_state(engine), dense_state(other))
+
+
+def dropped_gradients_of_a_part(rank: Rank) -> None:
+    """Leave that part as it was, and change no other."""
+    (batch,) = own_batches(rank, 1)
+    cases = ((0, False, "neuron"), (1, True, "neuron"), (1, False, "block"), (2, True, "neuron"))
+    for stage, overlap, strategy in cases:
+        settings = sgd(stage=stage, strategy=strategy)
+        settings["zero_optimization"] |= {"overlap_comm": overlap, "reduce_bucket_size": 900}
+        engine, other = engine_of(settings), engine_of(settings)
+        before = dense_state(engine)
+        for each in (engine, other):
+            each.backward(loss_of(each, batch))
+        engine.module.model.layers[0].zero_grad()
+        engine.module.lm_head.zero_grad()
+        engine.step()
+        other.step()
+        expected = dense_state(other)
+        dropped = [name for name in before if "layers.0" in name or "lm_head" in name]
+        assert not any(torch.equal(before[name], expected[name]) for name in dropped)
+        assert_identical(dense_state(engine), expected | {name: before[name] for name in dropped})
+
+
+def averaged_gradients_dropped_by_one_rank(rank: Rank) -> None:
+    """Cannot be; that rank is told which one continues. Nothing is dropped."""
+    first, second = own_batches(rank, 2)
+    engine, other = engine_of(sgd(stage=2)), engine_of(sgd(stage=2))
+    engine.backward(loss_of(engine, first))
+    if rank.rank == 1:
+        with pytest.raises(RuntimeError, match="zero_grad: rank 0 continued training"):
+            engine.module.zero_grad()
+    engine.backward(loss_of(engine, second))
+    for batch in (first, second):
+        other.backward(loss_of(other, batch))
+    engine.step()
+    other.step()
+    assert_identical(dense_state(engine), dense_state(other))
+
+
+def gradients_set_to_none(rank: Rank) -> None:
+    """By hand: where those of cut tensors would stay, the step is an error, and the engine's method helps."""
+    first, second = own_batches(rank, 2)
+    for stage, strategy in ((0, "block"), (1, "neuron")):
         engine, other = (engine_of(sgd(stage=stage, strategy=strategy)) for _ in range(2))
         engine.backward(loss_of(engine, first))
-        engine.module.zero_grad()
+        for parameter in engine.module.parameters():
+            parameter.grad = None
         if strategy == "neuron":
-            engine.backward(loss_of(engine, first))
-            refusal(RuntimeError, engine.step, "zero_grad() of the engine")
+            refusal(RuntimeError, engine.step, "call engine.zero_grad()")
             engine.zero_grad()
         assert micro_step(engine, second) == micro_step(other, second)
         assert_identical(dense_state(engine), dense_state(other))
@@ -247,7 +316,9 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         the_callers_boundary,
         overlap_after_no_sync,
         several_backward_passes_before_a_step,
-        gradients_dropped_by_the_module,
+        dropped_gradients_of_a_part,
+        averaged_gradients_dropped_by_one_rank,
+        gradients_set_to_none,
         graphs_of_gradients,
         torch_style_backward,
         overflow_skips_the_step_on_all,
@@ -257,6 +328,9 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         destroyed_engines_leave_room,
     ):
         yield check.__name__, check
+    for regime, strategy in itertools.product(("forward", "backward"), ("block", "neuron")):
+        name = f"dropped_gradients-{regime}-{strategy}"
+        yield name, partial(dropped_gradients, regime=regime, strategy=strategy)
 
 
 @pytest.mark.checks(2, _cases)

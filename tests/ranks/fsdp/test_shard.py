@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import BartConfig, BartForCausalLM
 
 from sdp_deepspeed.fsdp import sharded_model_of
-from tests.helpers.models import VOCABULARY, batches, family, llama
+from tests.helpers.models import VOCABULARY, batches, family, llama, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT, Check, Rank
 from tests.helpers.sharded import (
@@ -71,6 +71,27 @@ def covers_everything(rank: Rank, granularity: str) -> None:
             optimizer.zero_grad()
 
 
+def dropped_gradients(rank: Rank) -> None:
+    """Of passes with and without synchronization are gone, whether or not shards are gathered."""
+    micro_batches = next(batches(rank.size, 2))[rank.rank]
+    for strategy, is_synced, reshards in itertools.product(("block", "neuron"), (True, False), (True, False)):
+        states = []
+        for drops in (True, False):
+            model: Any = sharded(llama(), {"holders": 2, "strategy": strategy})
+            model.set_reshard_after_backward(reshards)
+            optimizer = optimizer_of(model)
+            if drops:
+                model.set_requires_gradient_sync(is_synced)
+                loss_of(model, micro_batches[0]).backward()
+                model.zero_grad()
+                model.set_requires_gradient_sync(True)
+            loss_of(model, micro_batches[1]).backward()
+            optimizer.step()
+            states.append([sharded_model_of(model).shard(part) for part in sharded_model_of(model).held_parts()])
+        for dropped, expected in zip(*states, strict=True):
+            assert dropped.equal(expected), (strategy, is_synced, reshards)
+
+
 def agrees_with_the_deepspeed_host(rank: Rank) -> None:
     """With scaled branches."""
     check_against_deepspeed(rank, llama(3), {"holders": 2, "dense_branch_scale": "coverage"}, clip=0.5)
@@ -122,6 +143,7 @@ def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
                 "bottleneck": partial(agrees_with_the_reference, name="resnet_bottleneck", optimizer="SGD"),
                 "covers_layers": partial(covers_everything, granularity="layer"),
                 "deepspeed": agrees_with_the_deepspeed_host,
+                "dropped_gradients": dropped_gradients,
                 "without_encoder": a_decoder_without_encoder,
                 "extra_outputs": layers_that_hand_tensors_on,
                 "cross_attention": encoders_that_no_loss_reaches,
