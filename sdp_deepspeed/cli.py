@@ -331,7 +331,8 @@ def export(
     max_shard_size: Annotated[str, typer.Option(help="Maximum size of a file; one is held in memory.")] = "5GB",
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of a tokenizer to include.")] = None,
 ) -> None:
-    """Write the dense model of a checkpoint as a Hugging Face folder, for `from_pretrained`."""
+    """Write the dense model of a checkpoint as a Hugging Face folder, for `from_pretrained`. Models of other libraries
+    become safetensors files, for `load_state_dict`."""
     _byte_count(max_shard_size)
     import torch
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from sdp_deepspeed.checkpoint import files
 from sdp_deepspeed.checkpoint.boxes import Targets, make_targets, written_state
-from sdp_deepspeed.checkpoint.hugging_face import model_facts
+from sdp_deepspeed.checkpoint.hugging_face import model_facts, tied_names
 from sdp_deepspeed.checkpoint.optimizer_state import group_facts, optimizer_facts, restore_optimizer
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, SavePlanner, State, add_box, on_host
 from sdp_deepspeed.checkpoint.random_state import random_state, restore_random_state
@@ -290,6 +290,7 @@ def _facts(state: RankState, numbers: Sequence[Any]) -> dict[str, Any]:
         "plan": json.dumps(state.mask.plan.to_json()),
         "dtypes": {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()},
         "model": model_facts(state.model),
+        "tied": tied_names(state.model),
     }
 
 

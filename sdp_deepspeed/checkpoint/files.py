@@ -30,7 +30,16 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlan
 from sdp_deepspeed.atomic_files import sync, write_text
 
 FORMAT = 2
-CHECKSUMS, INDEX, LATEST, LOCK = "checksums.json", ".metadata", "latest", ".lock"
+CHECKSUMS, INDEX, LATEST, LOCK, README = "checksums.json", ".metadata", "latest", ".lock", "README.txt"
+_README_TEXT = """\
+Checkpoints of sdp_deepspeed: the whole model in files of torch.distributed.checkpoint.
+
+DeepSpeed's zero_to_fp32.py, and tools that are built on it, do not read them. For fp32 weights in safetensors files:
+
+    sdp checkpoint export FOLDER OUT --dtype fp32
+
+FOLDER is this folder, or one of the checkpoints in it; without --dtype, weights are in the precision of the run.
+"""
 WRITING, REPLACED = ".tmp", ".old"
 Checksums = dict[str, list[int]]  # size in bytes and XXH3 of each file
 
@@ -108,7 +117,7 @@ def open_new(folder: Path, tag: str) -> Path:
 
 
 def publish(folder: Path, tag: str, checksums: Checksums, *, latest: bool, keep_last: int | None) -> None:
-    """Complete a checkpoint, rename it, update `latest`, and remove old checkpoints.
+    """Complete a checkpoint, rename it, update `latest`, and remove old checkpoints. The first one adds a README.
 
     Args:
         checksums: checksums of all files.
@@ -116,6 +125,8 @@ def publish(folder: Path, tag: str, checksums: Checksums, *, latest: bool, keep_
         keep_last: number of checkpoints to keep; None keeps all.
     """
     written, final, replaced = folder / f"{tag}{WRITING}", folder / tag, folder / f"{tag}{REPLACED}"
+    if not (folder / README).exists():
+        write_text(folder / README, _README_TEXT)
     content = {"format": FORMAT, "saved_at": time.time_ns(), "files": checksums}
     write_text(written / CHECKSUMS, json.dumps(content | {"own": _hash_of(content)}))
     if final.exists():

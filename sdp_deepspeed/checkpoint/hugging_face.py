@@ -7,16 +7,19 @@ the meta device, which does both; imports apply Transformers' renamings.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
@@ -34,6 +37,8 @@ from sdp_deepspeed.checkpoint.planners import LoadPlanner, State, add_box
 from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState, persistent_buffers
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.agree import run_on_all_ranks
+
+logger = logging.getLogger("sdp_deepspeed")
 
 WEIGHTS, WEIGHTS_INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 Facts = Mapping[str, Any]
@@ -53,6 +58,13 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         "config": config.to_json_string(use_diff=False),
         "generation_config": generation.to_json_string() if hasattr(generation, "to_json_string") else None,
     }
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Dense names of tied parameters by their further names."""
+    first: dict[int, str] = {}
+    names = [(name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)]
+    return {name: dense for name, dense in names if name != dense}
 
 
 def export(
@@ -82,7 +94,7 @@ def export(
     with new_folder(out) as folder:
         tensors = _scratch_tensors(folder, shapes, _dtypes(facts["dtypes"], dtype))
         reader.read(LoadPlanner(), _whole(tensors))
-        _save(tensors, facts["model"], folder, max_shard_size)
+        _save(tensors, facts["model"], facts.get("tied", {}), folder, max_shard_size)
         if tokens is not None:
             tokens.save_pretrained(folder)
 
@@ -145,15 +157,16 @@ def _scratch_tensors(
     return tensors
 
 
-def _save(tensors: dict[str, torch.Tensor], model: Facts, folder: Path, max_shard_size: str) -> None:
-    """Save weights and configs; models of other libraries keep the names of the module."""
+def _save(
+    tensors: dict[str, torch.Tensor], model: Facts, tied: Mapping[str, str], folder: Path, max_shard_size: str
+) -> None:
+    """Save weights and configs. Models of other libraries keep the names of the module, tied ones too."""
     import transformers
 
     kind = getattr(transformers, model["class"], None) if model else None
     if kind is None:
-        from huggingface_hub import save_torch_state_dict
-
-        save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
+        again = {name: tensors[dense].clone() for name, dense in tied.items() if dense in tensors}
+        save_torch_state_dict(tensors | again, folder, max_shard_size=max_shard_size)
         if model:
             (folder / CONFIG).write_text(model["config"], encoding="utf-8")
         return
@@ -167,18 +180,32 @@ def _save(tensors: dict[str, torch.Tensor], model: Facts, folder: Path, max_shar
 
 
 def save_pretrained(model: Any, folder: Path, tokenizer: Any = None, **options: Any) -> None:
-    """Export a dense model with its own `save_pretrained`, in one process. At any moment the folder has the weights of
-    an older export, none, or the new ones; other files in it are kept. If it is interrupted while files are moved, the
-    remaining ones are in `.unfinished`.
+    """Export a dense model with its own `save_pretrained`, or else as a state dict, in one process. At any moment the
+    folder has the weights of an older export, none, or the new ones; other files in it are kept. If it is interrupted
+    while files are moved, the remaining ones are in `.unfinished`.
 
     Args:
         tokenizer: saved to the same folder.
         options: passed to the model's `save_pretrained`.
     """
+    save = getattr(model, "save_pretrained", None) or partial(_save_state_dict, model)
     with _replaced_export(folder) as written:
-        model.save_pretrained(str(written), **options)
+        save(str(written), **options)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(written))
+
+
+def _save_state_dict(
+    model: nn.Module, folder: str, *, state_dict: Mapping[str, torch.Tensor] | None = None, **options: Any
+) -> None:
+    """Save a state dict with all its names. Tensors are copied, since those that share memory would lose names."""
+    state = model.state_dict() if state_dict is None else state_dict
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
+    save_torch_state_dict(copies, folder, **options)
+    logger.warning(
+        "a %s has no save_pretrained: wrote its state dict; load it with safetensors.torch.load_file",
+        type(model).__name__,
+    )
 
 
 @contextmanager
@@ -294,16 +321,27 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / WEIGHTS_INDEX
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
-    if not index.is_file():
-        pickles = ", only pickles, which could run code" if any(folder.glob("*.bin")) else ""
-        raise ValueError(
-            f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}{pickles}; save the model with save_pretrained"
-        )
+    if not index.is_file():  # other libraries have other names, such as diffusion_pytorch_model
+        files = folder.iterdir() if folder.is_dir() else ()
+        names = sorted({name for name in (_weights_of(path.name) for path in files) if name is not None})
+        name = names[0] if len(names) == 1 else ""
+        if (folder / f"{name}.safetensors").is_file():
+            return [folder / f"{name}.safetensors"]
+        index = folder / f"{name}.safetensors.index.json"
+        if not index.is_file():
+            raise ValueError(_no_weights(folder, names))
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         return sorted({folder / Path(name).name for name in names})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is damaged: {error!r}") from None
+
+
+def _no_weights(folder: Path, names: Sequence[str]) -> str:
+    if len(names) > 1:
+        return f"{folder} has several sets of weights ({', '.join(names)}); move those to load to a folder of their own"
+    pickles = ", only pickles, which could run code" if any(folder.glob("*.bin")) else ""
+    return f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}{pickles}; save the model with save_pretrained"
 
 
 def _mapped(file: Path) -> dict[str, torch.Tensor]:
@@ -345,11 +383,7 @@ def matched(
         Stored names by dense name; (dense name, stored name) of tensors that are stored twice; names that the model
         lacks.
     """
-    first: dict[int, str] = {}
-    tied: dict[str, str] = {}  # dense name by second name
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (known_as := first.setdefault(id(parameter), name)) != name:
-            tied[name] = known_as
+    tied = tied_names(model)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     found: dict[str, str] = {}

@@ -545,7 +545,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         return nullcontext() if self._state_dicts is None else self._state_dicts.whole()
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
-        """Export the dense model with the module's `save_pretrained`. Collective; rank 0 writes.
+        """Export the dense model with the module's `save_pretrained`; without one, write its state dict to safetensors
+        files. Collective; rank 0 writes.
 
         Args:
             folder: output folder. An older export in it is replaced: at any moment its weights are complete or absent.

@@ -185,6 +185,15 @@ class DenseModel:
                     self._mask.view(piece, live).copy_(piece.narrow(dense))
 
     @contextmanager
+    def holding(self, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Context in which the second tree has the weights of a dense state dict."""
+        self.module.load_state_dict(state, assign=True)
+        try:
+            yield
+        finally:
+            self._drop(self._places)
+
+    @contextmanager
     def layer_weights(self, path: str) -> Iterator[None]:
         """Context in which a layer has its dense weights. Collective."""
         names = [name for name in self._of_layers[path] if name not in self._whole]

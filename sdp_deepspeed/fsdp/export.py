@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None
     """Export the dense model in Hugging Face format. Collective; rank 0 writes.
 
     Args:
-        module: a model that `fully_shard` returned, of a class with `save_pretrained`.
+        module: a model that `fully_shard` returned. Without `save_pretrained`, its state dict is written.
         folder: output folder. An older export in it is replaced: at any moment its weights are complete or absent.
         tokenizer: saved to the same folder.
         options: passed to the model's `save_pretrained`, such as `max_shard_size`.
@@ -65,8 +67,14 @@ def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None
     def write() -> None:
         if dist.get_rank() == 0:
             model: Any = sharded.dense.module  # of the original class, which the config names
+            save = partial(hugging_face.save_pretrained, model, Path(folder), tokenizer, **options)
+            own = getattr(model, "save_pretrained", None)
             try:
-                hugging_face.save_pretrained(model, Path(folder), tokenizer, state_dict=state, **options)
+                if own is None or "state_dict" in signature(own).parameters:
+                    save(state_dict=state)
+                else:
+                    with sharded.dense.holding(state):
+                        save()
             except Exception as error:
                 raise RuntimeError(f"save_pretrained: cannot write {folder}: {error}") from error
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sdp_deepspeed.checkpoint.files import LOCK
+from sdp_deepspeed.checkpoint.files import LOCK, README
 from tests.helpers.models import config
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
@@ -33,5 +33,5 @@ def stepped(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """All but the lock, which is there while the process is."""
-    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
+    """All but the lock, which is there while the process is, and the README."""
+    return sorted(path.name for path in folder.iterdir() if path.name not in (LOCK, README))

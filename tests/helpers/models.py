@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     GPT2Config,
@@ -44,6 +45,25 @@ _LLAMA_LIKE: dict[str, Any] = {
 def llama(num_layers: int = 2, *, tied: bool = False, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**_LLAMA_LIKE, num_hidden_layers=num_layers, tie_word_embeddings=tied))
+
+
+class Wrapped(nn.Module):
+    """A model of no library, with tied weights."""
+
+    def __init__(self, *, seed: int = 0) -> None:
+        super().__init__()
+        self.inner = llama(tied=True, seed=seed)
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.inner(**inputs)
+
+
+class Diffusing(Wrapped):
+    """With a `save_pretrained` as diffusers has it: no `state_dict`, another name of the file."""
+
+    def save_pretrained(self, folder: str) -> None:
+        state = {name: value.clone() for name, value in self.state_dict().items()}
+        save_file(state, f"{folder}/diffusion_pytorch_model.safetensors")
 
 
 @dataclass(frozen=True)

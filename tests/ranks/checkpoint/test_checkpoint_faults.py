@@ -99,7 +99,7 @@ def files_may_not_grow(rank: Rank) -> None:
             manager.save(folder, "next", run.state, {})
             assert_loaded(manager, folder, "next", run)
         manager.close()
-        assert sorted(path.name for path in folder.iterdir()) == [".lock", "good", "latest", "next"]
+        assert sorted(path.name for path in folder.iterdir()) == [".lock", "README.txt", "good", "latest", "next"]
 
 
 def save_and_wait(manager: Checkpointer, folder: Path, tag: str, run: Training) -> None:

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import sdp_deepspeed
 from sdp_deepspeed.cli import main as sdp
-from tests.helpers.models import TOKENS, config, family, llama
+from tests.helpers.models import TOKENS, Diffusing, Wrapped, config, family, llama
 from tests.helpers.ranks import Rank, run_ranks
-from tests.helpers.training import assert_identical, dense_state, engine_of, train
+from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"strategy": "neuron"}),
@@ -61,11 +61,36 @@ def start_from_a_folder(rank: Rank) -> None:
         assert_identical(dense_state(engine), expected)
 
 
+def of_other_libraries(rank: Rank) -> None:
+    """With tied weights: whatever was exported is the whole state dict, and is loaded again."""
+    for kind, name in ((Wrapped, "model"), (Diffusing, "diffusion_pytorch_model")):
+        folder, exported = rank.folder / name, rank.folder / f"{name}_exported"
+        engine = engine_of(config(holders=1, strategy="neuron"), kind())
+        train(engine, num_steps=1)
+        expected = dense_state(engine)
+        engine.save_pretrained(folder)
+        engine.save_checkpoint(str(rank.folder / f"{name}_saved"))
+        if rank.rank == 0:
+            assert sdp(["checkpoint", "export", str(rank.folder / f"{name}_saved"), str(exported)]) == 0
+            assert_identical(load_file(folder / f"{name}.safetensors"), expected)
+            assert_identical(load_file(exported / "model.safetensors"), expected)
+            assert "sdp checkpoint export" in (rank.folder / f"{name}_saved" / "README.txt").read_text()
+        dist.barrier()
+        for path in (folder, exported):
+            again = engine_of(config(holders=1), kind(seed=5))
+            again.load_pretrained(path)
+            assert_identical(dense_state(again), expected)
+    if rank.rank == 0:
+        save_file({}, folder / "adapter.safetensors")
+    dist.barrier()
+    refusal(ValueError, partial(again.load_pretrained, folder), "several", "adapter, diffusion_pytorch_model")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoints")
     checks: list[Any] = [(name, partial(write, name, path)) for name in RUNS]
-    outcomes = run_ranks(2, [*checks, ("start_from_a_folder", start_from_a_folder)])
+    outcomes = run_ranks(2, [*checks, ("folder", start_from_a_folder), ("others", of_other_libraries)])
     assert not any(outcomes.values()), next(filter(None, outcomes.values()))
     return path
 

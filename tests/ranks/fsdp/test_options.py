@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
@@ -26,11 +27,11 @@ from sdp_deepspeed.fsdp import (
 )
 from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.plan.tensors import dense_tensors
-from tests.helpers.models import TOKENS, VOCABULARY, family, llama, loss_of
+from tests.helpers.models import TOKENS, VOCABULARY, Diffusing, Wrapped, family, llama, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded import check_against_reference, gathered_state, sharded
-from tests.helpers.training import refusal
+from tests.helpers.training import assert_identical, refusal
 
 SIZE = 2
 ONE = {"holders": 1}
@@ -222,6 +223,18 @@ def is_exported(rank: Rank) -> None:
         assert torch.equal(model(input_ids=TOKENS).logits, expected)
 
 
+def is_exported_without_transformers(rank: Rank) -> None:
+    """With tied weights: a model without `save_pretrained`, and one whose `save_pretrained` takes no state dict."""
+    for kind, name in ((Wrapped, "model"), (Diffusing, "diffusion_pytorch_model")):
+        model, folder = sharded(kind(), ONE), rank.folder / name
+        save_pretrained(model, folder)
+        if rank.rank == 0:
+            assert_identical(load_file(folder / f"{name}.safetensors"), kind().state_dict())
+        with torch.no_grad():
+            expected = kind().eval()(input_ids=TOKENS).logits
+            assert torch.equal(model.eval()(input_ids=TOKENS).logits, expected)
+
+
 def generates(rank: Rank) -> None:
     """The dense model does, with its cache; hooks that were put on since run."""
     model, plain, called = sharded(llama(), ONE | {"strategy": "neuron"}), llama(), list[int]()
@@ -266,6 +279,7 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
         starts_on_the_meta_device,
         steps_with_multi_tensor_kernels,
         is_exported,
+        is_exported_without_transformers,
         generates,
         is_refused,
     ]
