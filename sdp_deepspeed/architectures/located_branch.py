@@ -211,15 +211,20 @@ def _refuse_other_tensors(
 
 
 def _refuse_tied(model: nn.Module, branches: Sequence[LocatedBranch]) -> None:
+    """Raise ValueError for tensors in two places. A layer may have several names: it is masked wherever it runs."""
     owners: dict[int, str] = {}
     inside = {piece.parameter: branch.name for branch in branches for piece in branch.pieces}
+    layers = {model.get_submodule(branch.layer): branch.layer for branch in branches}
+    aliases = {f"{name}.": layers[m] for name, m in model.named_modules(remove_duplicate=False) if m in layers}
     tensors: Iterable[tuple[str, torch.Tensor]] = itertools.chain(
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     )
     for name, tensor in tensors:
-        place = inside.get(name, "the shared part")
+        alias = next((alias for alias in aliases if name.startswith(alias)), "")
+        known_as = f"{aliases[alias]}.{name.removeprefix(alias)}" if alias else name
+        place = inside.get(known_as, "the shared part")
         if owners.setdefault(id(tensor), place) != place:
             raise ValueError(
-                f"{name!r} is the same tensor in {owners[id(tensor)]} and in {place}; untie them, or do not describe "
-                "this layer"
+                f"{name!r} is the same tensor in {owners[id(tensor)]} and in {place}; give each its own (untie "
+                "weights, or use separate modules), or do not describe this layer"
             )

@@ -105,10 +105,12 @@ def how_to_describe(layer: nn.Module) -> str:
     children = ", ".join(name for name, child in layer.named_children() if any(True for _ in child.parameters()))
     return (
         "If each branch is x + after(body(norm(x))), describe it before deepspeed.initialize or fully_shard, with "
-        f"names of its submodules ({children}) for NORM and BODY:\n"
+        f"names of its submodules ({children}) for NORM, BODY and AFTER; leave out `after` if at most dropout runs "
+        "between body and addition:\n"
         "from sdp_deepspeed.architectures import Branch, register\n"
         f'register("{_qualified(type(layer))}",\n'
-        '         Branch("attention", norm="NORM", body="BODY"), Branch("mlp", norm="NORM", body="BODY"))\n'
+        '         Branch("attention", norm="NORM", body="BODY", after=("AFTER",)),\n'
+        '         Branch("mlp", norm="NORM", body="BODY", after=("AFTER",)))\n'
         "(see docs/guide.md)"
     )
 

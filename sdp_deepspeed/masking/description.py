@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -29,13 +29,15 @@ def check_description(
     Args:
         model: model with described layers; it is copied.
         batch: keyword arguments of the model, or its single argument.
-        loss_of: computes the loss of a model and the batch. Default: `.loss` of the output, or the mean of its squares.
+        loss_of: computes the loss of a model and the batch. Default: the output's `loss`, its only scalar (a model that
+            returns a tuple of logits and loss), or for a tensor the mean of its squares.
 
     Returns:
         The compared modes, such as "forward x block".
 
     Raises:
         AssertionError: a description is wrong; the message has the mode and the difference.
+        ValueError: no layer is described, or the model has no loss with a gradient.
     """
     loss_of, compared = loss_of or _loss, []
     branches = locate_branches(model)
@@ -73,11 +75,11 @@ def _compare(
                 piece.narrow(tensors[piece.parameter].data).zero_()
     mask = Mask(masked_model, plan, rank)
     mask.apply()
-    losses = []
-    for one in (expected_model, masked_model):
-        losses.append(loss_of(one, batch))
-        losses[-1].backward()
-    expected, found = losses
+    expected = _backward(loss_of(expected_model, batch))
+    try:
+        found = _backward(loss_of(masked_model, batch))
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        raise AssertionError(f"{mode}: subnetwork {rank} does not run, unlike the dense model: {error}") from error
     assert torch.allclose(found, expected, rtol=_TOLERANCE), (
         f"{mode}: the loss of subnetwork {rank} is {found.item():.6g}, expected {expected.item():.6g}; some branch is "
         "not x + after(body(norm(x))) as described"
@@ -94,7 +96,26 @@ def _compare(
                 )
 
 
-def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    output: Any = model(**batch) if isinstance(batch, Mapping) else model(batch)
-    loss: torch.Tensor = output.loss if hasattr(output, "loss") else output.square().mean()
+def _backward(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+        raise ValueError(
+            "check_description: expected a scalar loss with a gradient; pass labels in the batch, or "
+            f"`loss_of(model, batch)`; got {_in_words(loss)}"
+        )
+    loss.backward()
     return loss
+
+
+def _in_words(value: Any) -> str:
+    return f"a tensor of shape {[*value.shape]}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+def _loss(model: nn.Module, batch: Any) -> Any:
+    output: Any = model(**batch) if isinstance(batch, Mapping) else model(batch)
+    if isinstance(output, torch.Tensor):
+        return output.square().mean()
+    if (loss := output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)) is not None:
+        return loss
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, Iterable) else ()
+    scalars = [value for value in values if isinstance(value, torch.Tensor) and value.dim() == 0]
+    return scalars[0] if len(scalars) == 1 else output

@@ -62,6 +62,10 @@ def test_what_cannot_be_described_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         layer.mlp.register_buffer("scale", scale)
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.scale.*same tensor"):
         locate_branches(model)
+    model = models.llama()
+    model.first_norm = model.model.layers[0].input_layernorm
+    with pytest.raises(ValueError, match=r"'first_norm\.weight' is the same tensor.*use separate modules"):
+        locate_branches(model)
     architectures.register(LlamaDecoderLayer, Branch("mlp", norm="input_layernorm", body="feed_forward"))
     with pytest.raises(ValueError, match=r"no submodule 'feed_forward'.*'mlp'"):
         locate_branches(models.llama())

@@ -48,26 +48,27 @@ def own_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_a_family_that_is_not_described_is_named_with_three_lines(name: str) -> None:
+def test_a_family_that_is_not_described_is_named_with_four_lines(name: str) -> None:
     build, layer, _ = UNKNOWN[name]
     model = build()
     with pytest.raises(ValueError, match=type(model).__name__) as error:
         locate_branches(model)
     message = str(error.value)
-    lines = message[message.index("from sdp_deepspeed") :].split("\n")[:3]
+    lines = message[message.index("from sdp_deepspeed") :].split("\n")[:4]
     assert lines[0] == "from sdp_deepspeed.architectures import Branch, register"
     assert lines[1] == f'register("{layer}",'
     children = re.search(r"its submodules \((.*?)\)", message)
     assert children is not None
     for child in children[1].split(", "):
         assert repeated_layer(model).get_submodule(child)  # type: ignore[union-attr]
+    assert all("norm=" in line and "body=" in line and "after=" in line for line in lines[2:])
     exec("\n".join(lines))  # what is written is Python; and not taken as it is
     with pytest.raises(ValueError, match=r"has no submodule 'NORM'"):
         locate_branches(model)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, branches) in UNKNOWN.items() if branches])
-def test_filled_in_the_three_lines_work(name: str) -> None:
+def test_filled_in_the_lines_work(name: str) -> None:
     """With dropout between the body and the addition that no branch has for itself."""
     build, layer, names = UNKNOWN[name]
     branches = [

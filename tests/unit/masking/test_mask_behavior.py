@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -391,6 +392,59 @@ def batch() -> torch.Tensor:
 def test_a_layer_that_writes_to_a_branchs_output_in_all_modes() -> None:
     describe()
     assert check_description(Model(), batch()) == [f"{regime} x {strategy}" for regime, strategy in MODES]
+
+
+def test_layers_with_a_second_name() -> None:
+    describe()
+    model: Any = Model()
+    expected = masked(Model(), plan := plan_of(model, "forward", "block"), 0)[0](batch())
+    model.first, model.blocks = model.layers[0], model.layers
+    assert torch.equal(masked(model, plan, 0)[0](batch()), expected)
+    assert len(check_description(model, batch())) == 4
+
+
+class WithLoss(nn.Module):
+    """Returns logits and loss, in the way of `give`."""
+
+    def __init__(self, give: Any) -> None:
+        super().__init__()
+        self.inner, self.give = Model(), give
+
+    def forward(self, x: torch.Tensor) -> Any:
+        logits = self.inner(x)
+        return self.give(logits, logits.square().mean())
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda logits, loss: (logits, loss),
+        lambda logits, loss: (loss, logits, None),
+        lambda logits, loss: {"logits": logits, "loss": loss, "aux_loss": loss},
+        lambda logits, loss: SimpleNamespace(logits=logits, loss=loss),
+    ],
+)
+def test_a_description_of_a_model_that_returns_its_loss(give: Any) -> None:
+    describe()
+    assert len(check_description(WithLoss(give), batch())) == 4
+
+
+@pytest.mark.parametrize(
+    ("give", "got"),
+    [
+        (lambda logits, _: (logits, None), "a tuple"),
+        (lambda logits, _: (logits, logits), "a tuple"),
+        (lambda logits, loss: SimpleNamespace(logits=logits, loss=loss.detach()), r"a tensor of shape \[\]"),
+    ],
+)
+def test_a_description_of_a_model_without_a_loss_needs_loss_of(give: Any, got: str) -> None:
+    describe()
+    with pytest.raises(ValueError, match=rf"pass labels in the batch, or `loss_of\(model, batch\)`; got {got}"):
+        check_description(WithLoss(give), batch())
+    assert (
+        len(check_description(WithLoss(give), batch(), loss_of=lambda model, x: model.get_submodule("inner")(x).sum()))
+        == 4
+    )
 
 
 class NormedStream(nn.Module):
