@@ -41,7 +41,7 @@ from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.dense import DenseView
 from sdp_deepspeed.engine.checkpoints import load, save
 from sdp_deepspeed.engine.full_access import install_full_access
-from sdp_deepspeed.engine.monitor import StepEvents
+from sdp_deepspeed.engine.monitor import StepEvents, label_profile
 from sdp_deepspeed.engine.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.engine.refusals import refuse_config
 from sdp_deepspeed.engine.replan import (
@@ -145,6 +145,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         _engines[model] = weakref.ref(self)
         extend_zero_grad(model, self._drop_gradients)
         self._step_events = StepEvents.of(self)
+        if self.flops_profiler_enabled():
+            label_profile(self)
         self.checkpoints = Checkpointer(**self.block.checkpoint.model_dump())
         for name in self.optimizer.sharded.param_groups:
             install_full_access(self.mask.parameters[name], name, self)

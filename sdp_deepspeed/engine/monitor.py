@@ -1,13 +1,18 @@
 """Events for DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet), in addition to the learning rate that DeepSpeed
-writes."""
+writes, and a label for its flops profiler."""
 
 from __future__ import annotations
 
 import math
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.profiling.flops_profiler.profiler import params_to_string
 
+from sdp_deepspeed.config import KEY
 from sdp_deepspeed.parallel.agree import gather_objects
 
 _DEFAULT_INTERVAL = 10  # steps
@@ -66,3 +71,26 @@ class StepEvents:
         engine.monitor.write_events(
             [(f"Train/Samples/{name}", float(v), engine.global_samples) for name, v in values.items() if v is not None]
         )
+
+
+def label_profile(engine: Any) -> None:
+    """Make DeepSpeed's flops profiler say that its "model" is a subnetwork."""
+    show = engine.flops_profiler.print_model_profile
+
+    def print_labelled(*args: Any, output_file: str | None = None, **options: Any) -> None:
+        sizes = [shape.numel() for name, shape in engine.mask.shapes.items() if name in engine.mask.parameters]
+        is_partial = any(map(engine.mask.is_partial, engine.mask.parameters))
+        with redirect_stdout(StringIO()) as report:
+            if is_partial:
+                print(
+                    f'{KEY}: "model" is the subnetwork of rank 0; the dense model has '
+                    f"{params_to_string(sum(sizes))} params per GPU"
+                )
+            show(*args, output_file=None, **options)
+        if output_file:
+            Path(output_file).absolute().parent.mkdir(parents=True, exist_ok=True)
+            Path(output_file).write_text(report.getvalue(), encoding="utf-8")
+        else:
+            print(report.getvalue(), end="")
+
+    engine.flops_profiler.print_model_profile = print_labelled
