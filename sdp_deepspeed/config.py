@@ -143,6 +143,12 @@ class SubnetworkConfig(BaseModel):
         description="Needed by phases that end at a fraction of all steps. By default the Trainer's number, or "
         "`scheduler.params.total_num_steps`.",
     )
+    branch_scale: Literal["none", "training"] = Field(
+        default="none",
+        title='"none" or "training"',
+        description="Regime `forward`: `training` multiplies what a unit adds to the residual stream by 1 / C while "
+        "subnetworks train.",
+    )
     dense_branch_scale: Literal["none", "coverage"] = Field(
         default="none",
         title='"none" or "coverage"',

@@ -39,11 +39,15 @@ class BatchedReference(Reference):
     with rows in dim 0, or a mapping to such tensors; all micro-batches of a step are concatenated. Random numbers, for
     example of dropout, are drawn for all rows together. Gradients are accumulated in the weights' dtype.
 
+    Args:
+        is_scaled: whether what a unit adds is multiplied by 1 / C in the forward regime.
+
     Raises (by `step`):
         ValueError: the rows of the model depend on each other (batch norm, experts), or cut layers are not linear; use
             `Reference` for these.
     """
 
+    is_scaled: bool = False
     _prepared: _Prepared | None = field(default=None, init=False, repr=False)
 
     def averaged_gradients(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
@@ -75,7 +79,8 @@ class BatchedReference(Reference):
         if kept is None or kept.plan is not self.plan or kept.rank_of_row != rank_of_row:
             device = next(self.model.parameters()).device
             subnetworks = [self.plan.subnetwork_of_rank[rank] for rank in rank_of_row]
-            rows = HeldRows.of(self.model, self.plan, torch.tensor(subnetworks, dtype=torch.long, device=device))
+            of_row = torch.tensor(subnetworks, dtype=torch.long, device=device)
+            rows = HeldRows.of(self.model, self.plan, of_row, is_scaled=self.is_scaled)
             kept = _Prepared(self.plan, rank_of_row, rows, divisors(self.model, self.plan))
             self._prepared = kept
         return kept

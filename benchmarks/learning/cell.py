@@ -20,7 +20,7 @@ from torch import nn
 
 from benchmarks.learning.batched_workers import BatchedReference
 from benchmarks.learning.dropping import dropped, with_dropout
-from benchmarks.learning.held_rows import scaled_branches
+from benchmarks.learning.held_rows import scale_outputs, scaled_branches
 from benchmarks.learning.plans import Planner, build, dense_flops
 from benchmarks.learning.subjects import Study, Subject
 from benchmarks.learning.text import Corpus, digest_of, read_corpus, training_rows, validation_rows
@@ -127,6 +127,9 @@ class _Training:
         self.step, self.flops = 0, 0.0
         self.curve: list[dict[str, float]] = []
         self._validation = validation_rows(self.corpus.validation, study.num_validation_rows, subject.size.length)
+        if subject.small_outputs:
+            _, plan = next(self.planner.plans(self.num_steps))
+            scale_outputs(self.model, plan)
         self.reference = self._make_reference()
         torch.manual_seed(cell.seed)  # of dropout
 
@@ -178,9 +181,11 @@ class _Training:
             self.flops += num_tokens * step_flops
             self.step += 1
             if self.step in ends:
-                loss = self._validate(plan, is_scaled=config.dense_branch_scale == "coverage")
+                losses = {"loss": self._validate(plan, is_scaled=config.dense_branch_scale == "coverage")}
+                if not plan.is_whole and (config.regime, config.branch_scale) == ("forward", "none"):
+                    losses["scaled_loss"] = self._validate(plan, is_scaled=True)
                 tokens = self.step * num_tokens
-                self.curve.append({"step": self.step, "tokens": tokens, "flops": self.flops, "loss": loss})
+                self.curve.append({"step": self.step, "tokens": tokens, "flops": self.flops, **losses})
         return True
 
     def train_step(self, plan: Plan) -> None:
@@ -199,8 +204,11 @@ class _Training:
             reference.step([[own] for own in rows.chunk(self.study.num_workers)])
 
     def _make_reference(self) -> BatchedReference:
-        _, plan = next(self.planner.plans(self.num_steps))
-        return BatchedReference(self.model, plan, self._optimizer, self._losses, clip=self.study.clip)
+        config, plan = next(self.planner.plans(self.num_steps))
+        is_scaled = config.branch_scale == "training"
+        return BatchedReference(
+            self.model, plan, self._optimizer, self._losses, clip=self.study.clip, is_scaled=is_scaled
+        )
 
     def _optimizer(self, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         matrices = [parameter for parameter in named.values() if parameter.dim() > 1]

@@ -27,12 +27,13 @@ class HeldRows:
     sites: Sequence[Site]
 
     @classmethod
-    def of(cls, model: nn.Module, plan: Plan, subnetwork_of_row: torch.Tensor) -> HeldRows:
+    def of(cls, model: nn.Module, plan: Plan, subnetwork_of_row: torch.Tensor, *, is_scaled: bool = False) -> HeldRows:
         """Find the sites of a model.
 
         Args:
             model: dense.
             subnetwork_of_row: subnetwork of each row, [rows].
+            is_scaled: whether what a unit adds is multiplied by 1 / C in the forward regime (`branch_scale`).
 
         Raises:
             ValueError: rows of the model depend on each other, or a branch cannot run for some rows.
@@ -42,7 +43,11 @@ class HeldRows:
             return cls(())
         _refuse_own_forwards(model)
         return cls(
-            [site for branch in locate_branches(model) for site in _sites(model, plan, branch, subnetwork_of_row)]
+            [
+                site
+                for branch in locate_branches(model)
+                for site in _sites(model, plan, branch, subnetwork_of_row, is_scaled=is_scaled)
+            ]
         )
 
     @contextmanager
@@ -61,21 +66,28 @@ def scaled_branches(model: nn.Module, plan: Plan) -> Iterator[None]:
     Raises:
         ValueError: a branch without described output projection.
     """
-    scales = [
-        (model.get_parameter(piece.parameter), piece, plan.coverage_of(index))
-        for branch in locate_branches(model)
-        for index, pieces in _units_of(plan, branch)
-        for piece in pieces
-        if piece.parameter in _outputs(model, branch)
-    ]
-    kept = {parameter: parameter.detach().clone() for parameter, _, _ in scales}
-    for parameter, piece, scale in scales:
-        piece.narrow(parameter.detach()).mul_(scale)
+    names = {name for branch in locate_branches(model) for name in _outputs(model, branch)}
+    kept = {model.get_parameter(name): model.get_parameter(name).detach().clone() for name in names}
+    scale_outputs(model, plan)
     try:
         yield
     finally:
         for parameter, value in kept.items():
             parameter.detach().copy_(value)
+
+
+def scale_outputs(model: nn.Module, plan: Plan) -> None:
+    """Multiply the output projections of each unit by its coverage, in place.
+
+    Raises:
+        ValueError: a branch without described output projection.
+    """
+    for branch in locate_branches(model):
+        outputs = _outputs(model, branch)
+        for index, pieces in _units_of(plan, branch):
+            for piece in pieces:
+                if piece.parameter in outputs:
+                    piece.narrow(model.get_parameter(piece.parameter).detach()).mul_(plan.coverage_of(index))
 
 
 def _refuse_mixed_rows(model: nn.Module) -> None:
@@ -105,10 +117,12 @@ def _outputs(model: nn.Module, branch: LocatedBranch) -> set[str]:
     if not cuts:
         raise ValueError(f"{branch.name}: its description names no output projection to scale")
     known = dict(model.get_submodule(branch.root).named_parameters())
-    return {f"{branch.root}.{name}" for cut in cuts for name in cut.names(known)}
+    return {f"{branch.root}.{name}" for cut in cuts for name in cut.names(known) if name in known}
 
 
-def _sites(model: nn.Module, plan: Plan, branch: LocatedBranch, subnetwork_of_row: torch.Tensor) -> Iterator[Site]:
+def _sites(
+    model: nn.Module, plan: Plan, branch: LocatedBranch, subnetwork_of_row: torch.Tensor, *, is_scaled: bool
+) -> Iterator[Site]:
     units = [(index, pieces) for index, pieces in _units_of(plan, branch) if plan.coverage_of(index) < 1]
     if not units:
         return
@@ -119,7 +133,7 @@ def _sites(model: nn.Module, plan: Plan, branch: LocatedBranch, subnetwork_of_ro
             f"{branch.parameters[0]} is a parameter of the layer, whose gradient cannot be split by rows; use Reference"
         )
     if any(piece.dim is not None for _, pieces in units for piece in pieces):
-        yield from _cut_sites(model, plan, branch, units, subnetwork_of_row)
+        yield from _cut_sites(model, plan, branch, units, subnetwork_of_row, is_scaled=is_scaled)
         return
     (index, _), *others = units
     assert not others, "a branch that is not cut is in one unit"
@@ -127,7 +141,7 @@ def _sites(model: nn.Module, plan: Plan, branch: LocatedBranch, subnetwork_of_ro
     rows = Rows(held.nonzero().flatten(), (~held).nonzero().flatten())
     modules = tuple(model.get_submodule(name) for name in branch.modules)
     if plan.regime == "forward":
-        yield SkippedRows(modules, rows)
+        yield SkippedRows(modules, rows, 1 / plan.coverage_of(index) if is_scaled else 1.0)
     else:
         caches = branch.description.inner.caches if branch.description.inner else ()
         yield from (FrozenRows(module, rows, caches) for module in modules)
@@ -139,6 +153,8 @@ def _cut_sites(
     branch: LocatedBranch,
     units: Sequence[tuple[int, list[Piece]]],
     subnetwork_of_row: torch.Tensor,
+    *,
+    is_scaled: bool,
 ) -> Iterator[Site]:
     for tensor in branch.cut_tensors:
         path, _, leaf = tensor.parameter.rpartition(".")
@@ -153,8 +169,10 @@ def _cut_sites(
         held = subnetwork_of_row.new_ones(plan.num_subnetworks, tensor.size, dtype=dtype)
         for index, pieces in units:
             for piece in (piece for piece in pieces if piece.parameter == tensor.parameter):
-                lacking = [worker for worker in range(plan.num_subnetworks) if not plan.holds(index, worker)]
-                held[lacking, piece.start : piece.start + piece.length] = 0
+                columns = held[:, piece.start : piece.start + piece.length]
+                if is_scaled and plan.regime == "forward":
+                    columns /= plan.coverage_of(index)
+                columns[[worker for worker in range(plan.num_subnetworks) if not plan.holds(index, worker)]] = 0
         of_rows = held[subnetwork_of_row].unsqueeze(1)  # broadcast over positions
         if plan.regime == "forward":
             yield MaskedInput(module, of_rows)

@@ -43,11 +43,12 @@ class Rows:
         """Select rows of tensors, or of tuples of tensors; other values are unchanged."""
         return _mapped(value, lambda tensor: tensor[rows] if tensor.dim() > 1 and len(tensor) == self.count else tensor)
 
-    def scattered(self, value: Any) -> Any:
-        """Scatter held rows, with zeros in the lacking rows."""
+    def scattered(self, value: Any, scale: float = 1.0) -> Any:
+        """Scatter held rows times `scale`, with zeros in the lacking rows."""
 
         def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.new_zeros(self.count, *tensor.shape[1:]).index_copy(0, self.held, tensor)
+            scaled = tensor if scale == 1 else tensor * scale
+            return scaled.new_zeros(self.count, *tensor.shape[1:]).index_copy(0, self.held, scaled)
 
         return _mapped(value, of_tensor)
 
@@ -77,10 +78,12 @@ class SkippedRows:
 
     Args:
         modules: of the branch, in forward order; each gets the output of the previous one.
+        scale: factor of what the branch adds.
     """
 
     modules: tuple[nn.Module, ...]
     rows: Rows
+    scale: float = 1.0
 
     def install(self, stack: ExitStack) -> None:
         for module in self.modules:
@@ -91,7 +94,7 @@ class SkippedRows:
         return self.rows.of(args, self.rows.held), self.rows.of(kwargs, self.rows.held)
 
     def _scatter(self, _: nn.Module, __: Any, output: Any) -> Any:
-        return self.rows.scattered(output)
+        return self.rows.scattered(output, self.scale)
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ class FrozenRows(_Replaced):
 
 @dataclass(frozen=True)
 class MaskedInput:
-    """An output projection with zeros as inputs from lacking neurons."""
+    """An output projection whose inputs are multiplied by 0 from lacking neurons, and by a factor from held ones."""
 
     module: nn.Module
     held: torch.Tensor

@@ -58,6 +58,7 @@ class Subject:
         dropout: of elements.
         weight_decay: of matrices.
         rows: of a worker in a step; None for the study's.
+        small_outputs: whether weights of output projections start C times smaller.
     """
 
     size: Size = REFERENCE
@@ -66,6 +67,7 @@ class Subject:
     dropout: float = 0.0
     weight_decay: float = 0.1
     rows: int | None = None
+    small_outputs: bool = False
 
     def described(self) -> dict[str, Any]:
         """As JSON, without defaults; cells of a subject that has changed are done again."""
@@ -116,6 +118,16 @@ def _whole_end_variants() -> dict[str, Subject]:
     return found
 
 
+def _scales() -> dict[str, Subject]:
+    """Each branch times 1/C in training, with output projections that start as usual or C times smaller."""
+    found = {}
+    for name, coverage in (("C=1/2", 0.5), ("C=1/4", 0.25)):
+        block = {"coverage": _whole_ends(coverage), "branch_scale": "training"}
+        found[f"{name}, whole ends, scaled in training"] = Subject(block=block, small_outputs=True)
+        found[f"{name}, whole ends, scaled in training, usual start"] = Subject(block=block)
+    return found
+
+
 def _for_few_data() -> dict[str, Subject]:
     """SDP whose dense model is scaled, and what else holds a model back."""
     scaled = {"dense_branch_scale": "coverage"}
@@ -131,7 +143,7 @@ def _for_few_data() -> dict[str, Subject]:
     }
 
 
-SUBJECTS = _sizes() | _modes() | _whole_end_variants() | _for_few_data()
+SUBJECTS = _sizes() | _modes() | _whole_end_variants() | _scales() | _for_few_data()
 
 # For `study.py --set`: budgets in dense steps of 0.41M, subjects, seeds. On two cores "long" takes about five hours.
 SETS: dict[str, list[tuple[int, str, int]]] = {
@@ -145,6 +157,14 @@ SETS: dict[str, list[tuple[int, str, int]]] = {
             f"{prefix}C=1/4, dense tail 50%, whole ends",
             f"{prefix}C=1/2, dense tail 50%, whole ends",
         )
+    ],
+    "scale": [
+        (budget, f"{name}, whole ends{scale}", seed)
+        for scales in (("", ", scaled in training"), (", scaled in training, usual start",))
+        for budget in (1000, 2000)
+        for seed in (0, 1)
+        for scale in scales
+        for name in ("C=1/4", "C=1/2")
     ],
     "tiny": [(2, "dense 64x8", 0), (2, "C=1/4, whole ends", 0)],
 }
