@@ -143,16 +143,11 @@ class SubnetworkConfig(BaseModel):
         description="Needed by phases that end at a fraction of all steps. By default the Trainer's number, or "
         "`scheduler.params.total_num_steps`.",
     )
-    branch_scale: Literal["none", "training"] = Field(
-        default="none",
-        title='"none" or "training"',
-        description="Regime `forward`: `training` multiplies what a unit adds to the residual stream by 1 / C while "
-        "subnetworks train.",
-    )
-    dense_branch_scale: Literal["none", "coverage"] = Field(
-        default="none",
-        title='"none" or "coverage"',
-        description="Regime `forward`: `coverage` multiplies each branch of the dense model by its coverage.",
+    branch_scale: Literal["training", "none"] = Field(
+        default="training",
+        title='"training" or "none"',
+        description="Regime `forward`: `training` multiplies what a unit adds to the residual stream by 1 / C in "
+        "subnetworks, so that they are of the dense model's size; `none` does not.",
     )
     allow_optimizer: bool = Field(
         default=False,
@@ -313,12 +308,6 @@ REFUSED_COMBINATIONS = (
         lambda config: config.coverage is not None and config.holders is not None,
         "cannot be combined with holders",
         "remove one of them",
-    ),
-    Combination(
-        "dense_branch_scale",
-        lambda config: config.dense_branch_scale == "coverage" and config.regime == "backward",
-        'has no effect in the regime "backward", which runs the whole model',
-        "remove it",
     ),
     Combination(
         "redraw_interval",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -23,7 +23,6 @@ from sdp_deepspeed.config import KEY
 from sdp_deepspeed.masking.mask import Mask, is_masked, partial_tensors
 from sdp_deepspeed.masking.placeholders import PartialTensor
 from sdp_deepspeed.masking.running_statistics import average_running_statistics, running_statistics
-from sdp_deepspeed.masking.scale import scaled
 from sdp_deepspeed.parallel.groups import Groups
 from sdp_deepspeed.units import Piece
 
@@ -49,7 +48,6 @@ class DenseView:
         device: device of the weights.
         wait: called before the first collective, to synchronize all ranks.
         changed: called when the module is the subnetwork again; weights may have been changed meanwhile.
-        is_scaled: whether to multiply dense branches by their coverage.
 
     Attributes:
         is_resident: whether the module is currently the dense model.
@@ -63,12 +61,10 @@ class DenseView:
         *,
         wait: Callable[[str], None],
         changed: Callable[[], None],
-        is_scaled: bool = False,
     ) -> None:
         self.mask, self._groups, self._device = mask, groups, device
-        self._wait, self._changed, self._is_scaled = wait, changed, is_scaled
+        self._wait, self._changed = wait, changed
         self._is_evaluating = False  # made resident by an evaluation, not by `resident()`
-        self._scaled = ExitStack()
         self._handles: list[Any] = []
         self._has_warned = False
         self._install()
@@ -87,12 +83,11 @@ class DenseView:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def make_resident(self, what: str = "the dense model", *, scales: bool = True) -> None:
+    def make_resident(self, what: str = "the dense model") -> None:
         """Make the module the dense model. Collective, unless it is dense already.
 
         Args:
             what: name of the call, for messages.
-            scales: whether to apply `is_scaled`.
         """
         if self.is_resident:
             return
@@ -102,15 +97,12 @@ class DenseView:
         self.mask.undo()
         if self.mask.plan.regime == "forward":
             self._fetch()
-        if self._is_scaled and scales:
-            self._scaled.enter_context(scaled(self.mask))
 
     @torch.no_grad()
     def end(self) -> None:
         """Make the module this rank's subnetwork again, with its current weights."""
         self._is_evaluating = False
         if self.is_resident:
-            self._scaled.close()
             self.mask.apply()
             self._changed()
 
@@ -208,7 +200,7 @@ class DenseView:
             elif not view.is_resident and id(module) == root and not view._has_warned:
                 view._warn()
 
-        if not self.mask.plan.is_whole or self._is_scaled or running_statistics(self.mask):
+        if not self.mask.plan.is_whole or running_statistics(self.mask):
             self._handles += [module.register_forward_pre_hook(before_forward, prepend=True) for module in owned]
         if not self.mask.plan.is_whole:
             self._install_refusals(model)

@@ -3,7 +3,8 @@
 Under `Init` tensors are on the meta device, and the operations of constructors, `reset_parameters` and Transformers'
 `_init_weights` are recorded. Later, a rank computes each tensor that it holds, even in part, from the recording, as a
 whole and on the CPU, and keeps its slices. So weights depend on the constructors and the seed only, and are the same on
-every rank, in every layout, mode and host. Tables that constructors compute are bit-identical to those without `Init`.
+every rank, in every layout, mode and host; but output projections of branches that subnetworks multiply by 1 / C start
+C times smaller. Tables that constructors compute are bit-identical to those without `Init`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Init:
 
     `deepspeed.initialize` or `fully_shard` then initializes the weights that each rank holds, as the model's
     constructors would. Parameters have the same distribution as without this context, but other random numbers, derived
-    from PyTorch's seed on rank 0.
+    from PyTorch's seed on rank 0; with `branch_scale: "training"`, output projections start C times smaller.
 
     Raises:
         RuntimeError: inside, if a constructor needs the value of a tensor, by a nested `Init`, and by
@@ -263,6 +264,7 @@ class DeferredWeights:
             dense = self.value(name, seed) if stored else None
             for piece in stored:
                 mask.view(piece).copy_(piece.narrow(dense))
+        _shrink_outputs(mask)
         self.restore_attributes(device, seed)
         torch.set_rng_state(random_state)
 
@@ -282,6 +284,19 @@ class DeferredWeights:
         if value.is_floating_point() and value.isnan().any():
             raise ValueError(_uninitialized([name]))
         return value
+
+
+def _shrink_outputs(mask: Mask) -> None:
+    """Multiply the output projections of branches that subnetworks multiply by 1 / C by C, so that these start with the
+    usual size of what they add."""
+    for branch in mask.branches:
+        if branch.name not in mask.scaled:
+            continue
+        for tensor in branch.cut_tensors:
+            if tensor.cut.is_output:
+                for piece, _ in mask.pieces_of(tensor.parameter):
+                    if mask.stored(piece):
+                        mask.view(piece).mul_(mask.scaled[branch.name])
 
 
 def _uninitialized(names: list[str]) -> str:

@@ -39,15 +39,11 @@ class BatchedReference(Reference):
     with rows in dim 0, or a mapping to such tensors; all micro-batches of a step are concatenated. Random numbers, for
     example of dropout, are drawn for all rows together. Gradients are accumulated in the weights' dtype.
 
-    Args:
-        is_scaled: whether what a unit adds is multiplied by 1 / C in the forward regime.
-
     Raises (by `step`):
         ValueError: the rows of the model depend on each other (batch norm, experts), or cut layers are not linear; use
             `Reference` for these.
     """
 
-    is_scaled: bool = False
     _prepared: _Prepared | None = field(default=None, init=False, repr=False)
 
     def averaged_gradients(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[float]], dict[str, torch.Tensor]]:

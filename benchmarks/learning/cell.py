@@ -181,7 +181,7 @@ class _Training:
             self.flops += num_tokens * step_flops
             self.step += 1
             if self.step in ends:
-                losses = {"loss": self._validate(plan, is_scaled=config.dense_branch_scale == "coverage")}
+                losses = {"loss": self._validate(plan)}
                 if not plan.is_whole and (config.regime, config.branch_scale) == ("forward", "none"):
                     losses["scaled_loss"] = self._validate(plan, is_scaled=True)
                 tokens = self.step * num_tokens
@@ -228,7 +228,7 @@ class _Training:
         return losses.view(len(rows), -1).mean(1)
 
     @torch.no_grad()
-    def _validate(self, plan: Plan, *, is_scaled: bool) -> float:
+    def _validate(self, plan: Plan, *, is_scaled: bool = False) -> float:
         """Loss of the dense model."""
         self.model.eval()
         with scaled_branches(self.model, plan) if is_scaled else nullcontext():

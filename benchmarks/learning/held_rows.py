@@ -61,7 +61,7 @@ class HeldRows:
 
 @contextmanager
 def scaled_branches(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Context in which branches of the dense model are scaled as with `dense_branch_scale: "coverage"`.
+    """Context in which each branch of the dense model is multiplied by its coverage.
 
     Raises:
         ValueError: a branch without described output projection.

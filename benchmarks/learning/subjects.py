@@ -13,6 +13,7 @@ from sdp_deepspeed.config import MODES
 
 Block = Mapping[str, Any]
 HEAD_WIDTH = 16
+UNSCALED = {"branch_scale": "none"}  # the paper's method
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,10 @@ class Subject:
         found = {key: value for key, value in asdict(self).items() if key not in usual or value != usual[key]}
         if self.size.head_width == HEAD_WIDTH:
             del found["size"]["head_width"]
+        if self.block is not None:  # cells from before the key existed are of "none"
+            found["block"] = {
+                key: value for key, value in self.block.items() if (key, value) != ("branch_scale", "none")
+            }
         found["size"]["initial_deviation"] = round(self.size.initial_deviation, 6)
         return found
 
@@ -96,12 +101,14 @@ def _sizes() -> dict[str, Subject]:
 
 def _modes() -> dict[str, Subject]:
     static = {
-        f"{mode}, C={coverage:g}": Subject(block={**mode._asdict(), "coverage": coverage})
+        f"{mode}, C={coverage:g}": Subject(block={**mode._asdict(), "coverage": coverage, **UNSCALED})
         for mode in MODES
         for coverage in (0.75, 0.5, 0.25)
     }
     tails = {
-        f"{mode}, C={coverage:g}, dense tail {share:.0%}": Subject(block=_dense_tail(coverage, share, **mode._asdict()))
+        f"{mode}, C={coverage:g}, dense tail {share:.0%}": Subject(
+            block=_dense_tail(coverage, share, **mode._asdict(), **UNSCALED)
+        )
         for mode in MODES
         for coverage, share in ((0.5, 0.3), (0.5, 0.5), (0.25, 0.5))
     }
@@ -113,8 +120,8 @@ def _whole_end_variants() -> dict[str, Subject]:
     for size, prefix in ((REFERENCE, ""), (LARGER, "128x8, ")):
         for name, coverage in (("C=1/2", 0.5), ("C=1/4", 0.25)):
             ends = _whole_ends(coverage)
-            found[f"{prefix}{name}, whole ends"] = Subject(size, {"coverage": ends})
-            found[f"{prefix}{name}, dense tail 50%, whole ends"] = Subject(size, _dense_tail(ends, 0.5))
+            found[f"{prefix}{name}, whole ends"] = Subject(size, {"coverage": ends, **UNSCALED})
+            found[f"{prefix}{name}, dense tail 50%, whole ends"] = Subject(size, _dense_tail(ends, 0.5, **UNSCALED))
     return found
 
 
@@ -129,12 +136,10 @@ def _scales() -> dict[str, Subject]:
 
 
 def _for_few_data() -> dict[str, Subject]:
-    """SDP whose dense model is scaled, and what else holds a model back."""
-    scaled = {"dense_branch_scale": "coverage"}
+    """SDP scaled in training, and what else holds a model back."""
+    drawn = {"coverage": 0.75, "branch_scale": "training", "redraw_interval": 10}
     return {
-        "C=1/2, scaled": Subject(block={"coverage": 0.5, **scaled}),
-        "C=1/2, scaled, whole ends": Subject(block={"coverage": _whole_ends(0.5), **scaled}),
-        "C=3/4, scaled, drawn every 10 steps": Subject(block={"coverage": 0.75, **scaled, "redraw_interval": 10}),
+        "C=3/4, scaled in training, drawn every 10 steps": Subject(block=drawn, small_outputs=True),
         "stochastic depth 0.2": Subject(dropping=Dropping(0.2, "depth")),
         "branch dropout 0.2": Subject(dropping=Dropping(0.2)),
         "dense 64x4, branch dropout 0.2": Subject(Size(64, 4), dropping=Dropping(0.2)),

@@ -117,7 +117,7 @@ class Branch:
         after: submodules between body and addition, such as dropout, from one tensor to one tensor.
         num_outputs: 1 if the (first) body returns a tensor, n if it returns a tuple of n, of which the first is the
             branch's output.
-        inner: neurons or heads; None if only the block strategy without `dense_branch_scale` is possible.
+        inner: neurons or heads; None if only the block strategy is possible.
         added_to: position of the (first) body's positional argument to which the body adds its output itself (BLOOM).
             None if the layer adds it.
         extra_outputs: keyword arguments that an absent body returns as its further outputs (T5's position bias); other

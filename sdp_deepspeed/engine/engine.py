@@ -64,7 +64,7 @@ from sdp_deepspeed.masking.running_statistics import (
     tracking_norms,
     write_statistics,
 )
-from sdp_deepspeed.masking.scale import output_scales
+from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.agree import (
     CallBarrier,
@@ -202,14 +202,15 @@ class SubnetworkEngine(DeepSpeedEngine):
         def make() -> tuple[Plan, Mask]:
             plan, warnings = plan_model(self.module, block, len(members), branches=branches, shards=shards)
             local = shards.local_plan(plan)
-            mask = Mask(self.module, local, members.index(dist.get_rank()), branches=branches)
+            rank, is_scaled = members.index(dist.get_rank()), block.branch_scale == "training"
+            mask = Mask(self.module, local, rank, branches=branches, is_scaled=is_scaled)
             check_trained(mask)
-            if block.dense_branch_scale == "coverage":
-                output_scales(mask)  # raises
             for warning in warnings if logs else ():
                 log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
             if logs and dist.get_rank() == 0:
                 _announce(f"{KEY}\n{plan.table(unit_costs(self.module, local.units))}")
+                if mask.scaled:
+                    _announce(f"{KEY}.{describe_scale(mask.scaled, is_initialized=self._deferred is None)}")
             return plan, mask
 
         plan, mask = run_on_all_ranks(make, self._control)
@@ -299,7 +300,6 @@ class SubnetworkEngine(DeepSpeedEngine):
             self.device,
             wait=self._barrier.wait,
             changed=lambda: self.optimizer.refresh_fp32_params(),
-            is_scaled=block.dense_branch_scale == "coverage",
         )
         return ShardedOptimizer(
             optimizer,
@@ -608,7 +608,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         """Turn the module into the dense model again, for another engine. Collective; ends this engine."""
         self._refuse_dense("deepspeed.initialize")
         self.checkpoints.close()
-        self.dense_view.make_resident("deepspeed.initialize", scales=False)
+        self.dense_view.make_resident("deepspeed.initialize")
         self.dense_view.close()
         self.optimizer.destroy()
         for handle in self._partial_sums:

@@ -95,7 +95,7 @@ def replan(engine: Any, config: Mapping[str, Any], stage: int | None) -> Replann
         )
     block, _ = asked[0]
     engine.checkpoints.wait()
-    engine.dense_view.make_resident("engine.replan", scales=False)
+    engine.dense_view.make_resident("engine.replan")
     try:
         _set_stage(engine, after)
         plan, mask = engine.plan_and_mask(block)

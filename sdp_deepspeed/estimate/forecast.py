@@ -378,7 +378,7 @@ def forecast_of(
         rank = busiest_rank(plan, model.module) if rank is None else rank
         inputs = model.inputs(micro)
         branches = locate_branches(model.module)
-        mask = Mask(model.module, plan, rank, branches=branches)
+        mask = Mask(model.module, plan, rank, branches=branches, is_scaled=block.branch_scale == "training")
         mask.apply()
     memory: dict[str, Any] = {"ignored": mask.tensors(), "parameters": mask.parameters}
     if sharded is not None:

@@ -22,7 +22,6 @@ from sdp_deepspeed.fsdp.parts import Part, bare_copy
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.forwards import Forward, replace_forward
-from sdp_deepspeed.masking.scale import output_scales
 from sdp_deepspeed.parallel.groups import Groups, all_gather
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -50,7 +49,6 @@ class DenseModel:
     Args:
         mask: mask of the model, not applied yet.
         parts: parts of the parameters, by dense name.
-        is_scaled: whether to multiply branches by their coverage.
         policy: FSDP2's mixed precision policy.
         tensor_parallel: the parts of each parameter on tensor-parallel ranks; None without tensor parallelism.
 
@@ -62,12 +60,10 @@ class DenseModel:
         self,
         mask: Mask,
         parts: Mapping[str, Sequence[Part]],
-        is_scaled: bool,
         policy: MixedPrecisionPolicy,
         tensor_parallel: TensorParallel | None,
     ) -> None:
         self._mask, self._parts, self._policy, self._tensor_parallel = mask, parts, policy, tensor_parallel
-        self.scales = dict(output_scales(mask)) if is_scaled else {}
         self._blank = {  # placeholders of the parameters while no layer runs
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
             for p in mask.parameters.values()
@@ -227,7 +223,7 @@ class DenseModel:
     # ---- gathering ----------------------------------------------------------------------------------------------
 
     def gather(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Gather dense parameters in FSDP2's compute dtype, scaled. Collective, with the same names on all ranks."""
+        """Gather dense parameters in FSDP2's compute dtype. Collective, with the same names on all ranks."""
         me, mask, found = self._groups.rank, self._mask, list[tuple[Part, list[Segment]]]()
         for name in names:
             dtype = self._policy.param_dtype or self._dtypes[name]
@@ -249,9 +245,6 @@ class DenseModel:
             lengths = [piece.length for piece in part.pieces]
             for piece, own in zip(part.pieces, whole.split(lengths, part.dim), strict=True):
                 piece.narrow(dense).copy_(own)
-        for piece, scale in self.scales.items():
-            if piece.parameter in values:
-                piece.narrow(values[piece.parameter]).mul_(scale)
         return values
 
     def _gather_buffers(self) -> None:

@@ -28,7 +28,7 @@ logger = logging.getLogger("sdp_deepspeed")
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """Gather the dense state dict on rank 0, in host memory; other ranks get an empty dict. Collective.
 
-    Branches are scaled according to `dense_branch_scale`. Shared buffers and `ignored_params` are those of rank 0,
+    Shared buffers and `ignored_params` are those of rank 0,
     except running statistics of batch norms, which are averaged.
 
     Args:
@@ -41,9 +41,6 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     sharded.begin_evaluation("full_state_dict")
     values = hugging_face.dense_state_dict(state_of(sharded), sharded.device)
     own = sharded.dense.current_buffers()
-    for piece, scale in sharded.dense.scales.items():
-        if piece.parameter in values:
-            piece.narrow(values[piece.parameter]).mul_(scale)
     if dist.get_rank() != 0:
         return {}
     # Tied weights stay one tensor.

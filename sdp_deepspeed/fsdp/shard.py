@@ -37,6 +37,7 @@ from sdp_deepspeed.init import DeferredWeights, give
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.forwards import set_data
+from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.agree import (
     CallBarrier,
@@ -166,8 +167,7 @@ def _shard(start: Start) -> ShardedModel:
         check_same_plan(start.plan, control)
         check_same_parameters(module, start.columns or [range(dist.get_world_size())], control)
         mask, parts = start.mask, parts_of(start.mask, options.ignored_params)
-        is_scaled = start.block.dense_branch_scale == "coverage"
-        make = partial(DenseModel, mask, parts, is_scaled, options.mp_policy, start.tensor_parallel)
+        make = partial(DenseModel, mask, parts, options.mp_policy, start.tensor_parallel)
         dense = run_on_all_ranks(make, control)
     coverage = start.plan.mean_coverage([cost.flops for cost in unit_costs(module, mask.plan.units)])
     holder_sets = {part.holders for own in parts.values() for part in own}
@@ -212,12 +212,15 @@ def _prepare(start: Start) -> None:
         refuse_model(module)
         column = next(index for index, ranks in enumerate(start.columns) if dist.get_rank() in ranks)
         plan = start.tensor_parallel.shards(column).local_plan(plan)
-    start.mask = Mask(module, plan, start.mesh.get_local_rank(), branches=branches)
+    is_scaled = start.block.branch_scale == "training"
+    start.mask = Mask(module, plan, start.mesh.get_local_rank(), branches=branches, is_scaled=is_scaled)
     start.units = list(units_of(start.mask))
     if dist.get_rank() == 0:
         for warning in warnings:
             logger.warning("%s: %s", KEY, warning)
         logger.info("%s\n%s", KEY, start.plan.table(unit_costs(module, start.plan.units)))
+        if start.mask.scaled:
+            logger.info("%s.%s", KEY, describe_scale(start.mask.scaled, is_initialized=start.deferred is None))
 
 
 def _apply_mask(start: Start, groups: Groups) -> None:

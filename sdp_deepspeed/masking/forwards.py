@@ -6,7 +6,7 @@ masked module is an independent masked module.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -44,6 +44,21 @@ def restore_forward(module: nn.Module) -> None:
         vars(module)["_sdp_forward"] = outer
     if getattr(previous, "__func__", None) is not type(module).forward:
         vars(module)["forward"] = previous
+
+
+def run_with(forward: Forward, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a module's own forward with other values of its attributes. Instance attributes precede parameters."""
+    attributes = vars(forward.module)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
+    try:
+        return forward.previous(*args, **kwargs)
+    finally:
+        for name in values:
+            if name in before:
+                attributes[name] = before[name]
+            else:
+                del attributes[name]
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from sdp_deepspeed.masking.experts import check_experts, router_refusal
 from sdp_deepspeed.masking.forwards import restore_forward, set_data
 from sdp_deepspeed.masking.lacking_blocks import skip_branch
 from sdp_deepspeed.masking.narrow_layers import Sizes, select_heads
+from sdp_deepspeed.masking.scale import coverage_of_branches, scale_block, scale_outputs
 from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, set_sizes, split_layer
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, pieces_by_tensor
@@ -39,6 +40,7 @@ class Mask:
         plan: plan in coordinates of this model's tensors; with tensor parallelism, in those of this rank.
         rank: data-parallel index.
         branches: residual branches of the model, with tensor parallelism as on this rank. Default: located here.
+        is_scaled: whether a subnetwork multiplies what its units add by 1 / C (`branch_scale`).
 
     Attributes:
         parameters, buffers: parameters and buffers of the model, by dense name.
@@ -47,13 +49,20 @@ class Mask:
         buffer_pieces: the same for buffers.
         shapes: dense shapes of parameters and buffers, by name.
         trainable: whether a parameter required a gradient before masking, by name.
+        scaled: coverage of each branch that is multiplied by its inverse, by name of the branch.
 
     Raises:
         ValueError: the plan does not fit the model, or the model cannot be masked.
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, rank: int, *, branches: Sequence[LocatedBranch] | None = None
+        self,
+        model: nn.Module,
+        plan: Plan,
+        rank: int,
+        *,
+        branches: Sequence[LocatedBranch] | None = None,
+        is_scaled: bool = False,
     ) -> None:
         if is_masked(model):
             raise RuntimeError("the model is masked already; undo its mask, or use a new model")
@@ -77,6 +86,8 @@ class Mask:
         }
         check_plan(model, plan, self.branches)
         check_experts(model, plan, self.branches)
+        is_scaled = is_scaled and plan.regime == "forward"
+        self.scaled = coverage_of_branches(plan, self.branches) if is_scaled else {}
         self._router_refusal = router_refusal(model, plan, self.branches)
         self._strides = {name: tensor.stride() for name, tensor in tensors.items()}
         self._reshaped: list[str] = []  # names of parameters and buffers whose shapes have changed
@@ -207,14 +218,14 @@ class Mask:
     def _apply_forward(self) -> None:
         cut = self._cut_branches()
         self._sizes = [Sizes.of(self.model, branch) for branch in cut]
-        lacking = [
-            branch
-            for index, branches in blocks_of_units(self.plan, self.branches).items()
-            if not self.plan.holds_rank(index, self.rank)
-            for branch in branches
-        ]
-        for branch in lacking:
-            self._masked += skip_branch(self.model, branch)
+        lacking = []
+        for index, branches in blocks_of_units(self.plan, self.branches).items():
+            for branch in branches:
+                if not self.plan.holds_rank(index, self.rank):
+                    lacking.append(branch)
+                    self._masked += skip_branch(self.model, branch)
+                elif coverage := self.scaled.get(branch.name):
+                    self._masked.append(scale_block(self.model, branch, coverage))
         of_layers = {name for branch in lacking for name in branch.parameters}
         for name in self.shapes:
             self._narrow(name, is_multiplied=name in of_layers)
@@ -226,6 +237,8 @@ class Mask:
                 body = self.model.get_submodule(branch.bodies[0])
                 select_heads(body, branch, heads)
                 self._masked.append(body)
+            if coverage := self.scaled.get(branch.name):
+                self._masked += scale_outputs(self.model, branch, coverage, self.output_biases())
         if not self.plan.is_whole:
             for check in (refuse_cache, self._router_refusal):
                 if check is not None:

@@ -1,83 +1,120 @@
-"""`dense_branch_scale: "coverage"`: multiply each branch of the dense model by its coverage (forward regime)."""
+"""`branch_scale: "training"`: subnetworks multiply what their units add to the residual stream by 1 / C.
+
+As with dropout and stochastic depth, the sum of the branches that are present then has the size of the dense model's,
+which is not scaled. A block is multiplied at its end; neurons, heads and channels after the output projection, without
+its bias, which every rank adds. Only the forward regime has scales, and only while the mask is applied.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
-from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.architectures import LocatedBranch, branches_of_units
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.units import Piece
+from sdp_deepspeed.masking.check import blocks_of_units
+from sdp_deepspeed.masking.forwards import Forward, replace_forward, run_with
+from sdp_deepspeed.plan.plan import Plan
 
 
-def output_scales(mask: Mask) -> list[tuple[Piece, float]]:
-    """Factors, if not 1, for weights and biases of output projections.
+@dataclass(frozen=True)
+class Scale:
+    """State of the forward of a module whose output is multiplied.
+
+    Args:
+        factor: 1 / C.
+        bias: name of a parameter that is added without a factor; empty if there is none.
+        added_to: position of the argument to which the module adds its output itself.
+    """
+
+    factor: float
+    bias: str = ""
+    added_to: int | None = None
+
+
+def coverage_of_branches(plan: Plan, branches: Sequence[LocatedBranch]) -> dict[str, float]:
+    """Coverage of each branch that some subnetworks lack, whole or in part, by its name.
 
     Raises:
-        ValueError: a branch whose description has no output projection, or with a norm after it, which undoes a factor.
+        ValueError: groups of neurons or heads of one branch have different coverage.
     """
-    plan, found = mask.plan, []
-    for branch in mask.branches:
-        own = {piece.parameter for piece in branch.pieces}
-        units = [
-            (plan.coverage_of(index), piece)
-            for index, unit in enumerate(plan.units)
-            if plan.coverage_of(index) < 1
-            for piece in unit.pieces
-            if piece.parameter in own
-        ]
-        if units:
-            outputs = _outputs(mask, branch)
-            found += [(piece, coverage) for coverage, piece in units if piece.parameter in outputs]
-    return found
-
-
-@contextmanager
-def scaled(mask: Mask) -> Iterator[None]:
-    """Context in which the dense model (an undone mask) is scaled. Afterwards weights are bit-identical to before;
-    elements that were changed inside (loaded) are divided by the scale.
-
-    Raises:
-        ValueError: see `output_scales`.
-    """
-    assert not mask.is_applied, "subnetworks are not scaled"
-    kept = []
-    with torch.no_grad():
-        for piece, scale in output_scales(mask):
-            view = mask.view(piece)
-            kept.append((view, view.clone(), scale))
-            view.mul_(scale)
-    try:
-        yield
-    finally:
-        for view, values, scale in kept:
-            view.copy_(torch.where(view == values * scale, values, view / scale))
-
-
-def _outputs(mask: Mask, branch: LocatedBranch) -> set[str]:
-    cuts = [cut for cut in branch.description.inner.cuts if cut.is_output] if branch.description.inner else []
-    names = {
-        name
-        for cut in cuts
-        for name in replace(cut, module=f"{branch.root}.{cut.module}").names(mask.parameters)
-        if name in mask.parameters
-    }
-    if not names:
-        raise ValueError(
-            f"{KEY}.dense_branch_scale: {branch.name!r} describes no output projection to scale; register it with "
-            "architectures.InnerLayers"
-        )
-    tail = branch.description.inner.tail if branch.description.inner else ()
-    after = [f"{branch.layer}.{name}" for name in branch.description.after] + [f"{branch.root}.{name}" for name in tail]
-    for name in after:
-        kind = type(mask.model.get_submodule(name)).__name__
-        if "norm" in kind.lower():
+    values: dict[str, set[float]] = {branch.name: set() for branch in branches}
+    for index, members in blocks_of_units(plan, branches).items():
+        for branch in members:
+            values[branch.name].add(plan.coverage_of(index))
+    for index, name in enumerate(branches_of_units(plan.units, branches)):
+        if name is not None:
+            values[name].add(plan.coverage_of(index))
+    in_units = Counter[str]()
+    for unit in plan.units:
+        for piece in unit.pieces:
+            in_units[piece.parameter] += piece.length
+    for branch in branches:
+        own = values[branch.name]
+        if any(0 < in_units[tensor.parameter] < tensor.size for tensor in branch.cut_tensors if tensor.cut.is_output):
+            own.add(1.0)  # other groups are held by all ranks
+        if len(own) > 1:
             raise ValueError(
-                f"{KEY}.dense_branch_scale: {name} ({kind}) normalizes the output of {branch.name!r}, so a factor has "
-                'no effect; use "none"'
+                f'{KEY}.branch_scale: got "training", but groups of {branch.name!r} have coverage {sorted(own)}; give '
+                'them the same coverage, or use "none"'
             )
-    return names
+    return {name: own.pop() for name, own in values.items() if own and own != {1.0}}
+
+
+def describe_scale(scaled: Mapping[str, float], *, is_initialized: bool) -> str:
+    """What a user should know at start-up, one line.
+
+    Args:
+        scaled: coverage of each branch.
+        is_initialized: whether the initial weights are the user's.
+    """
+    start = "weights start as given" if is_initialized else "their output projections start C times smaller"
+    factors = sorted({f"{1 / coverage:.3g}" for coverage in scaled.values()}, key=float)
+    return f"branch_scale: subnetworks multiply {len(scaled)} branches by 1 / C ({', '.join(factors)}); {start}"
+
+
+def scale_block(model: nn.Module, branch: LocatedBranch, coverage: float) -> nn.Module:
+    """Multiply what a whole branch adds by 1 / `coverage`; returns the changed module."""
+    module = model.get_submodule(branch.modules[-1])
+    is_body = branch.description.modules[-1] == branch.description.bodies[0]
+    replace_forward(module, _scaled, Scale(1 / coverage, added_to=branch.description.added_to if is_body else None))
+    return module
+
+
+def scale_outputs(
+    model: nn.Module, branch: LocatedBranch, coverage: float, biases: Mapping[str, tuple[str, bool]]
+) -> Iterator[nn.Module]:
+    """Multiply the output projections of a cut branch by 1 / `coverage`; yields the changed modules.
+
+    Args:
+        biases: of `Mask.output_biases`.
+    """
+    outputs = [tensor.parameter.rpartition(".")[0] for tensor in branch.cut_tensors if tensor.cut.is_output]
+    for owner in dict.fromkeys(outputs):
+        module = model.get_submodule(owner)
+        bias, _ = biases[owner]
+        has_bias = getattr(module, bias, None) is not None
+        replace_forward(module, _scaled, Scale(1 / coverage, bias=bias if has_bias else ""))
+        yield module
+
+
+def _scaled(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    state: Scale = forward.state
+    if state.added_to is not None:
+        stream = args[state.added_to]
+        alone = (*args[: state.added_to], torch.zeros_like(stream), *args[state.added_to + 1 :])
+        return _first(forward.previous(*alone, **kwargs), lambda output: stream + output * state.factor)
+    if state.bias:
+        divided = {state.bias: getattr(forward.module, state.bias) / state.factor}
+        return run_with(forward, divided, *args, **kwargs) * state.factor
+    return _first(forward.previous(*args, **kwargs), lambda output: output * state.factor)
+
+
+def _first(outputs: Any, change: Any) -> Any:
+    """Change the first of several outputs, or the only one."""
+    return (change(outputs[0]), *outputs[1:]) if isinstance(outputs, tuple) else change(outputs)

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS
-from sdp_deepspeed.masking.forwards import Forward, replace_forward
+from sdp_deepspeed.masking.forwards import Forward, replace_forward, run_with
 
 # DeepSpeed's AutoTP: layers with an all-reduce inside, and weights like those of nn.Linear.
 _TENSOR_PARALLEL = ("LinearLayer", "LinearAllreduce")
@@ -183,7 +183,7 @@ def _join_parameters(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     for name, cut in state.cuts.items():
         own = [part[name] if part else getattr(forward.module, name) for part in state.parts]
         joined[name] = cut.ranges.join(own, cut.dim)
-    return _run_with(forward, joined, *args, **kwargs)
+    return run_with(forward, joined, *args, **kwargs)
 
 
 def _run_part(forward: Forward, number: int, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -193,23 +193,8 @@ def _run_part(forward: Forward, number: int, *args: Any, **kwargs: Any) -> torch
     bias = getattr(forward.module, state.bias, None) if number and state.bias else None
     if bias is not None:
         values[state.bias] = bias.new_zeros(()).expand_as(bias)
-    result: torch.Tensor = _run_with(forward, values, *args, **kwargs)
+    result: torch.Tensor = run_with(forward, values, *args, **kwargs)
     return result
-
-
-def _run_with(forward: Forward, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a module's own forward with other values of its attributes. Instance attributes precede parameters."""
-    attributes = vars(forward.module)
-    before = {name: attributes[name] for name in values if name in attributes}
-    attributes.update(values)
-    try:
-        return forward.previous(*args, **kwargs)
-    finally:
-        for name in values:
-            if name in before:
-                attributes[name] = before[name]
-            else:
-                del attributes[name]
 
 
 def sizes_of(layer: Any, weight: torch.Tensor) -> dict[str, int]:

@@ -9,11 +9,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
 
@@ -84,6 +86,41 @@ def average_statistics(model: nn.Module, plan: Plan, buffers: Sequence[dict[str,
                 of_rank[name] = torch.where(own, mean.to(of_rank[name].dtype), of_rank[name])
 
 
+@torch.no_grad()
+def scale_branches(worker: nn.Module, plan: Plan, subnetwork: int) -> list[tuple[Piece, float]]:
+    """Multiply what each unit of `subnetwork` adds to the residual stream by 1 / C, in a copy of the model.
+
+    The end of a block gets a hook. Of neurons, heads and channels the weights of the output projection are multiplied,
+    in place.
+
+    Returns:
+        The multiplied pieces and their factors, which the chain rule applies to their gradients, too.
+    """
+    branches = locate_branches(worker)
+    weights = {tensor.parameter: tensor.dim for b in branches for tensor in b.cut_tensors if tensor.cut.is_output}
+    multiplied = []
+    for index, unit in enumerate(plan.units):
+        factor = 1 / plan.coverage_of(index)
+        if subnetwork not in plan.holders[index] or factor == 1:
+            continue
+        whole = {piece.parameter for piece in unit.pieces if piece.dim is None}
+        for branch in branches:
+            if branch.pieces and whole.issuperset(piece.parameter for piece in branch.pieces):
+                added_to = branch.description.added_to
+                worker.get_submodule(branch.modules[-1]).register_forward_hook(partial(_multiply, factor, added_to))
+        for piece in unit.pieces:
+            if piece.dim is not None and piece.parameter in weights:
+                piece.narrow(worker.get_parameter(piece.parameter)).mul_(factor)
+                multiplied.append((piece, factor))
+    return multiplied
+
+
+def _multiply(factor: float, added_to: int | None, _: nn.Module, args: Any, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (_multiply(factor, added_to, _, args, output[0]), *output[1:])
+    return output * factor if added_to is None else args[added_to] + (output - args[added_to]) * factor
+
+
 def local_gradients(
     model: nn.Module,
     plan: Plan,
@@ -94,6 +131,7 @@ def local_gradients(
     *,
     sum_in_fp32: bool = False,
     loss_scale: float = 1.0,
+    is_scaled: bool = True,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and mean fp32 gradients of one virtual worker over its micro-batches; zeros for pieces that it lacks.
 
@@ -102,6 +140,7 @@ def local_gradients(
             not changed.
         sum_in_fp32: whether to accumulate gradients in fp32, not in the weights' dtype.
         loss_scale: factor of each loss in backward; gradients are divided by it.
+        is_scaled: whether `branch_scale` is "training".
     """
     subnetwork = plan.subnetwork_of_rank[rank]
     worker = deepcopy(model)
@@ -111,6 +150,7 @@ def local_gradients(
                 buffer.copy_(buffers[name])
     if plan.regime == "forward":
         zero_lacking(worker, plan, subnetwork)
+    multiplied = scale_branches(worker, plan, subnetwork) if plan.regime == "forward" and is_scaled else []
     losses = []
     sums: dict[str, torch.Tensor] = {}
     for batch in micro_batches:
@@ -126,6 +166,8 @@ def local_gradients(
         for name, buffer in worker.named_buffers():
             buffers[name] = torch.where(idle[name], buffers[name], buffer)
     masks = held_mask(model, plan, subnetwork)
+    for piece, factor in multiplied:
+        piece.narrow(masks[piece.parameter]).mul_(factor)
     if not sum_in_fp32:
         sums = {name: p.grad.float() for name, p in worker.named_parameters() if p.grad is not None}
     gradients = {
@@ -196,6 +238,7 @@ class Reference:
         sum_in_fp32: whether `data_types.grad_accum_dtype` is "fp32".
         loss_scale: loss scale of fp16; steps with non-finite gradients are skipped.
         make_scheduler: creates an LR scheduler from the optimizer; it is stepped after each step that is not skipped.
+        is_scaled: whether `branch_scale` is "training".
 
     Attributes:
         buffers: buffers of each rank by dense name, after the first step, with averaged running statistics.
@@ -210,6 +253,7 @@ class Reference:
     sum_in_fp32: bool = False
     loss_scale: LossScale | None = None
     make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    is_scaled: bool = True
     num_steps: int = field(default=0, init=False)
     buffers: list[dict[str, torch.Tensor]] = field(default_factory=list, init=False)
     masters: dict[str, nn.Parameter] = field(init=False)
@@ -262,6 +306,7 @@ class Reference:
                 self.buffers[rank],
                 sum_in_fp32=self.sum_in_fp32,
                 loss_scale=self.loss_scale.value if self.loss_scale else 1.0,
+                is_scaled=self.is_scaled,
             )
             for rank, own in enumerate(batches)
         ]

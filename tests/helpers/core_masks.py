@@ -14,7 +14,7 @@ from torch import nn
 from sdp_deepspeed.architectures import branches_of_units, locate_branches, units_of_branches
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.virtual_workers import zero_lacking
+from sdp_deepspeed.reference.virtual_workers import scale_branches, zero_lacking
 from sdp_deepspeed.units import Piece
 from tests.helpers import mixtures, models, more_models
 
@@ -99,9 +99,9 @@ def expected_of(dense: nn.Module, plan: Plan, rank: int) -> nn.Module:
     return model
 
 
-def masked(dense: nn.Module, plan: Plan, rank: int) -> tuple[Any, Mask]:
+def masked(dense: nn.Module, plan: Plan, rank: int, **options: Any) -> tuple[Any, Mask]:
     model = deepcopy(dense)
-    mask = Mask(model, plan, rank)
+    mask = Mask(model, plan, rank, **options)
     mask.apply()
     return model, mask
 
@@ -131,14 +131,22 @@ def assert_gradients(mask: Mask, found: Gradients, expected: Gradients) -> None:
             assert_close(mask.view(piece, found[name]), piece.narrow(expected[name]), largest)
 
 
-def assert_masked(dense: nn.Module, plan: Plan, rank: int, **inputs: Any) -> tuple[Any, Mask]:
+def assert_masked(
+    dense: nn.Module, plan: Plan, rank: int, *, is_scaled: bool = False, **inputs: Any
+) -> tuple[Any, Mask]:
     """A subnetwork has the loss, the logits and the gradients that it must have.
 
     Args:
+        is_scaled: whether what its units add is multiplied by 1 / C.
         inputs: of the model, beside tokens and labels.
     """
-    expected_loss, expected_logits, expected = run(expected_of(dense, plan, rank), **inputs)
-    model, mask = masked(dense, plan, rank)
+    expected_model = expected_of(dense, plan, rank)
+    multiplied = scale_branches(expected_model, plan, rank) if is_scaled and plan.regime == "forward" else []
+    expected_loss, expected_logits, expected = run(expected_model, **inputs)
+    for piece, factor in multiplied:
+        if piece.parameter in expected:
+            piece.narrow(expected[piece.parameter]).mul_(factor)
+    model, mask = masked(dense, plan, rank, is_scaled=is_scaled)
     loss, logits, found = run(model, **inputs)
     assert_close(loss, expected_loss)
     assert_close(logits, expected_logits)

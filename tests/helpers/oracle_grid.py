@@ -80,7 +80,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "groups": (1, 2),
     "scheduler": ("none", "warmup"),
     "checkpointing": ("none", "reentrant", "non-reentrant"),
-    "dense_branch_scale": ("none", "coverage"),
+    "branch_scale": ("training", "none"),
 }
 
 
@@ -133,7 +133,7 @@ class Case:
     groups: int = 2
     scheduler: str = "none"
     checkpointing: str = "none"
-    dense_branch_scale: str = "none"
+    branch_scale: str = "training"
     nodes: int = 1
 
     def __str__(self) -> str:
@@ -154,7 +154,7 @@ class Case:
             "groups": f"groups{self.groups}",
             "scheduler": self.scheduler,
             "checkpointing": self.checkpointing,
-            "dense_branch_scale": "scaled",
+            "branch_scale": "unscaled",
             "nodes": f"nodes{self.nodes}",
         }
         defaults = {field.name: field.default for field in fields(self)}
@@ -194,7 +194,7 @@ class Case:
         block |= {"subnetworks": self.num_subnetworks} if self.replicas > 1 else {}
         block |= {"shared": [r"0\.mlp"]} if self.units == "shared" else {}
         block |= {"neuron_groups": self.num_subnetworks + 2} if self.units == "groups" else {}
-        for name in ("granularity", "seed", "dense_branch_scale"):
+        for name in ("granularity", "seed", "branch_scale"):
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 block[name] = getattr(self, name)
         return block
@@ -263,8 +263,6 @@ def why_not(case: Case) -> str | None:
         "units, strategy: no groups of neurons": case.units == "groups" and case.strategy in ("block", "mixed"),
         "units, strategy: one strategy of one part": case.units == "mlp" and case.strategy not in ("block", "neuron"),
         "granularity, units: a layer has both parts": case.granularity == "layer" and case.units != "all",
-        "dense_branch_scale, model: a norm would undo it": case.dense_branch_scale == "coverage" and is_resnet,
-        "dense_branch_scale, regime": case.dense_branch_scale == "coverage" and case.regime == "backward",
         "rules, holders: one more than there are": case.rules != "none" and case.is_whole,
         "rules, granularity: layers have no parts": case.rules == "parts" and case.granularity == "layer",
         "rules, units: one part": case.rules == "parts" and case.units == "mlp",

@@ -27,7 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "assignment": "auto",
     "seed": 0,
     "neuron_groups": None,
-    "dense_branch_scale": "none",
+    "branch_scale": "training",
 }
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 

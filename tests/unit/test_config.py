@@ -56,7 +56,7 @@ def test_defaults() -> None:
         "auto",
         (),
     )
-    assert (config.neuron_groups, config.dense_branch_scale, config.seed) == (None, "none", 0)
+    assert (config.neuron_groups, config.branch_scale, config.seed) == (None, "training", 0)
     assert not config.allow_optimizer
     assert not config.check_agreement
 
@@ -72,7 +72,7 @@ def test_every_key_is_read() -> None:
         "assignment": "auto",
         "shared": [r"layers\.0\."],
         "neuron_groups": 3,
-        "dense_branch_scale": "none",
+        "branch_scale": "none",
         "seed": 0,
         "allow_optimizer": True,
         "check_agreement": True,
@@ -168,7 +168,7 @@ def test_unknown_key_like_no_other_lists_all() -> None:
         ("shared", "layers", "a list of regular expressions"),
         ("shared", ["(", "a"], "'(' does not compile"),
         ("neuron_groups", 0, "at least 1"),
-        ("dense_branch_scale", 0.5, '"none" or "coverage"'),
+        ("branch_scale", 0.5, '"training" or "none"'),
         ("seed", -1, "at least 0"),
         ("seed", "auto", '"auto" is only possible for'),
         ("allow_optimizer", 1, "true or false"),
@@ -207,7 +207,6 @@ def test_keys_that_the_rest_of_the_block_makes_pointless_are_errors() -> None:
     rules = [{"coverage": 0.5, "whole_ends": 1}]
     for settings, name in [
         ({"coverage": 0.5, "holders": 2}, "coverage"),
-        ({"coverage": 0.5, "regime": "backward", "dense_branch_scale": "coverage"}, "dense_branch_scale"),
         ({**plan, "redraw_interval": 5}, "redraw_interval"),
         ({"coverage": 0.5, "strategy": "neuron", "granularity": "layer"}, "granularity"),
         ({"coverage": 0.5, "neuron_groups": 2}, "neuron_groups"),

@@ -55,7 +55,7 @@ def models_without_storage(rank: Rank) -> None:
     """The same weights in every layout."""
     for name in ("mixtral", "deepseek_v3"):
         states = []
-        for block in ({"strategy": "neuron"}, {"regime": "backward"}):
+        for block in ({"strategy": "neuron", "branch_scale": "none"}, {"regime": "backward"}):
             torch.manual_seed(5)
             with sdp_deepspeed.Init():
                 model = _unseeded(name)

@@ -14,7 +14,7 @@ from torch import nn
 
 import sdp_deepspeed
 from sdp_deepspeed.config import MODES
-from tests.helpers.models import TOKENS, config, llama, loss_of
+from tests.helpers.models import config, llama
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
@@ -34,24 +34,6 @@ def a_model_that_was_cut_before(rank: Rank) -> None:
         other = engine_of(config(**second), fresh)
         assert train(again, num_steps=2) == train(other, num_steps=2)
         assert_identical(dense_state(again), dense_state(other))
-
-
-def a_model_that_is_scaled_in_evaluation(rank: Rank) -> None:
-    """The scale is the earlier engine's view, no change of the weights that the next one gets."""
-    model, other = llama(), llama()
-    scaled, plain = (
-        engine_of(config(holders=1, dense_branch_scale="coverage"), model),
-        engine_of(config(holders=1), other),
-    )
-    for engine in (scaled, plain):
-        train(engine, num_steps=1)
-    for evaluates in (True, False):
-        if evaluates:
-            scaled.eval()
-            with torch.no_grad():
-                loss_of(scaled, TOKENS)
-        scaled = engine_of(config(holders=1, dense_branch_scale="coverage"), model)
-    assert_identical(dense_state(engine_of(config(holders=1), model)), dense_state(plain))
 
 
 def plain_engines_of_what_only_ours_can_train(rank: Rank) -> None:
@@ -142,7 +124,6 @@ def process_groups_of_earlier_engines(rank: Rank) -> None:
 def _checks(size: int, options: pytest.Config) -> list[tuple[str, Check]]:
     checks = (
         a_model_that_was_cut_before,
-        a_model_that_is_scaled_in_evaluation,
         plain_engines_of_what_only_ours_can_train,
         ties_by_memory,
         memory_that_nobody_trains_twice,

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import registry
 from sdp_deepspeed.parallel.agree import check_agreement
 from tests.helpers.models import config, llama
 from tests.helpers.ranks import Rank
-from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal, train
+from tests.helpers.training import assert_identical, engine_of, gathered, refusal, train
 
 
 def what_is_not_possible(rank: Rank) -> None:
@@ -30,8 +25,6 @@ def what_is_not_possible(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config(holders=1, subnetworks=3)), "do not divide")
     refusal(ValueError, lambda: engine_of(config(holders=1) | {"zero_optimization": {"stage": 3}}), "stage")
     refusal(ValueError, lambda: engine_of(config() | {"sdp": {"holders": 1}}), "sdp")
-    scaled = {"holders": 1, "dense_branch_scale": "coverage"}
-    refusal(ValueError, lambda: engine_of(config(**scaled, regime="backward")), "dense_branch_scale", "got 'coverage'")
     refusal(ValueError, lambda: engine_of(config(holders=1, strategy={"ff": "neuron"})), "'ff' is not a part")
     refusal(ValueError, lambda: engine_of(config(holders=1, granularity="layer"), llama(1)), "unit")
     refusal(ValueError, lambda: engine_of(config(holders=1), nn.Sequential(nn.Linear(3, 3))), "Sequential", "register")
@@ -40,20 +33,15 @@ def what_is_not_possible(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config(holders=1), model), "'model.embed_tokens'", "produces sparse")
 
 
-def a_scale_that_one_branch_does_not_allow(rank: Rank) -> None:
-    """Refused before anything is dropped, though the branch before it could be scaled: the model can be given again."""
-    attention, mlp = architectures.branches_of(LlamaDecoderLayer) or ()
+def a_scale_of_groups_that_differ(rank: Rank) -> None:
+    """Refused before anything is dropped: the model can be given again."""
     model, other = llama(), llama()
-    with mock.patch.dict(registry._DESCRIPTIONS):
-        architectures.register(LlamaDecoderLayer, attention, replace(mlp, inner=None))
-        wrong = config(holders=1, dense_branch_scale="coverage")
-        words = ("dense_branch_scale", "layers.0.mlp' describes no output projection")
-        refusal(ValueError, lambda: engine_of(wrong, model), *words)
-        assert_identical(dict(model.named_parameters()), dict(other.named_parameters()))
-        assert all(parameter.requires_grad for parameter in model.parameters())
-        engine, fresh = engine_of(config(holders=1), model), engine_of(config(holders=1), other)
-        assert train(engine, num_steps=2) == train(fresh, num_steps=2)
-        assert_identical(dense_state(engine), dense_state(fresh))
+    block = {"holders": 1, "strategy": "neuron", "shared": [r"layers\.0\.mlp\.group_0"]}
+    words = ("branch_scale", "layers.0.mlp' have coverage [0.5, 1.0]")
+    refusal(ValueError, lambda: engine_of(config(**block), model), *words)
+    assert_identical(dict(model.named_parameters()), dict(other.named_parameters()))
+    engines = [engine_of(config(**block, branch_scale="none"), each) for each in (model, other)]
+    assert train(engines[0], num_steps=2) == train(engines[1], num_steps=2)
 
 
 def written_plan(rank: Rank, name: str, change: Any = None, model: nn.Module | None = None, **block: Any) -> str:
@@ -187,7 +175,7 @@ def a_stale_copy_is_noticed(rank: Rank) -> None:
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
         what_is_not_possible,
-        a_scale_that_one_branch_does_not_allow,
+        a_scale_of_groups_that_differ,
         a_plan_is_given_back,
         plans_that_do_not_fit,
         a_plan_that_one_rank_lacks,

@@ -25,7 +25,7 @@ Check = Callable[[Rank], None]
 NEURON, BACKWARD, LAYERS = {"strategy": "neuron"}, {"regime": "backward"}, {"granularity": "layer"}
 CUT: dict[str, Any] = BACKWARD | NEURON
 DEPTH: dict[str, Any] = {"coverage": [{"units": r"layers\.0\.", "coverage": 1.0}, {"coverage": 0.3333}]}
-SCALED = {"dense_branch_scale": "coverage"}
+UNSCALED = {"branch_scale": "none"}
 CHECKED = {"check_agreement": True}
 RUN = Sequence_(2, [Phase({}, 1)])
 
@@ -97,7 +97,7 @@ SEQUENCES = {
     ),
     "checkpointed": Sequence_(2, AROUND, "bf16", model=checkpointed, config={"gradient_accumulation_steps": 2}),
     "mixture": Sequence_(2, [Phase({}, 1), Phase(CUT, 2), Phase(NEURON, 0)], model=partial(mixture, "qwen2_moe")),
-    "scaled": Sequence_(2, [Phase({}, 1), Phase(SCALED), Phase(SCALED | NEURON)]),
+    "scaled_or_not": Sequence_(2, [Phase({}, 1), Phase(UNSCALED), Phase(NEURON)]),
     "offload": Sequence_(2, [Phase({}, 1), Phase(CUT, 2), Phase(NEURON | {"holders": 2})], "bf16", config=OFFLOAD),
     "saved_in_the_background": Sequence_(2, [Phase({"checkpoint": {"asynchronous": True}}, 1), Phase(CUT)]),
     "three": Sequence_(

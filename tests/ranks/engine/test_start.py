@@ -25,7 +25,7 @@ OTHERS: tuple[tuple[Mapping[str, Any], Mapping[str, Any], str], ...] = (  # top 
     ({"bf16": {"enabled": True}}, {}, "bf16.enabled is absent on rank 0 and true on rank 1"),
     ({"communication_data_type": "bf16"}, {}, 'communication_data_type is absent on rank 0 and "bf16" on rank 1'),
     ({"scheduler": {"type": "WarmupLR", "params": {}}}, {}, 'scheduler.type is absent on rank 0 and "WarmupLR" on'),
-    ({}, {"dense_branch_scale": "coverage"}, f'{KEY}.dense_branch_scale is "none" on rank 0 and "coverage" on rank 1'),
+    ({}, {"branch_scale": "none"}, f'{KEY}.branch_scale is "training" on rank 0 and "none" on rank 1'),
     ({}, {"check_agreement": True}, f"{KEY}.check_agreement is false on rank 0 and true on rank 1"),
     ({}, {"checkpoint": {"keep_last": 1}}, f"{KEY}.checkpoint.keep_last is null on rank 0 and 1 on rank 1"),
 )

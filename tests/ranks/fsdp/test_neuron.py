@@ -79,9 +79,10 @@ def covers_everything(rank: Rank) -> None:
 
 
 def agrees_with_the_deepspeed_host(rank: Rank) -> None:
-    """With scaled branches."""
-    block = {"strategy": "neuron", "holders": 2, "neuron_groups": 5, "dense_branch_scale": "coverage"}
-    check_against_deepspeed(rank, SPECIMENS["gpt2"].build(), block, clip=0.0)
+    """With scaled branches, whose biases are not, and without."""
+    for scale in ("training", "none"):
+        block = {"strategy": "neuron", "holders": 2, "neuron_groups": 5, "branch_scale": scale}
+        check_against_deepspeed(rank, SPECIMENS["gpt2"].build(), block, clip=0.0)
 
 
 def collectives_have_one_order(rank: Rank) -> None:

@@ -73,18 +73,17 @@ def mixed_precision(rank: Rank) -> None:
 
 
 def stays_gathered(rank: Rank) -> None:
-    """Between passes: two evaluations in a row, scaled ones too, and training goes on with what it had."""
-    for block in (ONE, ONE | {"dense_branch_scale": "coverage"}):
-        model = sharded(llama(), block, reshard_after_forward=False)
-        freed = sharded(llama(), block)
-        for _ in range(2):
-            with torch.no_grad():
-                found = [one.eval()(input_ids=TOKENS).logits for one in (model, freed, model)]
-            assert torch.equal(found[0], found[1])
-            assert torch.equal(found[0], found[2])
-            losses = [loss_of(one.train(), TOKENS) for one in (model, freed)]
-            assert torch.equal(*losses)
-            losses[0].backward()
+    """Between passes: two evaluations in a row, and training goes on with what it had."""
+    model = sharded(llama(), ONE, reshard_after_forward=False)
+    freed = sharded(llama(), ONE)
+    for _ in range(2):
+        with torch.no_grad():
+            found = [one.eval()(input_ids=TOKENS).logits for one in (model, freed, model)]
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
+        losses = [loss_of(one.train(), TOKENS) for one in (model, freed)]
+        assert torch.equal(*losses)
+        losses[0].backward()
 
 
 def leaves_nothing_gathered(rank: Rank) -> None:
@@ -129,7 +128,9 @@ def starts_from_init(rank: Rank) -> None:
         model = llama()
     weights = DeferredWeights(copy := _built_again())
     state = gathered_state(sharded(model, ONE))
-    assert all(torch.equal(state[name], weights.value(name, weights.seed)) for name, _ in copy.named_parameters())
+    for name, _ in copy.named_parameters():  # C = 1/2
+        factor = 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+        assert torch.equal(state[name], weights.value(name, weights.seed) * factor), name
 
 
 def _built_again() -> Any:
@@ -202,10 +203,10 @@ def _bytes_of(tensors: Any) -> int:
 
 
 def is_exported(rank: Rank) -> None:
-    """Scaled, as in evaluation."""
+    """As in evaluation."""
     from transformers import LlamaForCausalLM
 
-    model = sharded(llama(), ONE | {"dense_branch_scale": "coverage"})
+    model = sharded(llama(), ONE)
     folder = rank.folder / "exported"
     save_pretrained(model, folder)
     whole: Any = LlamaForCausalLM.from_pretrained(folder)
@@ -214,7 +215,7 @@ def is_exported(rank: Rank) -> None:
         expected = whole(input_ids=TOKENS).logits
         assert torch.equal(model.eval()(input_ids=TOKENS).logits, expected)
     built = llama().get_parameter("model.layers.0.mlp.down_proj.weight")
-    assert torch.equal(whole.get_parameter("model.layers.0.mlp.down_proj.weight"), built / 2)
+    assert torch.equal(whole.get_parameter("model.layers.0.mlp.down_proj.weight"), built)
     refusal(RuntimeError, lambda: save_pretrained(model, Path("/dev/null/x")), "save_pretrained")
     no_room = {"side_effect": MemoryError("no room")} if rank.rank == 0 else {"wraps": hugging_face._room_for}
     with mock.patch.object(hugging_face, "_room_for", **no_room):

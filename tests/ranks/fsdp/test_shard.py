@@ -93,8 +93,9 @@ def dropped_gradients(rank: Rank) -> None:
 
 
 def agrees_with_the_deepspeed_host(rank: Rank) -> None:
-    """With scaled branches."""
-    check_against_deepspeed(rank, llama(3), {"holders": 2, "dense_branch_scale": "coverage"}, clip=0.5)
+    """With scaled branches and without."""
+    for scale in ("training", "none"):
+        check_against_deepspeed(rank, llama(3), {"holders": 2, "branch_scale": scale}, clip=0.5)
 
 
 def layers_that_hand_tensors_on(rank: Rank) -> None:

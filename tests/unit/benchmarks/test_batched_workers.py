@@ -49,6 +49,7 @@ def both(name: str, blocks: Sequence[Block], num_ranks: int, **options: Any) -> 
     model = SPECIMENS[name].build()
     plans = dict(enumerate(plan_of(model, block, num_ranks) for block in blocks))
     arguments = (plans[0], adamw)
+    options |= {"is_scaled": blocks[0].get("branch_scale") != "none"}
     slow = Reference(deepcopy(model), *arguments, loss_of, later=plans, **options)
     return slow, BatchedReference(model, *arguments, losses_of_rows, later=plans, **options)
 
@@ -67,11 +68,12 @@ SMALL = {"coverage": 0.5}
 FINE = {mode: mode._asdict() | SMALL for mode in MODES}
 LAYERS = [block | {"granularity": "layer"} for mode, block in FINE.items() if mode.strategy == "block"]
 PARTS: list[Block] = [{"regime": regime, "strategy": MIXED} | SMALL for regime in ("forward", "backward")]
+UNSCALED = [block | {"branch_scale": "none"} for mode, block in FINE.items() if mode.regime == "forward"]
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "gpt2", "gpt_neox_parallel"])
 @pytest.mark.parametrize(
-    "block", [*FINE.values(), *LAYERS, *PARTS], ids=lambda block: "-".join(map(str, block.values()))
+    "block", [*FINE.values(), *LAYERS, *PARTS, *UNSCALED], ids=lambda block: "-".join(map(str, block.values()))
 )
 def test_one_plan(name: str, block: Block) -> None:
     assert_agree(*both(name, [block], 4), 4)

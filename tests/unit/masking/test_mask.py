@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from sdp_deepspeed.masking import Mask
 from tests.helpers import models
 from tests.helpers.core_masks import (
     MODES,
@@ -27,10 +28,11 @@ from tests.helpers.core_masks import (
 @pytest.mark.parametrize(("regime", "strategy"), MODES)
 @pytest.mark.parametrize("name", families(NAMES))
 def test_masked_is_zeroed_or_dense(name: str, regime: str, strategy: str) -> None:
-    for rank, granularity in ((0, "sublayer"), (1, "sublayer" if name == "llama_one_layer" else "layer")):
+    in_layers = "sublayer" if name == "llama_one_layer" else "layer"
+    for rank, granularity, is_scaled in ((0, "sublayer", False), (0, "sublayer", True), (1, in_layers, True)):
         dense = build(name)
         plan = plan_of(dense, regime, strategy_of(name, strategy), granularity=granularity)
-        model, mask = assert_masked(dense, plan, rank)
+        model, mask = assert_masked(dense, plan, rank, is_scaled=is_scaled)
         lacking = lacking_pieces(mask)
         assert lacking
         if regime == "forward":
@@ -54,7 +56,13 @@ def test_parts_may_be_neurons_blocks_or_shared(name: str, regime: str) -> None:
         ("neuron", (r"\.0\.attention\.head_0$", r"\.1\.mlp\.group_1$")),
     ]
     for strategy, shared in choices:
-        assert_masked(dense, plan_of(dense, regime, strategy, shared=shared), 1, attention_mask=padded)
+        plan = plan_of(dense, regime, strategy, shared=shared)
+        assert_masked(dense, plan, 1, attention_mask=padded)
+        if not shared:
+            assert_masked(dense, plan, 1, attention_mask=padded, is_scaled=True)
+        elif regime == "forward":
+            with pytest.raises(ValueError, match=r"branch_scale.*0\.attention' have coverage \[0\.5, 1\.0\]"):
+                Mask(dense, plan, 1, is_scaled=True)
 
 
 @pytest.mark.parametrize("option", ["reorder_and_upcast_attn", "scale_attn_by_inverse_layer_idx"])

@@ -14,11 +14,9 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from benchmarks.learning.held_rows import scaled_branches
 from sdp_deepspeed import architectures, check_description
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.scale import scaled
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
 from tests.helpers import models, more_models
@@ -206,29 +204,6 @@ def test_the_backward_regime_draws_what_the_dense_model_draws(name: str, rates: 
         found = run(model)
         assert_close(found[0], expected[0])
         assert_gradients(mask, found[2], expected[2])
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gpt_oss", "convnext", "swin", "resnet", "gemma2"])
-def test_the_dense_model_scaled_by_coverage(name: str) -> None:
-    dense = build(name)
-    for strategy in ("block", "neuron"):
-        if name in ("resnet", "gemma2"):  # a norm comes after the last convolution, or after the branch
-            plan = plan_of(dense, "forward", strategy)
-            with pytest.raises(ValueError, match="normalizes the output"), scaled(Mask(deepcopy(dense), plan, 0)):
-                pass
-            everyone = replace(plan, holders=((0, 1),) * len(plan.units), num_holders=2)
-            with scaled(Mask(deepcopy(dense), everyone, 0)):
-                continue  # by 1
-        plan = plan_of(dense, "forward", strategy)
-        model, mask = masked(dense, plan, 0)
-        mask.undo()
-        fetch(mask, dense)
-        with torch.no_grad():
-            reference = deepcopy(dense)
-            with scaled_branches(reference, plan), scaled(mask):
-                assert torch.equal(models.loss_of(model, tokens()), models.loss_of(reference, tokens()))
-                assert not torch.equal(models.loss_of(model, tokens()), models.loss_of(dense, tokens()))
-            assert torch.equal(models.loss_of(model, tokens()), models.loss_of(dense, tokens()))
 
 
 @modes
@@ -467,16 +442,6 @@ def test_a_description_that_is_not_true_is_found() -> None:
     architectures.register(NormedStream, Branch("mlp", norm="norm", body="body"))
     with pytest.raises(AssertionError, match="forward x block: the loss of subnetwork 0"):
         check_description(model, batch())
-
-
-def test_a_scale_needs_a_described_output_projection() -> None:
-    architectures.register(Layer, Branch("mlp", body="body"))
-    mask = Mask(Model(), plan_of(Model(), "forward", "block"), 0)
-    with (
-        pytest.raises(ValueError, match=r"dense_branch_scale: 'layers\.0\.mlp' describes no output projection"),
-        scaled(mask),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(9), lambda: nn.GroupNorm(3, 9)])

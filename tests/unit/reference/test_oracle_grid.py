@@ -26,8 +26,6 @@ IMPOSSIBLE = {
     ("model", "wire"): {("mixtral", "fp32"), ("resnet_bottleneck", "fp32")},
     ("model", "optimizer"): {("swin", "AdamW"), ("resnet_bottleneck", "AdamW")},
     ("model", "checkpointing"): {("resnet_bottleneck", "reentrant"), ("resnet_bottleneck", "non-reentrant")},
-    ("model", "dense_branch_scale"): {("resnet_bottleneck", "coverage")},
-    ("regime", "dense_branch_scale"): {("backward", "coverage")},
     ("strategy", "granularity"): {(name, "layer") for name in ("neuron", "mixed", "opposite")},
     ("strategy", "units"): {("block", "groups"), ("mixed", "groups"), ("mixed", "mlp"), ("opposite", "mlp")},
     ("granularity", "units"): {("layer", "shared"), ("layer", "groups"), ("layer", "mlp")},

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, register
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.reference import virtual_workers
 from sdp_deepspeed.reference.virtual_workers import (
     LossScale,
-    Reference,
     divisors,
     held_mask,
-    local_gradients,
     masked_average,
     zero_lacking,
 )
 from sdp_deepspeed.units import Piece, Unit
 
 A, B, S = 2.0, 3.0, 5.0
+# Most models here have no described branches to scale.
+Reference = partial(virtual_workers.Reference, is_scaled=False)
+local_gradients = partial(virtual_workers.local_gradients, is_scaled=False)
 
 
 class TwoLayers(nn.Module):
@@ -215,3 +219,51 @@ def test_a_scheduler_moves_with_the_steps_that_are_taken() -> None:
         reference.step([[x], [0.0], [0.0]])
         rates.append(reference.optimizer.param_groups[0]["lr"])
     assert rates == [0.5, 0.5, 0.25]
+
+
+class Layer(nn.Module):
+    """`x + v u x + c`: two neurons, whose output projection has a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(2, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(x)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "loss", "gradients"),
+    [
+        # Loss 2 + (2 (3 * 5 * 2 + 1)): the block is doubled, with its bias 1.
+        ("block", 64.0, {"u": 2 * 3 * 2, "v": 2 * 5 * 2, "c": 2}),
+        # Loss 2 + 2 * 3 * 5 * 2 + 1: the neuron that is there is doubled, the bias is not.
+        ("neuron", 63.0, {"u": 2 * 3 * 2, "v": 2 * 5 * 2, "c": 1}),
+    ],
+)
+def test_what_a_unit_adds_is_divided_by_its_coverage(strategy: str, loss: float, gradients: dict[str, float]) -> None:
+    """x = 2, C = 1/2; neuron 0 is `u = 5`, `v = 3`. As a block both neurons are there, of which the other is 0."""
+    cuts = (Cut("0", dim=0), Cut("1", dim=1, is_output=True))
+    register(Layer, Branch("mlp", body="body", inner=InnerLayers(cuts)))
+    model = nn.Sequential(Layer(), Layer())
+    values = {"0.body.0.weight": [[5.0], [0.0]], "0.body.1.weight": [[3.0, 0.0]], "0.body.1.bias": [1.0]}
+    values |= {"1.body.1.weight": [[0.0, 0.0]], "1.body.1.bias": [0.0]}
+    model.load_state_dict({name: torch.tensor(value) for name, value in values.items()}, strict=False)
+    if strategy == "block":
+        sizes = {"0.body.0.weight": 2, "0.body.1.weight": 2, "0.body.1.bias": 1}
+        names = sizes, {f"1{name[1:]}": size for name, size in sizes.items()}
+        units = tuple(
+            Unit(f"{i}", tuple(Piece(name, None, 0, n) for name, n in own.items())) for i, own in enumerate(names)
+        )
+    else:
+        units = tuple(
+            Unit(f"{j}", (Piece("0.body.0.weight", 0, j, 1), Piece("0.body.1.weight", 1, j, 1))) for j in (0, 1)
+        )
+    plan = plan_of(units, ((0,), (1,)), k=2)
+    losses, found = virtual_workers.local_gradients(
+        model, plan, 0, [torch.tensor([2.0])], lambda model, x: model(x).sum()
+    )
+    assert losses == [loss]
+    assert found["0.body.0.weight"][0].item() == gradients["u"]
+    assert found["0.body.1.weight"][0, 0].item() == gradients["v"]
+    assert found["0.body.1.bias"].item() == gradients["c"]
