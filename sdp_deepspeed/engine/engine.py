@@ -277,6 +277,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             reports_norm=bool(self.zero_compute_grad_norm()),
             process_group=self.seq_data_parallel_group,
             wait=self._barrier.wait,
+            before_mode=self._before_mode,
         )
 
     def _apply(
@@ -388,6 +389,10 @@ class SubnetworkEngine(DeepSpeedEngine):
         """As in DeepSpeed; see `SubnetworkOptimizer.zero_grad`. `zero_grad` of the module calls it, too."""
         self.optimizer.zero_grad()
         super().zero_grad()
+
+    def _before_mode(self, call: str) -> None:
+        self._refuse_dense(call)
+        self._barrier.wait(call)
 
     def _drop_gradients(self, parameters: set[int]) -> None:
         """Drop the gradients of trained parameters with these ids."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Container, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +13,8 @@ from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
+
+_MODES = ("train", "eval")  # methods of optimizers with modes, such as schedule-free ones
 
 
 class SubnetworkOptimizer(ZeROOptimizer):
@@ -24,6 +27,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         reports_norm: whether to report the gradient norm (`compute_grad_norm`).
         process_group: the data-parallel group.
         wait: called before averaged gradients are dropped, to synchronize all ranks.
+        before_mode: called before the optimizer's mode is changed, to synchronize all ranks.
     """
 
     custom_loss_scaler = False
@@ -38,14 +42,30 @@ class SubnetworkOptimizer(ZeROOptimizer):
         reports_norm: bool,
         process_group: Any,
         wait: Callable[[str], None],
+        before_mode: Callable[[str], None],
     ) -> None:
         super().__init__()
         self.sharded, self.loss_scaler = sharded, loss_scaler
         self.skips_overflow, self.reports_norm = skips_overflow, reports_norm
-        self.dp_process_group, self._wait = process_group, wait
+        self.dp_process_group, self._wait, self._before_mode = process_group, wait, before_mode
         self.external_loss_scale: float | None = None
         self.overflow = False
         self._global_grad_norm: float | None = None
+        for mode in _MODES:
+            if callable(change := getattr(sharded.optimizer, mode, None)):
+                vars(sharded.optimizer)[mode] = partial(self._change_mode, mode, change)
+
+    def _change_mode(self, mode: str, change: Callable[[], Any]) -> None:
+        """In place of the optimizer's `train` or `eval`; see `ShardedOptimizer.change_mode`."""
+        if mode != self.sharded.mode:
+            self._before_mode(f"optimizer.{mode}")
+            self.sharded.change_mode(mode, change)
+
+    def __getattr__(self, name: str) -> Any:
+        """`train` and `eval`, if the optimizer has them."""
+        if name in _MODES:
+            return getattr(self.optimizer, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -146,6 +166,8 @@ class SubnetworkOptimizer(ZeROOptimizer):
         _refuse_state()
 
     def destroy(self) -> None:
+        for mode in _MODES:
+            vars(self.optimizer).pop(mode, None)
         self.sharded.close()
 
 

@@ -38,7 +38,7 @@ The list depends on facts that all ranks share, never on which gradients exist.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -80,6 +80,7 @@ class ShardedOptimizer:
         norm: norm of the last step's averaged gradient before clipping; None before the first step.
         held: buckets of which this rank is a holder, in the order of collectives.
         buckets: `held`; in the backward regime all buckets.
+        mode: argument of the last `change_mode`; None if a checkpoint was loaded since.
         param_groups: the argument.
     """
 
@@ -105,6 +106,7 @@ class ShardedOptimizer:
         self.regime, self.stage, self.clip = regime, stage, clip
         self.param_groups = dict(param_groups)
         self.norm: torch.Tensor | None = None
+        self.mode: str | None = None
         self._bucket_size = bucket_size or BUCKET_SIZE
         self._parameters = {name: mask.parameters[name] for name in param_groups}
         self._device = next(iter(self._parameters.values())).device
@@ -212,6 +214,10 @@ class ShardedOptimizer:
         move_back(self._moved)
         self._moved, self._is_offloaded = [], False
 
+    def _refuse_offloaded(self, call: str) -> None:
+        if self._is_offloaded:
+            raise RuntimeError(f"the optimizer's state is in host memory; call reload_states() before {call}")
+
     def _restore_views(self, bucket: Bucket) -> None:
         """Make tensors whose `.data` was replaced views of the bucket again, with their new values."""
         for part, slot in zip(bucket.layout.slices, bucket.weight_slots, strict=True):
@@ -241,8 +247,7 @@ class ShardedOptimizer:
                 f"the optimizer has {len(self.optimizer.param_groups)} param groups, but had {self._num_param_groups} "
                 "when the engine was built; add them before deepspeed.initialize"
             )
-        if self._is_offloaded:
-            raise RuntimeError("the optimizer's state is in host memory; call reload_states() before step()")
+        self._refuse_offloaded("step()")
         self.reducer.finish()
         gradients = [bucket.average for bucket in self.held if bucket.average is not None]
         self.norm = gradient_norm(self._owned_gradients(), self._device) / loss_scale
@@ -279,10 +284,31 @@ class ShardedOptimizer:
         Args:
             reuse_gradients: whether gradients are no longer needed, so that their memory can be reused.
         """
+        if not reuse_gradients:
+            self.mode = None  # a checkpoint may be of another one
         if self.regime == "forward":
             self._gather_from_holders(reuse_gradients=reuse_gradients)
         else:
             self._gather_from_all(reuse_gradients=reuse_gradients)
+
+    def change_mode(self, mode: str, change: Callable[[], Any]) -> None:
+        """Change the mode of an optimizer whose weights for evaluation differ from those for training (schedule-free),
+        and all-gather the changed weights. Collective.
+
+        Args:
+            mode: "train" or "eval".
+            change: the optimizer's method, which changes shards.
+
+        Raises:
+            RuntimeError: the optimizer's state is in host memory.
+        """
+        self._refuse_offloaded(f"optimizer.{mode}()")
+        for bucket in self.buckets:
+            if bucket.layout.is_whole:
+                self._restore_views(bucket)
+        change()
+        self.gather_weights()
+        self.mode = mode
 
     def _gather_from_holders(self, *, reuse_gradients: bool) -> None:
         """Forward regime: all-gather each bucket over its holders. Whole tensors are views of it, and cut ones are

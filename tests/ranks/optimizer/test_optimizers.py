@@ -129,6 +129,74 @@ def others_are_allowed(rank: Rank) -> None:
         against_reference(rank, engine, dense, lambda named: Unknown(named.values(), lr=1e-3))
 
 
+class Averaging(torch.optim.SGD):
+    """Its weights for evaluation are the mean of those for training; both change places."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        for group in self.param_groups:
+            group |= {"is_training": True, "num_steps": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            assert group["is_training"]
+            group["num_steps"] += 1
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                mean.add_(p - mean, alpha=1 / group["num_steps"])
+
+    @torch.no_grad()
+    def _change(self, *, is_training: bool) -> None:
+        for group in self.param_groups:
+            for p in group["params"] if group["is_training"] != is_training else ():
+                weights = p.clone()
+                p.copy_(self.state[p]["mean"])
+                self.state[p]["mean"].copy_(weights)
+            group["is_training"] = is_training
+
+    def train(self) -> None:
+        self._change(is_training=True)
+
+    def eval(self) -> None:
+        self._change(is_training=False)
+
+
+def modes_of_optimizers(rank: Rank) -> None:
+    """The dense model is that of the optimizer's mode, on all ranks, also in a checkpoint; training continues as if
+    there were no others."""
+    cases = (("forward", "block", 1), ("forward", "neuron", 2), ("backward", "neuron", 1), ("backward", "block", 1))
+    for stage, (regime, strategy, holders) in enumerate(cases):
+        is_half = stage == 3
+        settings = without_optimizer(stage % 3, regime=regime, strategy=strategy, holders=holders)
+        settings |= {"bf16": {"enabled": is_half}}
+        engines = [engine_of(settings, optimizer=Averaging) for _ in range(3)]
+        folder, sums = str(rank.folder / f"{stage}"), dict[str, Any]()
+        for step in range(3):
+            for engine in engines[:2]:
+                train(engine, num_steps=1, first=step)
+            trained = dense_state(engines[1])
+            sums = {name: value.float() + sums.get(name, 0) for name, value in trained.items()}
+            given = engines[0].optimizer.optimizer if step == 1 else engines[0].optimizer
+            given.eval()
+            given.eval()
+            spacing: dict[str, Any] = {"rtol": 2**-7, "atol": 1e-3} if is_half else {"rtol": 1e-5, "atol": 1e-6}
+            means = {name: value / (step + 1) for name, value in sums.items()}
+            torch.testing.assert_close(dense_state(engines[0]), means, check_dtype=False, **spacing)
+            if step == 1:
+                engines[0].save_checkpoint(folder)
+            given.train()
+            assert_identical(dense_state(engines[0]), trained)
+        engines[2].load_checkpoint(folder)
+        engines[2].optimizer.train()
+        train(engines[2], num_steps=1, first=2)
+        assert_identical(dense_state(engines[2]), dense_state(engines[0]))
+    with engines[0].dense():
+        refusal(RuntimeError, engines[0].optimizer.eval, "optimizer.eval inside engine.dense()")
+    assert not hasattr(engine_of(sgd()).optimizer, "eval")
+
+
 def from_json(rank: Rank) -> None:
     """One that makes its state at once."""
     options: dict[str, Any] = {"lr": 0.05, "initial_accumulator_value": 0.1}
@@ -267,6 +335,7 @@ def a_function_that_fails_on_one_rank(rank: Rank) -> None:
 
 def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
     for check in (
+        modes_of_optimizers,
         from_json,
         client_param_groups,
         deepspeeds_fused_adam,
