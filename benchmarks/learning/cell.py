@@ -20,6 +20,7 @@ from torch import nn
 
 from benchmarks.learning.batched_workers import BatchedReference
 from benchmarks.learning.dropping import dropped, with_dropout
+from benchmarks.learning.growth import add_layers, ends_alone
 from benchmarks.learning.held_rows import scale_outputs, scaled_branches
 from benchmarks.learning.plans import Planner, build, dense_flops
 from benchmarks.learning.subjects import Study, Subject
@@ -175,8 +176,13 @@ class _Training:
         for config, plan in islice(self.planner.plans(self.num_steps), self.step, None):
             if self.step > first and self.resources.ends_cells:  # each piece gets on
                 return False
-            if plan is not known:
-                known, step_flops = plan, self.planner.step_flops(plan)
+            is_grown = self.step >= self._growth
+            if (plan, is_grown) != known:
+                known, step_flops = (plan, is_grown), self.planner.step_flops(plan, is_grown=is_grown)
+            if self._growth and self.step == self._growth:
+                add_layers(
+                    self.model, self.reference, self.subject.grown_from, build(self.subject.size, self.cell.seed)
+                )
             self.train_step(plan)
             self.flops += num_tokens * step_flops
             self.step += 1
@@ -196,12 +202,19 @@ class _Training:
         num_rows = self.study.tokens(self.subject) // self.study.reference.length
         rows = training_rows(self.corpus.train, seed, step, num_rows, self.subject.size.length)
         with ExitStack() as stack:
+            if step < self._growth:
+                stack.enter_context(ends_alone(self.model, self.subject.grown_from))
             if self.subject.dropping:
                 draw = seed * 1_000_003 + step
                 stack.enter_context(dropped(self.model, self.subject.dropping, num_rows, draw))
             if self.subject.dropout:
                 stack.enter_context(with_dropout(self.model, self.subject.dropout))
             reference.step([[own] for own in rows.chunk(self.study.num_workers)])
+
+    @property
+    def _growth(self) -> int:
+        """The step from which all layers train; 0 for all steps."""
+        return self.num_steps // 2 if self.subject.grown_from else 0
 
     def _make_reference(self) -> BatchedReference:
         config, plan = next(self.planner.plans(self.num_steps))
@@ -231,7 +244,11 @@ class _Training:
     def _validate(self, plan: Plan, *, is_scaled: bool = False) -> float:
         """Loss of the dense model."""
         self.model.eval()
-        with scaled_branches(self.model, plan) if is_scaled else nullcontext():
+        is_small = 0 < self.step <= self._growth  # the other layers are added before the next step
+        with (
+            scaled_branches(self.model, plan) if is_scaled else nullcontext(),
+            ends_alone(self.model, self.subject.grown_from) if is_small else nullcontext(),
+        ):
             losses = torch.cat([self._losses(self.model, own) for own in self._validation.split(32)])
         self.model.train()
         return float(losses.double().mean())

@@ -88,10 +88,15 @@ class Planner:
     def num_steps(self, flops: float) -> int:
         """As many as cost that much, at least one in each phase."""
         phases = (self.subject.block or {}).get("schedule", [{}])
-        return max(len(phases), round(flops / (self.study.tokens(self.subject) * self._mean_flops())))
+        per_step = self._mean_flops()
+        if self.subject.grown_from:
+            per_step = (per_step + dense_flops(self.subject.ends)) / 2
+        return max(len(phases), round(flops / (self.study.tokens(self.subject) * per_step)))
 
-    def step_flops(self, plan: Plan) -> float:
-        """Of a step under a plan; without a block of a dense step."""
+    def step_flops(self, plan: Plan, *, is_grown: bool = True) -> float:
+        """Of a step under a plan; without a block of a dense step, or of one of the ends alone."""
+        if not is_grown:
+            return dense_flops(self.subject.ends)
         if self.subject.block is not None:
             return plan_flops(self._model, self.subject.size, plan)
         size, dropping = self.subject.size, self.subject.dropping

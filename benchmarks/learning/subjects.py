@@ -60,6 +60,7 @@ class Subject:
         weight_decay: of matrices.
         rows: of a worker in a step; None for the study's.
         small_outputs: whether weights of output projections start C times smaller.
+        grown_from: layers at each end that train alone in the first half of the steps; 0 for all layers throughout.
     """
 
     size: Size = REFERENCE
@@ -69,6 +70,12 @@ class Subject:
     weight_decay: float = 0.1
     rows: int | None = None
     small_outputs: bool = False
+    grown_from: int = 0
+
+    @property
+    def ends(self) -> Size:
+        """The size of the ends alone."""
+        return replace(self.size, depth=2 * self.grown_from)
 
     def described(self) -> dict[str, Any]:
         """As JSON, without defaults; cells of a subject that has changed are done again."""
@@ -95,7 +102,7 @@ def _dense_tail(coverage: float | list[dict[str, float]], share: float, **block:
 
 
 def _sizes() -> dict[str, Subject]:
-    shapes = [(32, 2), (48, 2), (64, 2), (32, 4), (64, 4), (96, 4), (128, 4), (64, 8), (128, 8)]
+    shapes = [(32, 2), (48, 2), (64, 2), (32, 4), (32, 8), (64, 4), (96, 4), (128, 4), (64, 8), (128, 8)]
     return {f"dense {width}x{depth}": Subject(Size(width, depth)) for width, depth in shapes}
 
 
@@ -128,11 +135,20 @@ def _whole_end_variants() -> dict[str, Subject]:
 def _scales() -> dict[str, Subject]:
     """Each branch times 1/C in training, with output projections that start as usual or C times smaller."""
     found = {}
-    for name, coverage in (("C=1/2", 0.5), ("C=1/4", 0.25)):
-        block = {"coverage": _whole_ends(coverage), "branch_scale": "training"}
-        found[f"{name}, whole ends, scaled in training"] = Subject(block=block, small_outputs=True)
-        found[f"{name}, whole ends, scaled in training, usual start"] = Subject(block=block)
+    for size, prefix in ((REFERENCE, ""), (Size(32, 8), "32x8, ")):
+        for name, coverage in (("C=1/2", 0.5), ("C=1/4", 0.25)):
+            block = {"coverage": _whole_ends(coverage), "branch_scale": "training"}
+            found[f"{prefix}{name}, whole ends, scaled in training"] = Subject(size, block, small_outputs=True)
+            found[f"{prefix}{name}, whole ends, scaled in training, usual start"] = Subject(size, block)
     return found
+
+
+def _rivals() -> dict[str, Subject]:
+    """Data parallelism with more steps of fewer rows, and layers that are added between the ends halfway."""
+    return {
+        "dense 64x8, 2 rows": Subject(rows=2),
+        "64x8, grown from the ends": Subject(grown_from=1),
+    }
 
 
 def _for_few_data() -> dict[str, Subject]:
@@ -148,7 +164,7 @@ def _for_few_data() -> dict[str, Subject]:
     }
 
 
-SUBJECTS = _sizes() | _modes() | _whole_end_variants() | _scales() | _for_few_data()
+SUBJECTS = _sizes() | _modes() | _whole_end_variants() | _scales() | _rivals() | _for_few_data()
 
 # For `study.py --set`: budgets in dense steps of 0.41M, subjects, seeds. On two cores "long" takes about five hours.
 SETS: dict[str, list[tuple[int, str, int]]] = {
