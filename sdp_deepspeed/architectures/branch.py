@@ -64,9 +64,11 @@ class InnerLayers:
         cuts: all layers that the cells run through, at least the output projection.
         heads: attribute path of the body to the number of cells. For attention: the number of key/value heads; query
             heads belong to the cell of their key/value head. None if each index of a cut is a cell (the neurons of an
-            MLP).
-        scaled: attributes of the body that are proportional to its number of cells, such as GPT-2's `split_size`;
-            "config.NAME" for attributes of a config that layers share.
+            MLP). If `forward` reads the attribute, it is scaled.
+        scaled: further attributes of the body that are proportional to its number of cells, such as GPT-2's
+            `split_size`; "config.NAME" for attributes of a config that layers share.
+        fixed: attributes that `forward` reads and that only happen to be as large as the width of the heads, such as a
+            sliding window. Others of that size must be in `scaled`.
         caches: keyword arguments of the body with a key/value cache; "NAME.ATTRIBUTE" if a cache has several parts.
         tail: submodules that run on the body's output, such as dropout, from one tensor to one tensor.
         before: submodules of a single-module body that run before the cells and are not cut.
@@ -78,6 +80,7 @@ class InnerLayers:
     cuts: tuple[Cut, ...]
     heads: str | None = None
     scaled: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
     tail: tuple[str, ...] = ()
     before: tuple[str, ...] = ()

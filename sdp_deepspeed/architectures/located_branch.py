@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures.branch import BATCH_NORMS, Branch, attribute
+from sdp_deepspeed.architectures.counts import refuse_unscaled
 from sdp_deepspeed.architectures.cut_tensors import CutTensor, cut_tensors_of
-from sdp_deepspeed.architectures.registry import branches_in
+from sdp_deepspeed.architectures.families import FAMILIES
+from sdp_deepspeed.architectures.registry import branches_in, described_as
 from sdp_deepspeed.architectures.unknown import refusal_of
 from sdp_deepspeed.units import Piece
 
@@ -176,6 +178,8 @@ def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tupl
         for path, module in body.named_modules()
     }
     _refuse_other_tensors(root_name, inside, root, branch, {tensors[0].size} if heads else widths)
+    if heads is not None and branch not in FAMILIES.get(described_as(type(layer)), ()):
+        refuse_unscaled(root_name, root, branch.inner, tensors, num_cells)
     return num_cells, tuple(tensors)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import cache
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -26,6 +28,20 @@ def code_of(layer_class: type) -> dict[str, Any]:
     names = {name for base in bases for name, value in vars(base).items() if _is_method(value)} - _NOT_RUN
     names |= {"forward", "__call__"}
     return {name: _method(layer_class, name) for name in sorted(names)}
+
+
+@cache
+def names_read(layer_class: type) -> frozenset[str]:
+    """Names of attributes (and globals) in the methods of a class that a forward pass may run."""
+    methods = [_unwrapped(getattr(method, "fget", method)) for method in code_of(layer_class).values()]
+    return frozenset(name for method in methods for name in _names_in(getattr(method, "__code__", None)))
+
+
+def _names_in(code: CodeType | None) -> set[str]:
+    if code is None:
+        return set()
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(_names_in, inner))
 
 
 def check_own_forward(name: str, layer: nn.Module, described: type, code: Mapping[str, Any] | None) -> None:

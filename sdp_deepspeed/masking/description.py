@@ -37,10 +37,12 @@ def check_description(
 
     Raises:
         AssertionError: a description is wrong; the message has the mode and the difference.
-        ValueError: no layer is described, or the model has no loss with a gradient.
+        ValueError: no layer is described, its neurons or heads do not fit, or the model has no loss with a gradient.
     """
     loss_of, compared = loss_of or _loss, []
     branches = locate_branches(model)
+    if misfits := [b for b in branches if b.description.inner is not None and b.uncuttable_reason]:
+        raise ValueError(f"check_description: {misfits[0].name!r} cannot be cut: {misfits[0].uncuttable_reason}")
     cut = {b.description.name: "neuron" for b in branches if not b.uncuttable_reason}
     strategies = (["block"] if any(b.is_bypassed for b in branches) else []) + ([cut] if cut else [])
     for regime in ("forward", "backward"):

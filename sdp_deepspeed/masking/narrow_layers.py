@@ -12,6 +12,7 @@ from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.branch import attribute
+from sdp_deepspeed.architectures.counts import scaled_attributes
 from sdp_deepspeed.masking.forwards import Forward, replace_forward
 from sdp_deepspeed.masking.lacking_blocks import around
 from sdp_deepspeed.masking.split_layers import set_sizes
@@ -48,7 +49,7 @@ class Sizes:
         layers = dict.fromkeys(model.get_submodule(t.parameter.rpartition(".")[0]) for t in branch.cut_tensors)
         counts: dict[tuple[nn.Module, str], int] = {}
         configs: dict[nn.Module, tuple[Any, dict[str, int]]] = {}
-        for path in inner.scaled:
+        for path in scaled_attributes(root, inner):
             owner, _, name = path.rpartition(".")
             parent, _, last = owner.rpartition(".")
             if last == "config":

@@ -422,6 +422,93 @@ def test_a_description_of_a_model_without_a_loss_needs_loss_of(give: Any, got: s
     )
 
 
+class Heads(nn.Module):
+    """Attention whose forward takes its sizes from attributes: 4 heads of 3, in a stream of 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(5, 36), nn.Linear(12, 5)
+        self.n_head = self.heads_too = 4
+        self.width = 12
+        self.config = SimpleNamespace(n_head=4)
+
+
+class ReadsNumber(Heads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(x).view(len(x), 3, self.n_head, -1).unbind(1)
+        return attend(self.proj, *qkv)
+
+
+class ReadsConfig(Heads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(x).view(len(x), 3, self.config.n_head, -1).unbind(1)
+        return attend(self.proj, *qkv)
+
+
+class ReadsAnother(Heads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(x).view(len(x), 3, self.heads_too, -1).unbind(1)
+        return attend(self.proj, *qkv)
+
+
+class ReadsWidth(Heads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (one.view(len(x), self.n_head, -1) for one in self.qkv(x).split(self.width, -1))
+        return attend(self.proj, q, k, v)
+
+
+def attend(proj: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = (one.transpose(0, 1) for one in (q, k, v))
+    result: torch.Tensor = proj(((q @ k.mT).softmax(-1) @ v).transpose(0, 1).flatten(1))
+    return result
+
+
+def attention(body: type[nn.Module], heads: str, **more: tuple[str, ...]) -> nn.Module:
+    """A model of layers with this body, described."""
+    cuts = (Cut("qkv", 0, blocks=3), Cut("proj", 1, is_output=True))
+    architectures.register(Layer, Branch("attention", body="body", inner=InnerLayers(cuts, heads=heads, **more)))
+    model: Any = Model()
+    for layer in model.layers:
+        layer.body = body()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("body", "heads", "more"),
+    [
+        (ReadsNumber, "n_head", {}),
+        (ReadsNumber, "config.n_head", {}),
+        (ReadsConfig, "config.n_head", {}),
+        (ReadsAnother, "n_head", {"scaled": ("heads_too",)}),
+        (ReadsWidth, "n_head", {"scaled": ("width",)}),
+    ],
+)
+def test_numbers_of_heads_are_scaled(body: Any, heads: str, more: Any) -> None:
+    """An attribute that is not would give as many heads, each of fewer columns."""
+    assert len(check_description(attention(body, heads, **more), batch())) == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "heads", "named"),
+    [
+        (ReadsWidth, "n_head", r"layers\.0\.body\.width = 12"),
+        (ReadsAnother, "n_head", r"layers\.0\.body\.heads_too = 4"),
+    ],
+)
+def test_sizes_of_heads_that_are_not_scaled_are_refused(body: Any, heads: str, named: str) -> None:
+    model = attention(body, heads)
+    with pytest.raises(ValueError, match=rf"'layers\.0\.attention' cannot be cut: {named}: read in forward.*`scaled`"):
+        check_description(model, batch())
+    assert len(plan_of(model, "forward", "block").units) == 2
+    with pytest.raises(ValueError, match=rf"cannot be cut: {named}"):
+        plan_of(model, "forward", "neuron")
+
+
+def test_a_description_with_which_a_subnetwork_does_not_run() -> None:
+    with pytest.raises(AssertionError, match=r"forward x neuron: subnetwork 0 does not run, unlike the dense model: "):
+        check_description(attention(ReadsWidth, "n_head", fixed=("width",)), batch())
+
+
 class NormedStream(nn.Module):
     def __init__(self) -> None:
         super().__init__()
