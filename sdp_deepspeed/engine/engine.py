@@ -353,6 +353,15 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     # ---- training -----------------------------------------------------------------------------------------------
 
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """As in DeepSpeed.
+
+        Raises:
+            RuntimeError: `.data` of a parameter was replaced outside `dense`.
+        """
+        self.mask.check_shapes()
+        return super().forward(*inputs, **kwargs)
+
     def _backward_prologue(self) -> None:
         is_last = self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
         self.optimizer.sharded.reducer.is_last_micro_step = is_last

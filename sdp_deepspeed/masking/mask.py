@@ -90,7 +90,7 @@ class Mask:
         self.scaled = coverage_of_branches(plan, self.branches) if is_scaled else {}
         self._router_refusal = router_refusal(model, plan, self.branches)
         self._strides = {name: tensor.stride() for name, tensor in tensors.items()}
-        self._reshaped: list[str] = []  # names of parameters and buffers whose shapes have changed
+        self._reshaped: dict[str, torch.Size] = {}  # new shapes of parameters and buffers whose shapes have changed
         self._where: dict[Piece, tuple[torch.Tensor, int]] = {}
         self._masked: list[nn.Module] = []  # modules with a replaced forward
         self._sizes: list[Sizes] = []
@@ -160,6 +160,15 @@ class Mask:
     def pieces_of(self, name: str) -> Pieces:
         return self.pieces[name] if name in self.pieces else self.buffer_pieces[name]
 
+    def check_shapes(self) -> None:
+        """Raise RuntimeError if a tensor no longer has the shape that the subnetwork needs."""
+        for name, shape in self._reshaped.items():
+            if (found := self._tensor(name).shape) != shape:
+                raise RuntimeError(
+                    f"{name!r}: its data was replaced by {tuple(found)}, this rank's subnetwork has {tuple(shape)}; "
+                    "assign weights inside `with engine.dense():`"
+                )
+
     # ---- apply and undo -----------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)
@@ -208,7 +217,7 @@ class Mask:
             sizes.set(1, 1)
         for hook in self._hooks:
             hook.remove()
-        self._masked, self._sizes, self._hooks, self._reshaped = [], [], [], []
+        self._masked, self._sizes, self._hooks, self._reshaped = [], [], [], {}
         for module in self.model.modules():
             vars(module).pop(_MASKED, None)
         self.is_applied = False
@@ -259,12 +268,12 @@ class Mask:
             del self._where[piece]
         if held:
             self._put(held, tensor, side_by_side(held, tensor))
-            self._reshaped.append(name)
+            self._reshaped[name] = tensor.shape
             return
         zeros = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
         set_data(tensor, zeros.expand(self.shapes[name]) if is_multiplied else zeros.new_empty(0))
         tensor.requires_grad_(False)
-        self._reshaped.append(name)
+        self._reshaped[name] = tensor.shape
 
     def _apply_backward(self) -> None:
         """Freeze the weights of units that this rank lacks, and split cut layers. Buffers are unchanged, since every
@@ -283,7 +292,7 @@ class Mask:
             rest = side_by_side(frozen, parameter)
             self._put(held, parameter, side_by_side(held, parameter))
             self._put(frozen, rest)
-            self._reshaped.append(name)
+            self._reshaped[name] = parameter.shape
             owner, _, own_name = name.rpartition(".")
             ranges = Ranges(tuple(p.length for p, _ in pieces), tuple(int(not self.is_held(p)) for p, _ in pieces))
             cuts[owner][own_name], rests[owner][own_name] = ParameterSplit(dim, ranges.merged()), rest

@@ -351,6 +351,19 @@ def replaced_parameters_are_noticed(rank: Rank) -> None:
         refusal(RuntimeError, partial(assign, engine), "Parameters were replaced")
 
 
+def replaced_data_is_noticed(rank: Rank) -> None:
+    """If it does not have the subnetwork's shape, before it is used; if it does, it is trained."""
+    for regime, strategy in (("forward", "block"), ("forward", "neuron"), ("backward", "neuron")):
+        engine = engine_with(llama(), regime=regime, strategy=strategy)
+        for parameter in engine.module.parameters():
+            parameter.data = parameter.data.clone()
+        train(engine, num_steps=1)
+        for parameter, dense in zip(engine.module.parameters(), llama(seed=5).parameters(), strict=True):
+            parameter.data = dense.data
+        run = partial(loss_of, engine, batch_of(rank))
+        refusal(RuntimeError, run, "its data was replaced", "inside `with engine.dense():`")
+
+
 def assign(engine: Any) -> None:
     with engine.dense():
         engine.module.load_state_dict(llama().state_dict(), assign=True)
@@ -433,6 +446,7 @@ CHECKS: list[Check] = [
     copies_of_a_subnetwork_are_not_the_model,
     averages_of_weights_are_those_of_the_dense_model,
     replaced_parameters_are_noticed,
+    replaced_data_is_noticed,
     what_is_loaded_is_trained,
     exports_are_the_dense_model,
     an_export_that_fails_is_everybodys,
