@@ -15,14 +15,18 @@ def sharded_options(engine: Any) -> dict[str, Any]:
     has_size = "reduce_bucket_size" in zero.model_fields_set
     offload = zero.offload_optimizer
     sums_in_fp32 = accumulation_dtype == torch.float32 and model_dtype != torch.float32
+    stage = int(engine.zero_optimization_stage())
+    offloads = offload is not None and offload.device == "cpu"
+    in_bf16_optimizer = stage == 1 and model_dtype == torch.bfloat16 and sums_in_fp32 and not offloads
     return {
-        "stage": int(engine.zero_optimization_stage()),
+        "stage": stage,
         "clip": float(engine.gradient_clipping() or 0),
+        "clips_updates": stage > 0 and not in_bf16_optimizer,
         "bucket_size": int(engine.zero_reduce_bucket_size()) if has_size else None,
         "overlap": bool(engine.zero_overlap_comm()),
         "gradient_dtype": torch.float32 if sums_in_fp32 else None,
         "wire_dtype": engine.communication_data_type,
-        "offload": offload is not None and offload.device == "cpu",
+        "offload": offloads,
         "pin_memory": offload is not None and offload.pin_memory,
     }
 

@@ -8,7 +8,7 @@ A step (`ShardedOptimizer.step`), for every bucket that this rank holds:
    last micro-step; stage 2 does it in every backward pass, where owners accumulate their shards and local gradients are
    freed.
 2. The norm of the whole gradient is computed (`gradient_norm`): each rank sums the squares of its own shards, and one
-   all-reduce over all ranks adds them. Gradients are clipped, or the step is skipped.
+   all-reduce over all ranks adds them. Gradients are clipped, or the step is skipped. (DeepSpeed's Muon: muon.py.)
 3. The optimizer steps fp32 shards. If it updates whole tensors (Muon), it steps the tensors that this rank owns: their
    gradients are reduced to it, and their weights broadcast from it.
 4. Updated weights are all-gathered (`gather_weights`). Forward regime: over the holders. Backward regime: every rank
@@ -46,6 +46,7 @@ import torch
 from sdp_deepspeed.parallel.bucket_layouts import BUCKET_SIZE, plan_buckets
 from sdp_deepspeed.parallel.buckets import Bucket, ShardPart, coalesced, held_tensors
 from sdp_deepspeed.parallel.groups import Groups, all_gather, broadcast
+from sdp_deepspeed.parallel.muon import is_deepspeeds_muon, orthogonalize, step_with_updates
 from sdp_deepspeed.parallel.norm import gradient_norm, scale_gradients
 from sdp_deepspeed.parallel.offload import Moved, move_back, move_to_host
 from sdp_deepspeed.parallel.optimizer_kinds import groups_of_whole_tensors
@@ -69,6 +70,7 @@ class ShardedOptimizer:
         regime: "forward" gathers weights over the holders, "backward" over all ranks.
         stage: ZeRO stage.
         clip: maximum gradient norm; 0 does not clip.
+        clips_updates: whether to clip the updates of DeepSpeed's Muon, not its gradients (muon.py).
         bucket_size: see `plan_buckets`.
         overlap, gradient_dtype, wire_dtype: see `Reducer`.
         replicated: tensors that are equal on all tensor-parallel ranks; the norm counts them once.
@@ -77,7 +79,8 @@ class ShardedOptimizer:
 
     Attributes:
         reducer: accumulates and averages gradients; the engine calls it around backward passes.
-        norm: norm of the last step's averaged gradient before clipping; None before the first step.
+        norm: norm of the last step's averaged gradient before clipping (with `clips_updates`, of updates and other
+            gradients); None before the first step.
         held: buckets of which this rank is a holder, in the order of collectives.
         buckets: `held`; in the backward regime all buckets.
         mode: argument of the last `change_mode`; None if a checkpoint was loaded since.
@@ -94,6 +97,7 @@ class ShardedOptimizer:
         regime: Literal["forward", "backward"],
         stage: Literal[0, 1, 2],
         clip: float = 0.0,
+        clips_updates: bool = False,
         bucket_size: int | None = None,
         overlap: bool = False,
         gradient_dtype: torch.dtype | None = None,
@@ -104,6 +108,7 @@ class ShardedOptimizer:
     ) -> None:
         self.optimizer, self.mask, self.groups = optimizer, mask, groups
         self.regime, self.stage, self.clip = regime, stage, clip
+        self._clips_updates = clips_updates and clip > 0 and is_deepspeeds_muon(optimizer)
         self.param_groups = dict(param_groups)
         self.norm: torch.Tensor | None = None
         self.mode: str | None = None
@@ -254,13 +259,20 @@ class ShardedOptimizer:
         if check_overflow and not torch.isfinite(self.norm):
             self.reducer.zero_grad()
             return False
-        scale_gradients(gradients, self.norm, self.clip, loss_scale)
         for bucket in self.buckets:
             if bucket.layout.is_whole:
                 self._restore_views(bucket)
         for bucket, gradient in zip(self.held, gradients, strict=True):
             bucket.set_gradients(gradient)
-        self.optimizer.step()
+        if self._clips_updates:
+            scale_gradients(gradients, self.norm, 0.0, loss_scale)
+            orthogonalize(self.optimizer)
+            self.norm = gradient_norm(self._owned_gradients(), self._device)
+            scale_gradients(gradients, self.norm, self.clip, 1.0)
+            step_with_updates(self.optimizer)
+        else:
+            scale_gradients(gradients, self.norm, self.clip, loss_scale)
+            self.optimizer.step()
         for bucket in self.held:
             bucket.set_gradients(None)
             bucket.average = None
