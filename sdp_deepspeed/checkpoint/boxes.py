@@ -80,7 +80,7 @@ class Targets:
 
 
 def make_targets(state: RankState, stored: Mapping[str, Any], facts: Facts | None, *, strict: bool = True) -> Targets:
-    """Find the destinations on this rank: what it steps (in stage 0 all that it holds), and other tensors it stores.
+    """Find the destinations on this rank: what it steps, and other tensors it stores.
 
     Args:
         stored: DCP's metadata of each stored tensor, by key.

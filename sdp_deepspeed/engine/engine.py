@@ -167,6 +167,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         self.tensor_parallel = self._find_tensor_parallel()
         self.stage_of_config = int(self.zero_optimization_stage())
         self.refuse_stage(self.stage_of_config)
+        if self.stage_of_config == 0:
+            log_dist(f"{KEY}: ZeRO stage 0 runs as stage 1, which sends the same and shards more", ranks=[0])
         self._barrier = CallBarrier(f"sdp_deepspeed/barrier/{next(_numbers)}")
         self.schedule = run_on_all_ranks(self._find_schedule, self._control)
         check_schedule(self)
@@ -373,8 +375,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         super()._backward_epilogue()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Called by DeepSpeed's engine after each backward pass. Stage 2 reduces gradients here; stages 0 and 1 do so
-        at the accumulation boundary with `overlap_comm`, otherwise in `step`."""
+        """Called by DeepSpeed's engine after each backward pass. Stage 2 reduces gradients here; stage 1 does so at the
+        accumulation boundary with `overlap_comm`, otherwise in `step`."""
         self.optimizer.sharded.reducer.finish_backward()
 
     def clip_fp32_gradients(self) -> None:
@@ -610,7 +612,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         step them there. In its other stages and precisions momentum and decay keep changing them, as here in every
         stage."""
         sharded = self.optimizer.sharded
-        if sharded.stage == 0 and self.get_data_types()[0] == torch.float32:
+        if self.zero_optimization_stage() == 0 and self.get_data_types()[0] == torch.float32:
             names = dict.fromkeys(name for bucket in sharded.held for name in bucket.names)
             if frozen := [name for name in names if not self.mask.parameters[name].requires_grad]:
                 raise RuntimeError(

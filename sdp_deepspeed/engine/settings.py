@@ -19,7 +19,7 @@ def sharded_options(engine: Any) -> dict[str, Any]:
     offloads = offload is not None and offload.device == "cpu"
     in_bf16_optimizer = stage == 1 and model_dtype == torch.bfloat16 and sums_in_fp32 and not offloads
     return {
-        "stage": stage,
+        "stage": max(1, stage),  # 0 sends the same as 1, and has the same results
         "clip": float(engine.gradient_clipping() or 0),
         "clips_updates": stage > 0 and not in_bf16_optimizer,
         "bucket_size": int(engine.zero_reduce_bucket_size()) if has_size else None,

@@ -24,7 +24,7 @@ class Setup:
     """Settings that determine a rank's bytes, besides plan and shapes.
 
     Args:
-        stage: ZeRO stage.
+        stage: ZeRO stage; SDP runs stage 0 as stage 1.
         precision: bytes per element.
         accumulation: micro-steps per optimizer step; stage 2 sends gradients in each.
         offload: whether optimizer state is in host memory.
@@ -107,15 +107,11 @@ class ShardedRun:
     def held(self, rank: int) -> list[BucketLayout]:
         return [bucket for bucket in self.buckets if rank in bucket.holders]
 
-    def stepped(self, bucket: BucketLayout, rank: int) -> int:
-        """Elements that a holder's optimizer steps, with padding."""
-        return bucket.size if self.setup.stage == 0 else owned(bucket, rank)
-
     def estimate(self, rank: int) -> RankEstimate:
         """Bytes of a data-parallel rank."""
         setup, held = self.setup, self.held(rank)
-        state = sum(self.stepped(bucket, rank) * self._optimizer_bytes(bucket) for bucket in held)
-        stepped = sum(self.stepped(bucket, rank) for bucket in held)
+        state = sum(owned(bucket, rank) * self._optimizer_bytes(bucket) for bucket in held)
+        stepped = sum(owned(bucket, rank) for bucket in held)
         stored = self.buckets if self.is_backward else held
         num_stored = sum(b.size if b.is_whole else b.num_elements for b in stored) + self._num_frozen(rank)
         return RankEstimate(
@@ -156,7 +152,7 @@ class ShardedRun:
         """Averages in fp32, if gradients are not."""
         if self.setup.stage == 2 or self.setup.precision.gradients == FP32_BYTES:
             return 0
-        made = [self.stepped(bucket, rank) * FP32_BYTES for bucket in held]
+        made = [owned(bucket, rank) * FP32_BYTES for bucket in held]
         return max(made, default=0) if self.setup.offload else sum(made)
 
     def reduce_buffers(self, rank: int) -> int:
@@ -172,22 +168,20 @@ class ShardedRun:
         """Elements that each rank sends to all ranks in the backward regime, by depth range."""
         counts: dict[int, list[int]] = {}
         for bucket in self.buckets if self.is_backward else []:
-            if self.setup.stage > 0 or len(bucket.holders) < self.num_ranks:
-                ranks = counts.setdefault(bucket.depth_range, [0] * self.num_ranks)
-                for rank in bucket.holders:
-                    ranks[rank] += owned(bucket, rank)
+            ranks = counts.setdefault(bucket.depth_range, [0] * self.num_ranks)
+            for rank in bucket.holders:
+                ranks[rank] += owned(bucket, rank)
         return [max(ranks) for ranks in counts.values()]
 
     def _sent(self, held: Sequence[BucketLayout], rank: int) -> int:
-        stage, precision = self.setup.stage, self.setup.precision
+        precision = self.setup.precision
         gradients = sum(bucket.size - owned(bucket, rank) for bucket in held)
-        to_holders = sum((len(bucket.holders) - 1) * owned(bucket, rank) for bucket in held)
-        weights = 0 if stage == 0 else to_holders
         if self.is_backward:
             weights = sum((self.num_ranks - 1) * most for most in self._returned)
-        rounds = self.setup.accumulation if stage == 2 else 1
-        averages = to_holders if stage == 0 else 0
-        return (gradients * rounds + averages) * precision.wire + weights * precision.weights
+        else:
+            weights = sum((len(bucket.holders) - 1) * owned(bucket, rank) for bucket in held)
+        rounds = self.setup.accumulation if self.setup.stage == 2 else 1
+        return gradients * rounds * precision.wire + weights * precision.weights
 
 
 def owned(bucket: BucketLayout, rank: int) -> int:

@@ -83,7 +83,6 @@ class Bucket:
     Args:
         layout: contents of the bucket.
         group: the holders; None if this rank is not a holder and only receives weights (backward regime).
-        steps_all: whether this rank's optimizer steps the whole bucket, not only a shard (stage 0).
         device: device of the weights.
 
     Attributes:
@@ -100,10 +99,8 @@ class Bucket:
         offloaded: host memory of `shard` and `average` with CPU offload.
     """
 
-    def __init__(
-        self, layout: BucketLayout, group: HolderGroup | None, *, steps_all: bool, device: torch.device
-    ) -> None:
-        self.layout, self.group, self.steps_all, self.device = layout, group, steps_all, device
+    def __init__(self, layout: BucketLayout, group: HolderGroup | None, *, device: torch.device) -> None:
+        self.layout, self.group, self.device = layout, group, device
         self.names = list(dict.fromkeys(part.piece.parameter for part in layout.slices))
         self.places: list[tuple[str, int]] = []
         self._has_gradients = False  # whether `gradients` have memory
@@ -190,10 +187,6 @@ class Bucket:
         first, end = self.layout.shard_range(self.holder_group.position)
         return flat[first:end]
 
-    def stepped_part(self, flat: torch.Tensor) -> torch.Tensor:
-        """View of the part of a flat buffer that this rank's optimizer steps."""
-        return flat if self.steps_all else self.shard_of(flat)
-
     def weights_from_module(self, view: Callable[[Piece], torch.Tensor]) -> None:
         """Copy the module's tensors to `weights`."""
         self.place_weights()
@@ -204,7 +197,7 @@ class Bucket:
     def make_shard(self, *, offload: bool = False, pin_memory: bool = False) -> None:
         """Create `shard` from `weights`: a copy for cut tensors and low precision; in host memory with offload."""
         assert self.weights is not None
-        values = self.stepped_part(self.weights)
+        values = self.shard_of(self.weights)
         dtype = self.step_dtype
         if offload:
             self.offloaded = OffloadedShard(values, pin_memory=pin_memory)
@@ -226,8 +219,8 @@ class Bucket:
     def zero_average(self, names: Collection[str]) -> None:
         """Set the averaged gradients of some tensors to zero."""
         if self.average is not None:
-            before = 0 if self.steps_all else self.layout.shard_range(self.holder_group.position)[0]
-            for part in self.parts(owned=False):
+            before = self.layout.shard_range(self.holder_group.position)[0]
+            for part in self.parts():
                 if part.piece.parameter in names:
                     first = part.slice.start - before
                     self.average[first + part.start : first + part.stop].zero_()
@@ -242,19 +235,11 @@ class Bucket:
         for parameter, own in zip(self.parameters, gradients, strict=True):
             parameter.grad = own
 
-    def parts(self, *, owned: bool) -> Iterator[ShardPart]:
-        """Yield the parts of slices that this rank's optimizer steps.
-
-        Args:
-            owned: only the parts that this rank owns, so that each element is yielded by one rank. In stage 0 a rank
-                steps more than it owns.
-        """
+    def parts(self) -> Iterator[ShardPart]:
+        """Yield the parts of slices that this rank owns, and steps."""
         position = self.holder_group.position
-        ranges = self.layout.owned(position)
-        if self.steps_all and not owned:
-            ranges = ((part, 0, part.num_elements) for part in self.layout.slices)
-        before = 0 if self.steps_all else self.layout.shard_range(position)[0]
-        for part, start, stop in ranges:
+        before = self.layout.shard_range(position)[0]
+        for part, start, stop in self.layout.owned(position):
             if self.layout.owner is not None:
                 yield ShardPart(part, start, stop, self.parameters[self.layout.slices.index(part)], start)
             else:
@@ -270,7 +255,7 @@ class Bucket:
         assert self.shard is not None
         if self.weights is None:
             return False
-        return self.shard.data_ptr() == self.stepped_part(self.weights).data_ptr()
+        return self.shard.data_ptr() == self.shard_of(self.weights).data_ptr()
 
     def shard_from_weights(self) -> None:
         """Copy into `shard` the elements of `weights` that no longer equal the rounded shard."""
@@ -278,7 +263,7 @@ class Bucket:
         assert self.weights is not None
         if not self.steps_in_place:
             shard = self.shard.detach()
-            values = self.stepped_part(self.weights).to(shard.device)
+            values = self.shard_of(self.weights).to(shard.device)
             shard.copy_(torch.where(shard.to(values.dtype) == values, shard, values.to(shard.dtype)))
 
     def shard_to_weights(self) -> None:
@@ -286,9 +271,9 @@ class Bucket:
         assert self.shard is not None
         assert self.weights is not None
         if self.offloaded is not None:
-            self.offloaded.send_weights(self.stepped_part(self.weights))
+            self.offloaded.send_weights(self.shard_of(self.weights))
         elif not self.steps_in_place:
-            self.stepped_part(self.weights).copy_(self.shard.detach())
+            self.shard_of(self.weights).copy_(self.shard.detach())
 
     def weights_to_module(self, view: Callable[[Piece], torch.Tensor]) -> None:
         """Copy `weights` into cut tensors; whole ones are views of it."""
@@ -358,7 +343,7 @@ def coalesced(buckets: Sequence[Bucket], bucket_size: int, *, gathers: bool = Fa
     for bucket in buckets:
         group = bucket.holder_group
         is_direct = group.gathers_directly if gathers else group.scatters_directly
-        is_direct = is_direct and not bucket.steps_all and bucket.layout.owner is None
+        is_direct = is_direct and bucket.layout.owner is None
         count = received_elements(bucket.layout.size, group)
         fits = is_direct and num_received + count <= bucket_size
         if together and not (fits and bucket.layout.dtype == together[0].layout.dtype):

@@ -37,7 +37,7 @@ def read_full(optimizer: ShardedOptimizer, name: str, kind: Kind = "weight", key
     _prepare(optimizer, kind, key)
     like = optimizer.mask.parameters[name]
     dense = torch.zeros(optimizer.mask.shapes[name], dtype=torch.float32, device=like.device)
-    for part, values in _values(optimizer, name, kind, key, owned=True):
+    for part, values in _values(optimizer, name, kind, key):
         flat = dense.new_zeros(part.slice.num_elements)
         flat[part.start : part.stop] = values.to(flat)
         part.slice.piece.narrow(dense).add_(flat.view(part.slice.shape))
@@ -62,7 +62,7 @@ def write_full(
             f"{name!r} has shape {expected}, the value {tuple(value.shape)}; pass the whole parameter's values"
         )
     _prepare(optimizer, kind, key)
-    for part, values in _values(optimizer, name, kind, key, owned=False):
+    for part, values in _values(optimizer, name, kind, key):
         values.copy_(part.slice.piece.narrow(value).reshape(-1)[part.start : part.stop])
     for piece, _ in optimizer.mask.pieces[name] if kind == "weight" else ():
         if optimizer.mask.stored(piece):
@@ -84,15 +84,13 @@ def _prepare(optimizer: ShardedOptimizer, kind: Kind, key: str) -> None:
             raise ValueError(f"the optimizer has no state {key!r} with one value per element: {words}")
 
 
-def _values(
-    optimizer: ShardedOptimizer, name: str, kind: Kind, key: str, *, owned: bool
-) -> Iterator[tuple[ShardPart, torch.Tensor]]:
-    """Yield flat views of what this rank steps, or owns, of a parameter; nothing for missing state."""
+def _values(optimizer: ShardedOptimizer, name: str, kind: Kind, key: str) -> Iterator[tuple[ShardPart, torch.Tensor]]:
+    """Yield flat views of what this rank owns of a parameter; nothing for missing state."""
     for bucket in optimizer.held:
         if name in bucket.names:
             if kind == "gradient":
                 bucket.set_gradients(bucket.average)
-            for part in bucket.parts(owned=owned):
+            for part in bucket.parts():
                 state = optimizer.optimizer.state.get(part.parameter, {})
                 tensor = {"weight": part.parameter, "gradient": part.parameter.grad, "state": state.get(key)}[kind]
                 if part.slice.piece.parameter == name and tensor is not None:

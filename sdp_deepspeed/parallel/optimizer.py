@@ -1,12 +1,11 @@
-"""The optimizer, sharded over the holders of each slice (ZeRO stages 0, 1 and 2).
+"""The optimizer, sharded over the holders of each slice (ZeRO stages 1 and 2; stage 0 runs as stage 1).
 
 A step (`ShardedOptimizer.step`), for every bucket that this rank holds:
 
-1. Gradients are averaged (`Reducer.finish`): summed over the holders and divided by their number. Stage 0: an
-   all-reduce, and every holder has the average. Stages 1 and 2: a reduce-scatter; of H holders, the one at position i
-   owns the i-th of H equal shards of the bucket, and has the average of that shard. Stages 0 and 1 do this after the
-   last micro-step; stage 2 does it in every backward pass, where owners accumulate their shards and local gradients are
-   freed.
+1. Gradients are averaged (`Reducer.finish`): reduce-scattered over the holders and divided by their number. Of H
+   holders, the one at position i owns the i-th of H equal shards of the bucket, and has the average of that shard.
+   Stage 1 does this after the last micro-step; stage 2 does it in every backward pass, where owners accumulate their
+   shards and local gradients are freed.
 2. The norm of the whole gradient is computed (`gradient_norm`): each rank sums the squares of its own shards, and one
    all-reduce over all ranks adds them. Gradients are clipped, or the step is skipped. (DeepSpeed's Muon: muon.py.)
 3. The optimizer steps fp32 shards. If it updates whole tensors (Muon), it steps the tensors that this rank owns: their
@@ -95,7 +94,7 @@ class ShardedOptimizer:
         param_groups: Mapping[str, int],
         *,
         regime: Literal["forward", "backward"],
-        stage: Literal[0, 1, 2],
+        stage: Literal[1, 2],
         clip: float = 0.0,
         clips_updates: bool = False,
         bucket_size: int | None = None,
@@ -124,9 +123,7 @@ class ShardedOptimizer:
             replicated=replicated,
             stepped_whole=self._stepped_whole(param_groups, replicated),
         )
-        buckets = [
-            Bucket(layout, groups.of(layout.holders), steps_all=stage == 0, device=self._device) for layout in layouts
-        ]
+        buckets = [Bucket(layout, groups.of(layout.holders), device=self._device) for layout in layouts]
         self.buckets = [b for b in buckets if b.group is not None or regime == "backward"]
         self.held = [b for b in buckets if b.group is not None]
         self._tensors = held_tensors(self.held, self._parameters, mask.pieces, groups.rank)
@@ -143,7 +140,7 @@ class ShardedOptimizer:
             gradient_dtype=gradient_dtype,
             wire_dtype=wire_dtype,
         )
-        gathered = [b for b in self.buckets if regime == "backward" and not self._is_stepped_by_all(b)]
+        gathered = self.buckets if regime == "backward" else []
         self._gathers = plan_gathers(gathered, groups.data_parallel.size, groups.rank)
         replace_parameters(
             optimizer,
@@ -152,9 +149,7 @@ class ShardedOptimizer:
                 for i in range(len(optimizer.param_groups))
             ],
         )
-        # Param groups with a fused kernel. None at stage 0, where holders must agree bitwise: on CPUs, a fused kernel
-        # rounds an element depending on its position.
-        self._fused = prefer_fused(optimizer) if stage > 0 else []
+        self._fused = prefer_fused(optimizer)  # param groups with a fused kernel
         self._num_param_groups = len(optimizer.param_groups)
         self._moved: Moved = []
         self._is_offloaded = False
@@ -281,12 +276,9 @@ class ShardedOptimizer:
         return True
 
     def _owned_gradients(self) -> list[torch.Tensor]:
-        """Gradients of the shards that this rank counts in the norm: one shard per holder, even in stage 0."""
+        """Gradients of the shards that this rank counts in the norm."""
         counted = [b for b in self.held if not b.layout.is_replicated or self.groups.tensor_parallel_rank == 0]
-        return [b.shard_of(b.average) if b.steps_all else b.average for b in counted if b.average is not None]
-
-    def _is_stepped_by_all(self, bucket: Bucket) -> bool:
-        return bucket.steps_all and len(bucket.layout.holders) == self.groups.data_parallel.size
+        return [bucket.average for bucket in counted if bucket.average is not None]
 
     @torch.no_grad()
     def gather_weights(self, *, reuse_gradients: bool = False) -> None:
@@ -332,9 +324,9 @@ class ShardedOptimizer:
                 bucket.place_weights(reuse_gradients=reuse_gradients)
                 bucket.shard_to_weights()
             flats = [bucket.weights for bucket in buckets if bucket.weights is not None]
-            if not first.steps_all and first.layout.owner is not None:
+            if first.layout.owner is not None:
                 broadcast(flats[0], groups[0], first.layout.owner)
-            elif not first.steps_all:
+            else:
                 shards = [bucket.shard_of(flat) for bucket, flat in zip(buckets, flats, strict=True)]
                 all_gather(flats, shards, groups)
             for bucket in buckets:
@@ -348,12 +340,6 @@ class ShardedOptimizer:
 
     def _gather_from_all(self, *, reuse_gradients: bool) -> None:
         """Backward regime: one all-gather over all data-parallel ranks for each depth range (weight_gathers.py)."""
-        for bucket in self.buckets:
-            if self._is_stepped_by_all(bucket):
-                bucket.place_weights(reuse_gradients=reuse_gradients)
-                bucket.shard_to_weights()
-                bucket.weights_to_module(self.mask.view)
-                bucket.drop_weights()
         for gathered in self._gathers:
             gathered.all_gather(self.groups.data_parallel, self.mask.view, reuse_gradients=reuse_gradients)
 
@@ -367,8 +353,8 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def shard_parts(self, *, owned: bool) -> list[ShardPart]:
-        """`Bucket.parts` of all held buckets, with the module's current values."""
+        """`Bucket.parts` of all held buckets, with the module's current values. What a rank steps it owns."""
         for bucket in self.buckets:
             if bucket.layout.is_whole:
                 self._restore_views(bucket)
-        return [part for bucket in self.held for part in bucket.parts(owned=owned)]
+        return [part for bucket in self.held for part in bucket.parts()]

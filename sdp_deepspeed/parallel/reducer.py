@@ -6,7 +6,7 @@ reduced, with zeros for missing gradients (experts without tokens, skipped branc
 
 The time at which a bucket is reduced may differ between ranks, since only the order matters. If a tensor gets several
 gradients in one backward pass, its buckets are reduced at the end of the pass, on the ranks where that happened. The
-first pass detects such tensors. In stages 0 and 1 it reduces nothing early. Stage 2 cannot wait, so after the first
+first pass detects such tensors. At stage 1 it reduces nothing early. Stage 2 cannot wait, so after the first
 pass all ranks agree on tensors whose buckets are reduced again.
 """
 
@@ -25,8 +25,8 @@ from sdp_deepspeed.parallel.groups import HolderGroup, reduce, reduce_scatter
 
 
 class Reducer:
-    """Accumulates gradients, reduce-scatters them over the holders (stage 0: all-reduces), and stores the average of
-    this rank's shard (stage 0: of the whole bucket) in `average` of each bucket.
+    """Accumulates gradients, reduce-scatters them over the holders, and stores the average of this rank's shard in
+    `average` of each bucket.
 
     Args:
         mask: this rank's subnetwork.
@@ -36,7 +36,7 @@ class Reducer:
         group: the data-parallel ranks.
         stage: ZeRO stage.
         bucket_size: maximum number of elements that arrive at once.
-        overlap: whether stages 0 and 1 reduce complete buckets during backward, as stage 2 always does, and on a GPU
+        overlap: whether stage 1 reduces complete buckets during backward, as stage 2 always does, and on a GPU
             on a separate stream.
         gradient_dtype: dtype in which gradients of micro-steps are accumulated. Default: that of the weights.
         wire_dtype: communication dtype. Default: the accumulation dtype.
@@ -54,7 +54,7 @@ class Reducer:
         buckets: Sequence[Bucket],
         group: HolderGroup,
         *,
-        stage: Literal[0, 1, 2],
+        stage: Literal[1, 2],
         bucket_size: int,
         overlap: bool = False,
         gradient_dtype: torch.dtype | None = None,
@@ -153,8 +153,8 @@ class Reducer:
 
     @torch.no_grad()
     def finish_backward(self) -> None:
-        """Called by the engine after each backward pass, on every rank. Stage 2 reduces the remaining buckets; stages 0
-        and 1 do so after the last micro-step with overlap, else in `finish`."""
+        """Called by the engine after each backward pass, on every rank. Stage 2 reduces the remaining buckets; stage 1
+        does so after the last micro-step with overlap, else in `finish`."""
         is_first, self._is_first_pass = self._is_first_pass, False
         self._seen.clear()
         if self._stage == 2:
@@ -262,16 +262,11 @@ class Reducer:
                 for bucket in together:
                     self._pack(bucket, views)
                 first, groups, flats = together[0], [b.holder_group for b in together], self._to_wire(together)
-                if first.steps_all:
-                    if groups[0].size > 1:
-                        groups[0].comm.all_reduce(flats[0], group=groups[0].process_group)
-                    averages = [flats[0].to(first.step_dtype)]
+                averages = [self._own_shard(bucket) for bucket in together]
+                if first.layout.owner is not None:
+                    reduce(averages[0], flats[0], groups[0], first.layout.owner)
                 else:
-                    averages = [self._own_shard(bucket) for bucket in together]
-                    if first.layout.owner is not None:
-                        reduce(averages[0], flats[0], groups[0], first.layout.owner)
-                    else:
-                        reduce_scatter(averages, flats, groups)
+                    reduce_scatter(averages, flats, groups)
                 for bucket, flat, average in zip(together, flats, averages, strict=True):
                     if flat.dtype != torch.float16:
                         average.div_(bucket.holder_group.size)

@@ -63,8 +63,8 @@ def stored_bytes(model: torch.nn.Module, plan: Plan, rank: int) -> int:
     return whole if plan.regime == "backward" else whole - sum(lacking)
 
 
-def stepped_elements(model: torch.nn.Module, plan: Plan, rank: int, *, stage: int) -> int:
-    """Elements whose optimizer state `rank` keeps: all that it holds, at stage 1 its share among the holders."""
+def stepped_elements(model: torch.nn.Module, plan: Plan, rank: int) -> int:
+    """Elements whose optimizer state `rank` keeps: its share among the holders."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
     shared = sum(shape.numel() for shape in shapes.values())
     total = 0
@@ -73,8 +73,8 @@ def stepped_elements(model: torch.nn.Module, plan: Plan, rank: int, *, stage: in
         own = sum(p.num_elements(shapes[p.parameter]) for p in unit.pieces if p.kind == "parameter")
         shared -= own
         if rank in holders:
-            total += own if stage == 0 else -(-own // len(holders))
-    return total + (shared if stage == 0 else -(-shared // len(plan.subnetwork_of_rank)))
+            total += -(-own // len(holders))
+    return total - (-shared // len(plan.subnetwork_of_rank))
 
 
 def unit_bytes(model: torch.nn.Module, plan: Plan) -> list[int]:

@@ -110,7 +110,7 @@ class Allowance:
         lacking = [size for index, size in enumerate(self.units) if not engine.plan.holds_rank(index, rank)]
         self.lacking = 0 if case.regime == "backward" else sum(lacking)
         self._stored = stored_bytes(dense, engine.plan, rank)
-        self._stepped = stepped_elements(dense, engine.plan, rank, stage=case.stage)
+        self._stepped = stepped_elements(dense, engine.plan, rank)
         self._engine = engine
         self.slack = 2 * BUCKET * 4
         assert self.slack < min(self.units) // 2
@@ -157,7 +157,7 @@ CASES = {
     "backward": Memory(regime="backward"),
     "neuron": Memory(strategy="neuron"),
     "backward-neuron-bf16": Memory(precision="bf16", regime="backward", strategy="neuron"),
-    "stage0-backward-mixed": Memory(stage=0, regime="backward", strategy={"attention": "block", "mlp": "neuron"}),
+    "backward-mixed": Memory(regime="backward", strategy={"attention": "block", "mlp": "neuron"}),
 }
 
 
@@ -204,8 +204,6 @@ class Peak:
 
 
 PEAKS = {  # all pairs of stage, regime and strategy
-    "peak-stage0-forward-block": Peak(Memory(stage=0)),
-    "peak-stage0-backward-neuron": Peak(Memory(stage=0, regime="backward", strategy="neuron")),
     "peak-stage1-forward-block": Peak(Memory()),
     "peak-stage1-backward-neuron": Peak(Memory(regime="backward", strategy="neuron")),
     "peak-stage2-forward-neuron": Peak(Memory(stage=2, strategy="neuron")),
@@ -222,7 +220,7 @@ def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
 
 
 @pytest.mark.checks(
-    2, _checks, slow=["2-*stage0*", "2-*client*", "2-stage2*", "2-peak-stage2-forward*", "2-peak-*neuron"]
+    2, _checks, slow=["2-backward-mixed", "2-*client*", "2-stage2*", "2-peak-stage2-forward*", "2-peak-*neuron"]
 )
 def test_live_tensors(outcome: str | None) -> None:
     assert outcome is None, outcome

@@ -39,8 +39,6 @@ IMPOSSIBLE = {
     ("replicas", "holders"): {(2, "some")},
     ("holders", "rules"): {("all", "parts"), ("all", "depth")},
     ("rules", "units"): {("parts", "mlp")},
-    ("stage", "precision"): {(0, "bf16+fp32")},
-    ("stage", "offload"): {(0, "cpu")},
     ("accumulation", "by_caller"): {(1, True)},
     ("precision", "wire"): {("fp32", "fp32")},
     ("precision", "optimizer"): {(precision, "AdamW") for precision in LOW},
