@@ -1,1 +1,1 @@
-"""Reference implementation of the method, for tests, and its theory."""
+"""Reference implementation of the method, for tests."""

@@ -308,6 +308,8 @@ def num_scarce_units(case: Case) -> int:
         blocks = specimen.num_layers * (2 if case.granularity == "sublayer" and case.units != "mlp" else 1)
         blocks = blocks if specimen.num_blocks is None else specimen.num_blocks // (1 + (case.units == "mlp"))
         return blocks - (case.units == "shared")
+    if (case.strategy, case.units, specimen.num_layers) == ("opposite", "shared", 1):
+        return 1  # attention
     if case.strategy == "opposite" or case.units == "mlp":
         return case.num_subnetworks
     return specimen.num_heads // case.tensor_parallel or case.num_subnetworks

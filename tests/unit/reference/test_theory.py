@@ -1,4 +1,4 @@
-"""The masked average of real gradients against reference/theory.py: unbiased, as near as the gap permits."""
+"""The masked average of real gradients against tests/helpers/theory.py: unbiased, as near as the gap permits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from torch import nn
 from sdp_deepspeed.architectures import locate_branches, unit_costs, units_of_branches
 from sdp_deepspeed.plan.assign import assign
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.theory import (
+from sdp_deepspeed.reference.virtual_workers import local_gradients, masked_average
+from sdp_deepspeed.units import Piece, Unit
+from tests.helpers.models import batches, llama, loss_of
+from tests.helpers.theory import (
     Gradients,
     dense_gradients,
     deviation,
@@ -24,9 +27,6 @@ from sdp_deepspeed.reference.theory import (
     similarity,
     worker_gradients,
 )
-from sdp_deepspeed.reference.virtual_workers import local_gradients, masked_average
-from sdp_deepspeed.units import Piece, Unit
-from tests.helpers.models import batches, llama, loss_of
 
 EPS = 2.0**-24  # unit roundoff of fp32
 LAYERS = ["model.layers.0", "model.layers.1"]

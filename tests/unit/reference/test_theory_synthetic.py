@@ -15,11 +15,11 @@ from torch import nn
 
 from sdp_deepspeed.plan.assign import incidence, translates
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.theory import dense_gradients, deviation, distance, mean, permitted
 from sdp_deepspeed.reference.virtual_workers import held_mask, masked_average
 from sdp_deepspeed.units import Piece, Subnetworks, Unit
 from tests.helpers.models import loss_of
 from tests.helpers.properties import examples
+from tests.helpers.theory import dense_gradients, deviation, distance, mean, permitted
 
 
 def synthetic(holders: Sequence[Subnetworks], k: int, weights: Sequence[int]) -> tuple[nn.Module, Plan]:
