@@ -57,7 +57,7 @@ def batches_of(batches: Iterable[Any], num_batches: int, control: Any) -> list[A
     Raises:
         ValueError: on all ranks, if a rank has fewer batches, or `num_batches` differs.
     """
-    from sdp_deepspeed.parallel.agree import gather_objects, run_on_all_ranks
+    from sdp_deepspeed.parallel.consistency import gather_objects, run_on_all_ranks
 
     def take() -> list[Any]:
         own = list(itertools.islice(batches, num_batches))

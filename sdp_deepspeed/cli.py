@@ -283,7 +283,7 @@ def inspect(path: _Checkpoint, tag: _Tag = None) -> None:
 def _description(path: Path) -> Iterator[str]:
     from sdp_deepspeed.checkpoint import files
     from sdp_deepspeed.checkpoint.checkpointer import COMMON, dense_tensors, read_bytes
-    from sdp_deepspeed.plan.coverage import in_words
+    from sdp_deepspeed.plan.coverage import describe_holders
 
     sizes = [size for size, _ in files.read_checksums(path)["files"].values()]
     reader = files.Reader(path)
@@ -294,7 +294,7 @@ def _description(path: Path) -> Iterator[str]:
     yield (
         f"plan {table['hash'][:12]}: {table['regime']} regime, {table['strategy']} strategy, "
         f"{table['num_subnetworks']} subnetworks, {len(table['units'])} units with "
-        f"{in_words([len(unit['holders']) for unit in table['units']])}"
+        f"{describe_holders([len(unit['holders']) for unit in table['units']])}"
     )
     kinds: defaultdict[str, list[Any]] = defaultdict(list)
     for key, stored in dense_tensors(reader).items():

@@ -115,7 +115,7 @@ class Schedule:
         given = self.config[self.key].get("schedule")
         return f"{self.key}.redraw_interval" if given is None else f"{self.key}.schedule[{phase}]"
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Text that is equal on all ranks if the schedules are."""
         return f"{self.phases}, redraw_interval {self.redraw_interval}"
 

@@ -96,7 +96,7 @@ class Contestant:
         config |= {"train_micro_batch_size_per_gpu": micro_batch, "gradient_clipping": CLIPPING}
         engine = build_engine(shape, config)
         if self.stage == 3:  # weights that measured_step would not find
-            engine.lacking_tensors = lambda: [parameter.ds_tensor for parameter in engine.module.parameters()]
+            engine.absent_tensors = lambda: [parameter.ds_tensor for parameter in engine.module.parameters()]
         return engine
 
 

@@ -41,7 +41,7 @@ def weight_tensors(engine: Any) -> list[torch.Tensor]:
     """The module's parameters as they lie in memory, and what a rank stores beside them (backward regime)."""
     mask = getattr(engine, "mask", None)
     if mask is None:
-        beside = getattr(engine, "lacking_tensors", list)  # a benchmark's way to tell of shards (ZeRO-3)
+        beside = getattr(engine, "absent_tensors", list)  # a benchmark's way to tell of shards (ZeRO-3)
         return [*(parameter.data for parameter in engine.module.parameters()), *beside()]
     buffers = {id(buffer) for buffer in mask.buffers.values()}
     return [tensor.data for tensor in mask.tensors() if id(tensor) not in buffers]

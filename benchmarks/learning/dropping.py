@@ -50,8 +50,8 @@ def dropped(model: nn.Module, dropping: Dropping, num_rows: int, seed: int) -> I
             if num_dropped:
                 modules = tuple(model.get_submodule(name) for name in branch.modules)
                 _on_output(modules[-1], partial(torch.mul, other=1 / (1 - rate)), stack)
-                lacking, held = order[:num_dropped].sort().values, order[num_dropped:].sort().values
-                SkippedRows(modules, Rows(held, lacking)).install(stack)
+                absent, held = order[:num_dropped].sort().values, order[num_dropped:].sort().values
+                SkippedRows(modules, Rows(held, absent)).install(stack)
         yield
 
 

@@ -60,11 +60,11 @@ def plan_flops(model: nn.Module, size: Size, plan: Plan) -> float:
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     total = dense_flops(size)
     for index, unit in enumerate(plan.units):
-        lacking = 1 - plan.coverage_of(index)
+        absent = 1 - plan.coverage_of(index)
         weights = sum(p.num_elements(shapes[p.parameter]) for p in unit.pieces if len(shapes[p.parameter]) == 2)
         heads = sum(p.num_elements(shapes[p.parameter]) for p in unit.pieces if "o_proj.weight" in p.parameter)
         scores = _ATTENTION * _scores(size) * heads / size.width**2
-        total -= lacking * (2 * weights if plan.regime == "backward" else 6 * weights + scores)
+        total -= absent * (2 * weights if plan.regime == "backward" else 6 * weights + scores)
     return total
 
 

@@ -29,22 +29,22 @@ class Rows:
     """Rows by whether their worker holds a branch.
 
     Args:
-        held, lacking: indices of the rows.
+        held, absent: indices of the rows.
     """
 
     held: torch.Tensor
-    lacking: torch.Tensor
+    absent: torch.Tensor
 
     @property
     def count(self) -> int:
-        return len(self.held) + len(self.lacking)
+        return len(self.held) + len(self.absent)
 
     def of(self, value: Any, rows: torch.Tensor) -> Any:
         """Select rows of tensors, or of tuples of tensors; other values are unchanged."""
         return _mapped(value, lambda tensor: tensor[rows] if tensor.dim() > 1 and len(tensor) == self.count else tensor)
 
     def scattered(self, value: Any, scale: float = 1.0) -> Any:
-        """Scatter held rows times `scale`, with zeros in the lacking rows."""
+        """Scatter held rows times `scale`, with zeros in the absent rows."""
 
         def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
             scaled = tensor if scale == 1 else tensor * scale
@@ -52,13 +52,13 @@ class Rows:
 
         return _mapped(value, of_tensor)
 
-    def merged(self, held: Any, lacking: Any) -> Any:
-        """Merge the results of held and lacking rows."""
+    def merged(self, held: Any, absent: Any) -> Any:
+        """Merge the results of held and absent rows."""
         if isinstance(held, torch.Tensor):
-            order = torch.cat([self.held, self.lacking]).argsort()
-            return torch.cat([held, lacking])[order]
+            order = torch.cat([self.held, self.absent]).argsort()
+            return torch.cat([held, absent])[order]
         if isinstance(held, tuple):
-            return tuple(self.merged(*pair) for pair in zip(held, lacking, strict=True))
+            return tuple(self.merged(*pair) for pair in zip(held, absent, strict=True))
         return held
 
 
@@ -129,7 +129,7 @@ class FrozenRows(_Replaced):
         try:
             outputs = [
                 functional_call(self.module, weights, self.rows.of(args, rows), self.rows.of(kwargs, rows))
-                for weights, rows in (({}, self.rows.held), (frozen, self.rows.lacking))
+                for weights, rows in (({}, self.rows.held), (frozen, self.rows.absent))
             ]
         finally:
             self.module.forward = self.forward
@@ -138,7 +138,7 @@ class FrozenRows(_Replaced):
 
 @dataclass(frozen=True)
 class MaskedInput:
-    """An output projection whose inputs are multiplied by 0 from lacking neurons, and by a factor from held ones."""
+    """An output projection whose inputs are multiplied by 0 from absent neurons, and by a factor from held ones."""
 
     module: nn.Module
     held: torch.Tensor

@@ -169,7 +169,7 @@ def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tupl
         if not is_of_neurons or not tensor.has_blocks_of(num_cells):
             raise ValueError(
                 f"{tensor.parameter} has {tensor.size} indices along dim {tensor.dim}, which do not divide into "
-                f"{_blocks_in_words(tensor)} x {num_cells} cells of the branch {branch.name!r}; correct its description"
+                f"{_describe_blocks(tensor)} x {num_cells} cells of the branch {branch.name!r}; correct its description"
             )
     bodies = {name: layer.get_submodule(name) for name in branch.bodies}
     inside = {
@@ -183,7 +183,7 @@ def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tupl
     return num_cells, tuple(tensors)
 
 
-def _blocks_in_words(tensor: CutTensor) -> str:
+def _describe_blocks(tensor: CutTensor) -> str:
     return f"{len(tensor.shares)}" if len({*tensor.shares}) == 1 else f"blocks in proportion {tensor.shares}"
 
 

@@ -88,7 +88,7 @@ def branches_in(name: str, layer: nn.Module) -> tuple[Branch, ...]:
     names = [branch.name for branch in branches]
     if not branches:
         forms = (branch.when for branch in description.branches)
-        known = dict.fromkeys(", ".join(f"{path} = {_in_words(value)}" for path, value in form) for form in forms)
+        known = dict.fromkeys(", ".join(f"{path} = {_describe(value)}" for path, value in form) for form in forms)
         raise ValueError(
             f"{name!r}: this form of {type(layer).__name__} is not described; known are "
             f"{listed(known, separator='; ')}. {how_to_describe(layer)}"
@@ -120,7 +120,7 @@ def described() -> list[str]:
     return sorted(_DESCRIPTIONS)
 
 
-def _in_words(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"a {value.__name__}" if isinstance(value, type) else repr(value)
 
 

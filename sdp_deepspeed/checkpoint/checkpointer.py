@@ -30,7 +30,7 @@ from sdp_deepspeed.checkpoint.optimizer_state import group_facts, optimizer_fact
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, SavePlanner, State, add_box, on_host
 from sdp_deepspeed.checkpoint.random_state import random_state, restore_random_state
 from sdp_deepspeed.checkpoint.rank_state import RankState, live_buffers, restore_buffers
-from sdp_deepspeed.parallel.agree import gather_objects, gather_results, run_on_all_ranks
+from sdp_deepspeed.parallel.consistency import gather_objects, gather_results, run_on_all_ranks
 
 logger = logging.getLogger("sdp_deepspeed")
 COMMON, RANK = "common", "rank"
@@ -57,7 +57,7 @@ class Found:
 
 class Checkpointer:
     """Checkpoints of one run. Constructor and methods are collective; the caller has synchronized all ranks
-    (`agree.CallBarrier`).
+    (`consistency.CallBarrier`).
 
     Args:
         asynchronous: whether `save` returns once the state has been copied to host memory. Writing then continues
@@ -149,7 +149,7 @@ class Checkpointer:
             try:
                 dcp.save(tensors, storage_writer=writer, planner=SavePlanner(), process_group=group)
             except CheckpointException as error:
-                raise RuntimeError(_in_words(error)) from None
+                raise RuntimeError(_describe(error)) from None
             checksums = {name: found for own in gather_objects(writer.checksums, group) for name, found in own.items()}
             run_on_all_ranks(publish, group)
         except Exception as error:
@@ -339,7 +339,7 @@ def dense_tensors(reader: files.Reader) -> dict[str, Any]:
     return {key: found for key, found in stored.items() if key != COMMON and not key.startswith(f"{RANK}/")}
 
 
-def _in_words(error: CheckpointException) -> str:
+def _describe(error: CheckpointException) -> str:
     texts: dict[str, list[int]] = {}
     for rank, (raised, _) in error.failures.items():
         texts.setdefault(str(raised), []).append(rank)

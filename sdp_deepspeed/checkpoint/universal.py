@@ -32,7 +32,7 @@ from sdp_deepspeed.checkpoint.hugging_face import fill_boxes, matched, whole_met
 from sdp_deepspeed.checkpoint.optimizer_state import Facts, restore_optimizer
 from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState, persistent_buffers
 from sdp_deepspeed.messages import quoted
-from sdp_deepspeed.parallel.agree import run_on_all_ranks
+from sdp_deepspeed.parallel.consistency import run_on_all_ranks
 
 logger = logging.getLogger("sdp_deepspeed")
 ZERO, FP32, STEP, PARAM = "zero", "fp32", "step", "param"

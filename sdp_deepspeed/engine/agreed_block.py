@@ -19,7 +19,7 @@ from deepspeed.utils import log_dist
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.messages import listed
-from sdp_deepspeed.parallel.agree import difference
+from sdp_deepspeed.parallel.consistency import difference
 from sdp_deepspeed.version import __version__
 
 # Keys of the DeepSpeed config that affect training. Logging and profiling may differ between ranks.

@@ -12,7 +12,7 @@ from deepspeed.utils import log_dist
 from sdp_deepspeed.checkpoint.universal import COUNTERS, load_universal, refuse_foreign, universal_tag
 from sdp_deepspeed.engine.replan import follow_schedule, rank_state
 from sdp_deepspeed.messages import quoted
-from sdp_deepspeed.parallel.agree import run_on_all_ranks
+from sdp_deepspeed.parallel.consistency import run_on_all_ranks
 
 
 def save(engine: Any, folder: Path, tag: str | None, client_state: Mapping[str, Any], **options: bool) -> None:

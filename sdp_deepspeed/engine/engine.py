@@ -38,8 +38,8 @@ from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from sdp_deepspeed.checkpoint.hugging_face import load_pretrained, save_pretrained
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.dense import DenseView
 from sdp_deepspeed.engine.checkpoints import load, save
+from sdp_deepspeed.engine.dense_view import DenseView
 from sdp_deepspeed.engine.full_access import install_full_access
 from sdp_deepspeed.engine.monitor import StepEvents, label_profile
 from sdp_deepspeed.engine.optimizer import SubnetworkOptimizer
@@ -66,7 +66,7 @@ from sdp_deepspeed.masking.running_statistics import (
 )
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.messages import quoted
-from sdp_deepspeed.parallel.agree import (
+from sdp_deepspeed.parallel.consistency import (
     CallBarrier,
     check_agreement,
     check_same_parameters,

@@ -13,7 +13,7 @@ import torch
 from deepspeed.profiling.flops_profiler.profiler import params_to_string
 
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.parallel.agree import gather_objects
+from sdp_deepspeed.parallel.consistency import gather_objects
 
 _DEFAULT_INTERVAL = 10  # steps
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from deepspeed.utils import log_dist
 
-from sdp_deepspeed.checkpoint.peers import collect_state, load_state
 from sdp_deepspeed.checkpoint.rank_state import RankState
+from sdp_deepspeed.checkpoint.reshard import collect_state, load_state
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.engine.refusals import refuse_config
 from sdp_deepspeed.messages import quoted
-from sdp_deepspeed.parallel.agree import gather_objects, gather_results, run_on_all_ranks
+from sdp_deepspeed.parallel.consistency import gather_objects, gather_results, run_on_all_ranks
 from sdp_deepspeed.schedule import FIXED, OF_SCHEDULE, Schedule, merged, with_stage
 
 _STAGES = (0, 1, 2)

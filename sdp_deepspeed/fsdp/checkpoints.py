@@ -16,7 +16,7 @@ from sdp_deepspeed.checkpoint.optimizer_state import NUMBER, group_facts
 from sdp_deepspeed.checkpoint.rank_state import RankState, UnsteppedBox
 from sdp_deepspeed.fsdp.parts import Box
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, local_of, sharded_model_of
-from sdp_deepspeed.parallel.agree import gather_objects, run_on_all_ranks
+from sdp_deepspeed.parallel.consistency import gather_objects, run_on_all_ranks
 from sdp_deepspeed.parallel.optimizer_kinds import groups_of_whole_tensors, is_elementwise
 from sdp_deepspeed.units import Piece
 
@@ -60,13 +60,13 @@ class SteppedShards:
 
     def _numbers_by_name(self) -> dict[str, int]:
         names = {id(self.sharded.parameter(part)): part.name for part in self.sharded.held_parts()}
-        lacking = {id(parameter) for parameter in self.sharded.module.parameters() if not parameter.numel()}
+        absent = {id(parameter) for parameter in self.sharded.module.parameters() if not parameter.numel()}
         result = {}
         for number, group in zip(self.group_numbers, self.optimizer.param_groups, strict=True):
             for parameter in group["params"]:
                 if id(parameter) in names and parameter.requires_grad:
                     result[names[id(parameter)]] = number
-                elif id(parameter) not in names and id(parameter) not in lacking:
+                elif id(parameter) not in names and id(parameter) not in absent:
                     raise ValueError(
                         f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the sharded "
                         "model's; create it after fully_shard"

@@ -20,7 +20,7 @@ from sdp_deepspeed.config import KEY
 from sdp_deepspeed.fsdp.checkpoints import state_of
 from sdp_deepspeed.fsdp.sharded_model import local_of, sharded_model_of
 from sdp_deepspeed.masking.running_statistics import estimate_statistics, tracking_norms, write_statistics
-from sdp_deepspeed.parallel.agree import run_on_all_ranks
+from sdp_deepspeed.parallel.consistency import run_on_all_ranks
 
 logger = logging.getLogger("sdp_deepspeed")
 

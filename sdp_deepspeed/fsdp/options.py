@@ -32,7 +32,7 @@ class ShardOptions:
             "ignored_params": {*self.ignored_params, *also_ignored} or None,
         }
 
-    def in_words(self, module: nn.Module) -> str:
+    def describe(self, module: nn.Module) -> str:
         """Text to compare across ranks.
 
         Args:

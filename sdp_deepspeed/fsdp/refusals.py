@@ -18,7 +18,7 @@ from sdp_deepspeed.fsdp.parts import chunk
 from sdp_deepspeed.fsdp.wrappers import is_wrapper
 from sdp_deepspeed.masking.mask import is_masked
 from sdp_deepspeed.messages import quoted
-from sdp_deepspeed.parallel.agree import difference, gather_objects
+from sdp_deepspeed.parallel.consistency import difference, gather_objects
 from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.plan.plan import Plan
 
@@ -85,9 +85,9 @@ def check_plan(module: nn.Module, plan: Plan, ignored: Collection[nn.Parameter])
             f"fully_shard: ignored_params: gradients of {quoted(names)} must be averaged over the holders of a unit; "
             "remove these, or match their units in `shared`"
         )
-    lacking = {piece.parameter for index in some for piece in plan.units[index].pieces}
+    absent = {piece.parameter for index in some for piece in plan.units[index].pieces}
     dtensors = {name: buffer for name, buffer in module.named_buffers() if isinstance(buffer, DTensor)}
-    if odd := [name for name, b in dtensors.items() if name in lacking or tuple(b.placements) != (Replicate(),)]:
+    if odd := [name for name, b in dtensors.items() if name in absent or tuple(b.placements) != (Replicate(),)]:
         lines.append(
             f"fully_shard: buffer {quoted(odd)} is a DTensor that is sharded, or of a unit that some ranks lack; "
             "exclude its module from parallelize_module"

@@ -39,7 +39,7 @@ from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.forwards import set_data
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.messages import quoted
-from sdp_deepspeed.parallel.agree import (
+from sdp_deepspeed.parallel.consistency import (
     CallBarrier,
     check_agreement,
     check_same_parameters,
@@ -104,7 +104,7 @@ def fully_shard(
     control = dist.new_group(backend="gloo", timeout=default_group_timeout(), group_desc=CONTROL)
     try:
         config = run_on_all_ranks(partial(check_call, module, mesh, block, options), control)
-        check_same_settings(config, options.in_words(module), control)
+        check_same_settings(config, options.describe(module), control)
         mesh = mesh or init_device_mesh(device_type(), (dist.get_world_size(),))
         columns = columns_of(module, mesh, control)
         compile_in_place(module)
@@ -227,8 +227,8 @@ def _apply_mask(start: Start, groups: Groups) -> None:
     """Apply the mask, and materialize a model built under `Init`. Tensors without elements are moved to the device
     here, others by FSDP2."""
     mask, deferred = start.mask, start.deferred
-    lacking = [mask.parameters.get(name, mask.buffers.get(name)) for name in _lacking(mask)]
-    for tensor in lacking if deferred is None else ():
+    absent = [mask.parameters.get(name, mask.buffers.get(name)) for name in _absent_names(mask)]
+    for tensor in absent if deferred is None else ():
         if tensor is not None and tensor.is_meta:
             give(tensor, torch.empty_like(tensor, device=start.device))  # `to_empty` skips it
     mask.apply()
@@ -236,7 +236,7 @@ def _apply_mask(start: Start, groups: Groups) -> None:
         seed = gather_objects(deferred.seed, start.control)[0]
         run_on_all_ranks(lambda: deferred.materialize(mask, start.device, seed), start.control)
         check_agreement(mask, groups)
-    for tensor in lacking:
+    for tensor in absent:
         if tensor is not None and tensor.device != start.device:
             tensor.data = tensor.data.to(start.device)
 
@@ -252,9 +252,9 @@ def _wrap(start: Start, units: Sequence[HeldUnit], groups: Groups) -> set[int]:
     for unit in units:
         _shard_modules(unit.modules, meshes[unit.holders], options.arguments())
     of_units = [parameter for unit in units for module in unit.modules for parameter in module.parameters()]
-    lacking = _lacking(mask)
-    state_dicts.install(start.module, {name: mask.shapes[name] for name in lacking})
-    left_out = [mask.parameters[name] for name in lacking if name in mask.parameters]
+    absent = _absent_names(mask)
+    state_dicts.install(start.module, {name: mask.shapes[name] for name in absent})
+    left_out = [mask.parameters[name] for name in absent if name in mask.parameters]
     shared_mesh = _named(mesh, OF_SHARED) if start.columns else mesh
     _shard_modules([start.module], shared_mesh, options.arguments(*left_out))
     return {id(parameter) for parameter in of_units if parameter not in options.ignored_params}
@@ -282,7 +282,7 @@ def _state_names(module: nn.Module) -> dict[str, str]:
     return names
 
 
-def _lacking(mask: Mask) -> set[str]:
+def _absent_names(mask: Mask) -> set[str]:
     """Parameters and buffers that this rank lacks entirely."""
     return {name for name in mask.shapes if not any(mask.is_held(piece) for piece, _ in mask.pieces_of(name))}
 

@@ -19,7 +19,7 @@ from sdp_deepspeed.fsdp.parts import Part
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.running_statistics import average_running_statistics
-from sdp_deepspeed.parallel.agree import CallBarrier
+from sdp_deepspeed.parallel.consistency import CallBarrier
 from sdp_deepspeed.parallel.groups import Groups
 from sdp_deepspeed.parallel.zero_grad import extend_zero_grad
 from sdp_deepspeed.plan.plan import Plan

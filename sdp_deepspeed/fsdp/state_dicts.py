@@ -22,7 +22,7 @@ _WAY = (
 )
 
 
-class LackingTensor(PartialTensor):
+class AbsentTensor(PartialTensor):
     """Placeholder in a state dict for a tensor that this rank lacks.
 
     For DCP it is a tensor of the dense shape without local shards (it implements the underscore methods that DCP calls
@@ -32,10 +32,10 @@ class LackingTensor(PartialTensor):
     _dense_shape: torch.Size
 
     @classmethod
-    def like(cls, refusal: str, shape: Sequence[int]) -> LackingTensor:
+    def like(cls, refusal: str, shape: Sequence[int]) -> AbsentTensor:
         made: Any = cls.of(refusal)
         made._dense_shape = torch.Size(shape)
-        return cast(LackingTensor, made)
+        return cast(AbsentTensor, made)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -47,10 +47,10 @@ class LackingTensor(PartialTensor):
     def data_ptr(self) -> int:
         return 0
 
-    def to(self, *_: Any, **__: Any) -> LackingTensor:
+    def to(self, *_: Any, **__: Any) -> AbsentTensor:
         return self
 
-    def new_empty(self, *_: Any, **__: Any) -> LackingTensor:
+    def new_empty(self, *_: Any, **__: Any) -> AbsentTensor:
         return self
 
     def __create_write_items__(self, *_: Any) -> list[Any]:
@@ -82,15 +82,15 @@ class PartsDict(nn.ModuleDict):
         """Does nothing."""
 
 
-def install(model: nn.Module, lacking: Mapping[str, torch.Size]) -> None:
+def install(model: nn.Module, absent: Mapping[str, torch.Size]) -> None:
     """Add placeholders for tensors that this rank lacks to the state dicts of a model, and ignore these tensors when
     loading.
 
     Args:
-        lacking: shapes of the tensors that this rank lacks, by dense name.
+        absent: shapes of the tensors that this rank lacks, by dense name.
     """
     by_owner: dict[str, dict[str, torch.Size]] = {}
-    for name, shape in lacking.items():
+    for name, shape in absent.items():
         owner, _, own = name.rpartition(".")
         by_owner.setdefault(owner, {})[own] = shape
     for owner, shapes in by_owner.items():
@@ -103,7 +103,7 @@ def _show(shapes: Mapping[str, torch.Size], _: nn.Module, state: Any, prefix: st
     for name, shape in shapes.items():
         if prefix + name in state:
             text = f"this rank lacks {prefix}{name}, so its state dict is partial; {_WAY}"
-            state[prefix + name] = LackingTensor.like(text, shape)
+            state[prefix + name] = AbsentTensor.like(text, shape)
 
 
 def _leave(shapes: Mapping[str, torch.Size], module: nn.Module, state: Any, prefix: str, *_: Any) -> None:

@@ -24,7 +24,7 @@ from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.fsdp.parts import chunk
 from sdp_deepspeed.masking.placeholders import PartialTensor
 from sdp_deepspeed.messages import listed, quoted
-from sdp_deepspeed.parallel.agree import gather_objects
+from sdp_deepspeed.parallel.consistency import gather_objects
 from sdp_deepspeed.plan.tensor_parallel import Division, TensorParallelShards
 
 _REFUSAL = (

@@ -91,10 +91,10 @@ def _check_encoder_is_reached(mask: Mask, blocks: Mapping[int, Sequence[LocatedB
     everyone = range(len(mask.plan.subnetwork_of_rank))
     crossing = [branch.name for branch in mask.branches if branch.description.name == CROSS_ATTENTION]
     reached = {rank for name in crossing for rank in holders.get(name, everyone)}
-    lacking = [rank for rank in everyone if crossing and rank not in reached]
-    if lacking:
+    absent = [rank for rank in everyone if crossing and rank not in reached]
+    if absent:
         raise ValueError(
-            f"{KEY}: rank {lacking[0]} holds no cross-attention, so its loss does not reach the encoder; share some "
+            f"{KEY}: rank {absent[0]} holds no cross-attention, so its loss does not reach the encoder; share some "
             "(`shared`), try another `seed`, or use DeepSpeed"
         )
 

@@ -102,13 +102,13 @@ def _backward(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
         raise ValueError(
             "check_description: expected a scalar loss with a gradient; pass labels in the batch, or "
-            f"`loss_of(model, batch)`; got {_in_words(loss)}"
+            f"`loss_of(model, batch)`; got {_describe(loss)}"
         )
     loss.backward()
     return loss
 
 
-def _in_words(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"a tensor of shape {[*value.shape]}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 

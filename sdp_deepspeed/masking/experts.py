@@ -44,10 +44,10 @@ def check_experts(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch
         for tensor in outputs:
             step = _BYTES // parameters[tensor.parameter].element_size()
             for subnetwork in range(plan.num_subnetworks):
-                lacking = in_units[tensor.parameter] - held[tensor.parameter, subnetwork]
-                if lacking % step or (lacking and tensor.size % step):
+                absent = in_units[tensor.parameter] - held[tensor.parameter, subnetwork]
+                if absent % step or (absent and tensor.size % step):
                     raise ValueError(
-                        f"{branch.name!r}: subnetwork {subnetwork} has {tensor.size - lacking} of {tensor.size} neurons"
+                        f"{branch.name!r}: subnetwork {subnetwork} has {tensor.size - absent} of {tensor.size} neurons"
                         f'; grouped_mm needs multiples of {step}: change neuron_groups, or use "batched_mm"'
                     )
 

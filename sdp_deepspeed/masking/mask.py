@@ -12,10 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches
+from sdp_deepspeed.masking.absent_blocks import skip_branch
 from sdp_deepspeed.masking.check import blocks_of_units, check_plan, refuse_cache
 from sdp_deepspeed.masking.experts import check_experts, router_refusal
 from sdp_deepspeed.masking.forwards import restore_forward, set_data
-from sdp_deepspeed.masking.lacking_blocks import skip_branch
 from sdp_deepspeed.masking.narrow_layers import Sizes, select_heads
 from sdp_deepspeed.masking.scale import coverage_of_branches, scale_block, scale_outputs
 from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, set_sizes, split_layer
@@ -31,7 +31,7 @@ _MASKED = "_sdp_masked"
 class Mask:
     """One rank's subnetwork of a module. All ranks create one from the same plan.
 
-    `apply` keeps the module tree, the names and the Parameter objects of the dense model. Lacking tensors have no
+    `apply` keeps the module tree, the names and the Parameter objects of the dense model. Absent tensors have no
     storage (forward regime) or are frozen (backward regime). A cut parameter, and its gradient, consist of the held
     slices, concatenated in dense order.
 
@@ -227,15 +227,15 @@ class Mask:
     def _apply_forward(self) -> None:
         cut = self._cut_branches()
         self._sizes = [Sizes.of(self.model, branch) for branch in cut]
-        lacking = []
+        absent = []
         for index, branches in blocks_of_units(self.plan, self.branches).items():
             for branch in branches:
                 if not self.plan.holds_rank(index, self.rank):
-                    lacking.append(branch)
+                    absent.append(branch)
                     self._masked += skip_branch(self.model, branch)
                 elif coverage := self.scaled.get(branch.name):
                     self._masked.append(scale_block(self.model, branch, coverage))
-        of_layers = {name for branch in lacking for name in branch.parameters}
+        of_layers = {name for branch in absent for name in branch.parameters}
         for name in self.shapes:
             self._narrow(name, is_multiplied=name in of_layers)
         for branch, sizes in zip(cut, self._sizes, strict=True):

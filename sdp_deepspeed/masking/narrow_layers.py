@@ -13,8 +13,8 @@ from torch import nn
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.branch import attribute
 from sdp_deepspeed.architectures.counts import scaled_attributes
+from sdp_deepspeed.masking.absent_blocks import around
 from sdp_deepspeed.masking.forwards import Forward, replace_forward
-from sdp_deepspeed.masking.lacking_blocks import around
 from sdp_deepspeed.masking.split_layers import set_sizes
 
 

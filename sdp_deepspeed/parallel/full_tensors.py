@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from sdp_deepspeed.messages import listed
-from sdp_deepspeed.parallel.agree import gather_objects
 from sdp_deepspeed.parallel.buckets import ShardPart
+from sdp_deepspeed.parallel.consistency import gather_objects
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 
 Kind = Literal["weight", "gradient", "state"]

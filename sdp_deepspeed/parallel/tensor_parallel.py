@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches
 from sdp_deepspeed.messages import listed
-from sdp_deepspeed.parallel.agree import gather_objects
+from sdp_deepspeed.parallel.consistency import gather_objects
 from sdp_deepspeed.plan.tensor_parallel import UNDIVIDED, Division, TensorParallelShards
 
 

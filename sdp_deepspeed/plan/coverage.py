@@ -217,7 +217,7 @@ def _is_whole(share: float, k: int) -> bool:
     return round(share * k) >= 1 and abs(share - round(share * k) / k) <= _TOLERANCE
 
 
-def in_words(numbers: Sequence[int]) -> str:
+def describe_holders(numbers: Sequence[int]) -> str:
     """Text for the numbers of holders of units."""
     found = sorted({*numbers})
     if len(found) == 1:

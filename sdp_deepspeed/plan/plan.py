@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from sdp_deepspeed.atomic_files import regular, write_text
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.assign import incidence, spectral_gap
-from sdp_deepspeed.plan.coverage import in_words
+from sdp_deepspeed.plan.coverage import describe_holders
 from sdp_deepspeed.units import Kind, Piece, Subnetworks, Unit, UnitCost
 
 StrategyName = Literal["block", "neuron"]
@@ -192,7 +192,7 @@ class Plan:
         k, num_units = self.num_subnetworks, len(self.units)
         coverage = self.coverage if costs is None else self.mean_coverage([cost.flops for cost in costs])
         lines = [
-            f"plan: {num_units} units, {k} subnetworks, {in_words([*map(len, self.holders)])} "
+            f"plan: {num_units} units, {k} subnetworks, {describe_holders([*map(len, self.holders)])} "
             f"(coverage {coverage:.4g}), regime {self.regime}, strategy {self.strategy}, "
             f"{len(self.subnetwork_of_rank)} ranks, each in {self.max_sets_per_rank} holder sets"
         ]

@@ -18,7 +18,7 @@ from sdp_deepspeed.architectures import (
 )
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.plan.assign import MAX_SETS_PER_RANK, assign, num_components
-from sdp_deepspeed.plan.coverage import Given, default_subnetworks, holders_of_units, in_words, whole_holders
+from sdp_deepspeed.plan.coverage import Given, default_subnetworks, describe_holders, holders_of_units, whole_holders
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensor_parallel import UNDIVIDED, TensorParallelShards
 from sdp_deepspeed.units import Unit, UnitCost, check_pieces
@@ -117,7 +117,7 @@ def make_plan(
 
 def _check_reach(holders: Sequence[tuple[int, ...]], k: int, what: str, remedy: str) -> None:
     if len({subnetwork for one in {*holders} for subnetwork in one}) < k:
-        words, least = in_words([*map(len, holders)]), -(-k // max(1, len(holders)))
+        words, least = describe_holders([*map(len, holders)]), -(-k // max(1, len(holders)))
         raise ValueError(
             f"{what}: {len(holders)} units with {words} cannot give each of {k} subnetworks one; use {least} or more "
             f"holders, {remedy}"
@@ -192,6 +192,6 @@ def _warnings(plan: Plan) -> list[str]:
             f"coverage {plan.coverage:.4g}, use at least 4 ranks"
         ]
     return [
-        f"{len(numbers)} units with {in_words(numbers)} do not connect {k} subnetworks (spectral gap 0): some exchange "
-        "shared parameters only; raise holders, or use finer units"
+        f"{len(numbers)} units with {describe_holders(numbers)} do not connect {k} subnetworks (spectral gap 0): some "
+        "exchange shared parameters only; raise holders, or use finer units"
     ]

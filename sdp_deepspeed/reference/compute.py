@@ -61,15 +61,15 @@ def worker_flops(model: nn.Module, plan: Plan, subnetwork: int, dense: DenseFlop
     for name, module in model.named_modules():
         if not dense.own[name]:
             continue
-        lacking = dense.own[name] * _share_lacking(module, name, held)
-        assert lacking.denominator == 1, f"{name}: {lacking} of {dense.own[name]} FLOPs"
+        absent = dense.own[name] * _absent_share(module, name, held)
+        assert absent.denominator == 1, f"{name}: {absent} of {dense.own[name]} FLOPs"
         has_weights = any(own.dim() > 1 for own in module.parameters(recurse=False))  # else it multiplies activations
-        total -= int(lacking) * (3 if plan.regime == "forward" else int(has_weights))
+        total -= int(absent) * (3 if plan.regime == "forward" else int(has_weights))
     return total
 
 
-def _share_lacking(module: nn.Module, name: str, held: Mapping[str, torch.Tensor]) -> Fraction:
-    """Lacking share of the matrices in a module and its submodules."""
+def _absent_share(module: nn.Module, name: str, held: Mapping[str, torch.Tensor]) -> Fraction:
+    """Absent share of the matrices in a module and its submodules."""
     prefix = f"{name}." if name else ""
     names = [prefix + own for own, parameter in module.named_parameters() if parameter.dim() > 1]
     masks = [held[own] for own in names if own in held]  # tied ones have their first name

@@ -35,7 +35,7 @@ def pieces_with_holders(plan: Plan, kind: str) -> Iterator[tuple[Piece, tuple[in
 
 
 @torch.no_grad()
-def zero_lacking(model: nn.Module, plan: Plan, subnetwork: int) -> None:
+def zero_absent(model: nn.Module, plan: Plan, subnetwork: int) -> None:
     """Zero all pieces of units that `subnetwork` lacks, in place."""
     for kind, tensors in (("parameter", dict(model.named_parameters())), ("buffer", dict(model.named_buffers()))):
         for piece, holders in pieces_with_holders(plan, kind):
@@ -149,7 +149,7 @@ def local_gradients(
             if buffers is not None:
                 buffer.copy_(buffers[name])
     if plan.regime == "forward":
-        zero_lacking(worker, plan, subnetwork)
+        zero_absent(worker, plan, subnetwork)
     multiplied = scale_branches(worker, plan, subnetwork) if plan.regime == "forward" and is_scaled else []
     losses = []
     sums: dict[str, torch.Tensor] = {}

@@ -14,7 +14,7 @@ from torch import nn
 from sdp_deepspeed.architectures import branches_of_units, locate_branches, units_of_branches
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.virtual_workers import scale_branches, zero_lacking
+from sdp_deepspeed.reference.virtual_workers import scale_branches, zero_absent
 from sdp_deepspeed.units import Piece
 from tests.helpers import mixtures, models, more_models
 
@@ -92,10 +92,10 @@ def run(model: Any, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str
 
 
 def expected_of(dense: nn.Module, plan: Plan, rank: int) -> nn.Module:
-    """What a rank's subnetwork must compute: the dense model, of the forward regime with its lacking pieces zeroed."""
+    """What a rank's subnetwork must compute: the dense model, of the forward regime with its absent pieces zeroed."""
     model = deepcopy(dense)
     if plan.regime == "forward":
-        zero_lacking(model, plan, rank)
+        zero_absent(model, plan, rank)
     return model
 
 
@@ -124,7 +124,7 @@ def assert_gradients(mask: Mask, found: Gradients, expected: Gradients) -> None:
         if name not in found:
             assert not any(piece.narrow(expected[name]).any() for piece in trained if name in expected), name
             continue
-        assert trained, f"{name} is lacking and has a gradient"
+        assert trained, f"{name} is absent and has a gradient"
         assert found[name].numel() == sum(piece.num_elements(mask.shapes[name]) for piece in trained), name
         for piece in trained:
             largest = max(floor, float(expected[name].abs().max()))
@@ -163,7 +163,7 @@ def fetch(mask: Mask, dense: nn.Module) -> None:
                 mask.view(piece).copy_(piece.narrow(values[piece.parameter].detach()))
 
 
-def lacking_pieces(mask: Mask) -> list[Piece]:
+def absent_pieces(mask: Mask) -> list[Piece]:
     pieces = (*mask.pieces.values(), *mask.buffer_pieces.values())
     return [piece for of_tensor in pieces for piece, _ in of_tensor if not mask.is_held(piece)]
 

@@ -16,7 +16,7 @@ from sdp_deepspeed.checkpoint.files import Reader
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, State, add_box
 from sdp_deepspeed.checkpoint.rank_state import RankState
 from sdp_deepspeed.config import SubnetworkConfig
-from sdp_deepspeed.dense import DenseView
+from sdp_deepspeed.engine.dense_view import DenseView
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.parallel.groups import Groups
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer

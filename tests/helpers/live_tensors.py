@@ -58,9 +58,9 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def stored_bytes(model: torch.nn.Module, plan: Plan, rank: int) -> int:
     """Weights and buffers, in the dense `model`'s dtype, that `rank` holds; in the backward regime it stores all."""
-    lacking = [size for index, size in enumerate(unit_bytes(model, plan)) if not plan.holds_rank(index, rank)]
+    absent = [size for index, size in enumerate(unit_bytes(model, plan)) if not plan.holds_rank(index, rank)]
     whole = sum(tensor.nbytes for tensor in tensors_of(model).values())
-    return whole if plan.regime == "backward" else whole - sum(lacking)
+    return whole if plan.regime == "backward" else whole - sum(absent)
 
 
 def stepped_elements(model: torch.nn.Module, plan: Plan, rank: int) -> int:
@@ -88,7 +88,7 @@ def unit_bytes(model: torch.nn.Module, plan: Plan) -> list[int]:
     return [sum(map(size, unit.pieces)) for unit in plan.units]
 
 
-def present_lacking(engine: Any) -> set[str]:
+def stored_absent(engine: Any) -> set[str]:
     """Units that this rank lacks in its subnetwork and that its module has now: tensors with storage, or neurons and
     heads inside a tensor of the dense size. Blocks that are only frozen (backward regime) are always there."""
     rank, plan, shapes = engine.groups.rank, engine.plan, engine.mask.shapes

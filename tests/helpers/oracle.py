@@ -292,8 +292,8 @@ class Run:
         tensors = [*self.engine.module.parameters(), *self.engine.module.buffers()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         whole = [*self.dense.named_parameters(), *self.dense.named_buffers()]
-        lacking = self._lacking_bytes() if self.case.regime == "forward" else 0
-        allowed = sum(tensor.nbytes for _, tensor in whole) - lacking
+        absent = self._absent_bytes() if self.case.regime == "forward" else 0
+        allowed = sum(tensor.nbytes for _, tensor in whole) - absent
         assert sum(storages.values()) <= allowed + SLACK, (sum(storages.values()), allowed)
 
     def check_gradients(self) -> None:
@@ -301,10 +301,10 @@ class Run:
         if self.case.tensor_parallel > 1:
             return
         found = sum(p.grad.nbytes for p in self.engine.module.parameters() if p.grad is not None)
-        allowed = sum(p.nbytes for p in self.dense.parameters()) - self._lacking_bytes("parameter")
+        allowed = sum(p.nbytes for p in self.dense.parameters()) - self._absent_bytes("parameter")
         assert found <= allowed, (found, allowed)
 
-    def _lacking_bytes(self, *kinds: str) -> int:
+    def _absent_bytes(self, *kinds: str) -> int:
         plan, tensors = self.engine.plan, dict(self.dense.named_parameters()) | dict(self.dense.named_buffers())
         return sum(
             piece.narrow(tensors[piece.parameter]).numel() * tensors[piece.parameter].element_size()
@@ -363,7 +363,7 @@ def norm_tolerance(case: Case, step: int) -> float:
 
 def is_exact(case: Case) -> bool:
     """In 16 bits, whether gradients are the reference's bit for bit while weights are: a worker that has a block has
-    all of it, lacking ones add exact zeros, and sums are in fp32. A wire of 16 bits (DeepSpeed's default) rounds a
+    all of it, absent ones add exact zeros, and sums are in fp32. A wire of 16 bits (DeepSpeed's default) rounds a
     sum of micro-batches, which stage 2 sends one by one; and where the collective adds up, the sum over the holders."""
     sums_in_fp32 = case.precision in ("bf16+fp32", "autocast") and case.tensor_parallel == 1
     is_sent_exactly = case.precision == "autocast" or case.wire == "fp32" or dist.get_backend() == "gloo"

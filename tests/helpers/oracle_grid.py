@@ -345,7 +345,7 @@ def traits(case: Case) -> list[tuple[str, Any]]:
 
 
 def pairs_of(case: Case) -> set[Any]:
-    """Pairs of traits that count as met by a case: where nothing is lacking only those with that, since C = 1 would be
+    """Pairs of traits that count as met by a case: where nothing is absent only those with that, since C = 1 would be
     the easy way to meet all others."""
     pairs = itertools.combinations(traits(case), 2)
     return {pair for pair in pairs if not case.is_whole or ("holders", "all") in pair}

@@ -26,6 +26,6 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "8 units, 4 subnetworks, 2 holders each (coverage 0.5)" in done.stdout
-    assert "lacking" in done.stdout
+    assert "absent" in done.stdout
     assert "loss of the dense model: " in done.stdout
     assert "197184 parameters, loss " in done.stdout.splitlines()[-1]

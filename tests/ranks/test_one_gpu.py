@@ -145,7 +145,7 @@ def stores_what_the_plan_says(engine: Any, dense: nn.Module) -> None:
     stored = {name: tensor.numel() for name, tensor in engine.held_tensors().items()}
     subnetwork = plan.subnetwork_of_rank[FAKE_RANK]
     for name, parameter in dense.named_parameters():
-        lacking = sum(
+        absent = sum(
             piece.num_elements(tuple(parameter.shape))
             for index, unit in enumerate(plan.units)
             for piece in unit.pieces
@@ -153,9 +153,9 @@ def stores_what_the_plan_says(engine: Any, dense: nn.Module) -> None:
         )
         kept = stored.get(name, 0)
         if plan.regime == "forward":
-            assert kept == parameter.numel() - lacking, name
+            assert kept == parameter.numel() - absent, name
         else:
-            assert kept in (parameter.numel(), parameter.numel() - lacking), name  # the rest is frozen
+            assert kept in (parameter.numel(), parameter.numel() - absent), name  # the rest is frozen
     assert not plan.is_whole
 
 

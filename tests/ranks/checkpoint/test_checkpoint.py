@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
-from sdp_deepspeed.checkpoint.peers import collect_state, load_state
+from sdp_deepspeed.checkpoint.reshard import collect_state, load_state
 from tests.helpers.core_training import Layout, muon, training
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical

@@ -11,7 +11,7 @@ import torch
 
 from sdp_deepspeed.masking.placeholders import PartialTensor
 from tests.helpers.hosts import deepspeed_config, loaded, mean_loss, rows
-from tests.helpers.live_tensors import present_lacking
+from tests.helpers.live_tensors import stored_absent
 from tests.helpers.models import llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, refusal
@@ -78,7 +78,7 @@ def saves_the_dense_model(block: Mapping[str, Any], rank: Rank) -> None:
         assert_identical(found.state_dict(), whole)
         assert mean_loss(found, rows(8)) == pytest.approx(loss, abs=1e-5)
     train(accelerator, engine, *rest)  # goes on as if nobody had saved
-    assert not present_lacking(engine)
+    assert not stored_absent(engine)
 
 
 def resumes(block: Mapping[str, Any], rank: Rank) -> None:

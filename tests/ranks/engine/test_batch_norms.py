@@ -258,7 +258,7 @@ def mistakes(rank: Rank) -> None:
 def where_there_is_nothing_to_do(rank: Rank) -> None:
     """Asks nobody; other models are refused."""
     engine = engine_of(settings(holders=2), llama())
-    with mock.patch("sdp_deepspeed.dense.DenseView.make_resident", side_effect=AssertionError):
+    with mock.patch("sdp_deepspeed.engine.dense_view.DenseView.make_resident", side_effect=AssertionError):
         assert engine.reestimate_batch_norm([], num_batches=1) == 0
     with pytest.raises(ValueError, match=r"got Net, expected the engine .*fully_shard"):
         sdp_deepspeed.reestimate_batch_norm(Net(), [], num_batches=1)

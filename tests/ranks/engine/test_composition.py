@@ -69,7 +69,7 @@ def check_checkpointing(number: int, fold: Callable[[Any, torch.Tensor], Any]) -
         assert len(runs) == 8 if recompute is None else len(runs) >= 12, (
             index,
             len(runs),
-            "what is lacking need not run again",
+            "what is absent need not run again",
         )
         state = dense_state(engine)
         assert_identical(state, expected.setdefault(stage, state))

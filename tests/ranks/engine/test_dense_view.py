@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.masking.placeholders import PartialTensor
 from sdp_deepspeed.reference.virtual_workers import Reference
-from tests.helpers.live_tensors import present_lacking
+from tests.helpers.live_tensors import stored_absent
 from tests.helpers.models import MIXED, VOCABULARY, batches, config, family, llama, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import Check, Rank
@@ -96,7 +96,7 @@ def is_the_dense_model(rank: Rank) -> None:
             prompt = batch[: 1 + rank.rank % 2]  # with a key/value cache; ranks need not do the same
             assert torch.equal(engine.module.generate(prompt, **GENERATION), whole.generate(prompt, **GENERATION))
         engine.train()
-        assert not present_lacking(engine)
+        assert not stored_absent(engine)
         assert_identical(held_copies(engine), before)
         train(engine, num_steps=1, first=2)
 
@@ -167,7 +167,7 @@ def ranks_run_what_they_like(rank: Rank) -> None:
                 hook.remove()
             evaluating.train()
             losses = [loss_of(engine, batch) for _ in range(2)]
-            assert not present_lacking(engine)
+            assert not stored_absent(engine)
             engine.backward(losses[0])
         engine.step()
         assert kept.isfinite()
@@ -398,7 +398,7 @@ def exports_are_the_dense_model(rank: Rank) -> None:
         engine.eval()
         assert torch.equal(logits(engine, batch), logits(loaded.eval(), batch))
         engine.train()
-        assert not present_lacking(engine)
+        assert not stored_absent(engine)
         train(engine, num_steps=1)
 
 
@@ -417,7 +417,7 @@ def an_export_that_fails_is_everybodys(rank: Rank) -> None:
     assert (folder / "model.safetensors").read_bytes() == known
     engine.save_16bit_model(str(rank.folder / "y"))
     assert [path.name for path in (rank.folder / "y").iterdir()] == ["pytorch_model.bin"]
-    assert not present_lacking(engine)
+    assert not stored_absent(engine)
     train(engine, num_steps=1)
 
 

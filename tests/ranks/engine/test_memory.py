@@ -1,4 +1,4 @@
-"""Lacking units have no storage but in evaluation: all live tensors of a rank are walked.
+"""Absent units have no storage but in evaluation: all live tensors of a rank are walked.
 
 And within a step nothing is there twice: the peak is weights, gradients, optimizer state and two buckets.
 """
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common.measured_step import measured_step
-from tests.helpers.live_tensors import Watch, present_lacking, stepped_elements, stored_bytes, unit_bytes
+from tests.helpers.live_tensors import Watch, stepped_elements, stored_absent, stored_bytes, unit_bytes
 from tests.helpers.models import config, loss_of
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.training import engine_of
@@ -107,8 +107,8 @@ class Allowance:
         rank, self._dtype = engine.groups.rank, case.dtype
         self.watch = watch
         self.units = unit_bytes(dense, engine.plan)
-        lacking = [size for index, size in enumerate(self.units) if not engine.plan.holds_rank(index, rank)]
-        self.lacking = 0 if case.regime == "backward" else sum(lacking)
+        absent = [size for index, size in enumerate(self.units) if not engine.plan.holds_rank(index, rank)]
+        self.absent = 0 if case.regime == "backward" else sum(absent)
         self._stored = stored_bytes(dense, engine.plan, rank)
         self._stepped = stepped_elements(dense, engine.plan, rank)
         self._engine = engine
@@ -116,7 +116,7 @@ class Allowance:
         assert self.slack < min(self.units) // 2
 
     def __call__(self, when: str, *, moments: int = 8) -> None:
-        assert not present_lacking(self._engine), f"after {when}: {present_lacking(self._engine)} are there"
+        assert not stored_absent(self._engine), f"after {when}: {stored_absent(self._engine)} are there"
         allowed = self._state(moments)
         live = self.watch.settled_bytes(allowed + self.slack)
         assert live <= allowed + self.slack, f"after {when}: {live} bytes live, {allowed} + {self.slack} allowed"
@@ -125,7 +125,7 @@ class Allowance:
         assert self.watch.num_bytes() > allowed + self.slack, f"after {when}: {len(kept)} bytes would not be seen"
 
     def in_evaluation(self, activations: int) -> int:
-        return self._state(moments=8) + self.lacking + self.slack + activations
+        return self._state(moments=8) + self.absent + self.slack + activations
 
     def _state(self, moments: int) -> int:
         sharded = self._engine.optimizer.sharded
@@ -136,15 +136,15 @@ class Allowance:
 
 
 def evaluate(engine: Any, check: Allowance) -> None:
-    """What is lacking is there once, and nothing else that would matter."""
+    """What is absent is there once, and nothing else that would matter."""
     engine.eval()
     with torch.no_grad():
         engine(input_ids=torch.zeros(1, 4, dtype=torch.long))
     plan, rank = engine.plan, engine.groups.rank
-    lacking = {unit.name for index, unit in enumerate(plan.units) if not plan.holds_rank(index, rank)}
-    assert lacking
+    absent = {unit.name for index, unit in enumerate(plan.units) if not plan.holds_rank(index, rank)}
+    assert absent
     if plan.regime == "forward":
-        assert present_lacking(engine) == lacking
+        assert stored_absent(engine) == absent
     limit = check.in_evaluation(activations=4 * 4096)  # 4 tokens, some twenty vectors of 64 to 97 floats
     assert check.watch.settled_bytes(limit) <= limit
 

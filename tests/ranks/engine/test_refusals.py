@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sdp_deepspeed.parallel.agree import check_agreement
+from sdp_deepspeed.parallel.consistency import check_agreement
 from tests.helpers.models import config, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, engine_of, gathered, refusal, train

@@ -57,7 +57,7 @@ def offloaded(rank: Rank) -> None:
 
 
 def mixed_precision(rank: Rank) -> None:
-    """Lacking units are gathered in the same dtype as held ones: evaluation gives what it gives at C = 1."""
+    """Absent units are gathered in the same dtype as held ones: evaluation gives what it gives at C = 1."""
     models = [sharded(family("gpt2"), {"holders": number}, mp_policy=BF16) for number in (1, 2)]
     for model in models:  # units get fp32, which FSDP2 casts where they are held
         model.transformer.wte.register_forward_hook(lambda _, args, output: output.float())

@@ -37,7 +37,7 @@ def agrees_with_the_reference(
     model = check_against_reference(rank, whole, block or {"holders": max(1, rank.size - 1)}, **options)
     sizes = {parameter.untyped_storage().nbytes() for parameter in parameters}
     allowed = {0}
-    if name == "convnext":  # one zero stands for all of a lacking layer's own vector, unless it was copied to a GPU
+    if name == "convnext":  # one zero stands for all of an absent layer's own vector, unless it was copied to a GPU
         allowed |= {4} if sharded_model_of(model).device.type == "cpu" else {4 * n for n in whole.config.hidden_sizes}
     assert sizes <= allowed, f"shards are all that is left, not {sizes}"
     stored: Any = sharded_model_of(model)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import sdp_deepspeed
 from sdp_deepspeed.fsdp import clip_grad_norm_, full_state_dict, param_groups, sharded_model_of
-from sdp_deepspeed.fsdp.state_dicts import LackingTensor
+from sdp_deepspeed.fsdp.state_dicts import AbsentTensor
 from tests.helpers.models import batches, llama, loss_of
 from tests.helpers.ranks import Check, Rank
 from tests.helpers.sharded import gathered_state
@@ -134,8 +134,8 @@ def is_no_whole_model(rank: Rank) -> None:
             ValueError, partial(Accelerator.prepare, None, model), "Accelerator.prepare: got a model of sdp_deepspeed"
         )
     state = started(BLOCKS["block"]).model.state_dict()
-    lacking = next(value for value in state.values() if isinstance(value, LackingTensor))
-    for use in (lacking.numpy, lacking.clone, lacking.sum, lambda: lacking + 1, lambda: torch.cat([lacking])):
+    absent = next(value for value in state.values() if isinstance(value, AbsentTensor))
+    for use in (absent.numpy, absent.clone, absent.sum, lambda: absent + 1, lambda: torch.cat([absent])):
         refusal(RuntimeError, use, "this rank lacks model.layers.")
 
 

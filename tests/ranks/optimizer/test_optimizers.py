@@ -1,4 +1,4 @@
-"""Optimizers from JSON and from the client, in whatever way; what is frozen, unused or lacking; which are refused."""
+"""Optimizers from JSON and from the client, in whatever way; what is frozen, unused or absent; which are refused."""
 
 from __future__ import annotations
 

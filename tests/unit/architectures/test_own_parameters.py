@@ -67,7 +67,7 @@ def test_a_layer_that_lacks_is_one_with_zeros(scales: tuple[float | None, ...]) 
     assert not any("scale" in piece.parameter for unit in units for piece in unit.pieces)
 
 
-def test_a_lacking_one_takes_no_room_and_comes_back() -> None:
+def test_a_absent_one_takes_no_room_and_comes_back() -> None:
     """One zero is read as all of it, which a compiler can multiply with."""
     dense = built()
     model, mask = masked(dense, plan_of(dense, "forward", "block"), 0)

@@ -48,7 +48,7 @@ def units_of(name: str, **choice: Any) -> dict[str, Unit]:
 
 @pytest.mark.parametrize("name", DROPS)
 def test_drop_path_drops_of_what_is_held_as_in_the_dense_model(name: str) -> None:
-    """A lacking branch's own does not draw, a common one does."""
+    """A absent branch's own does not draw, a common one does."""
     dense = build(name, drop_path_rate=0.6).train()
     for granularity in ("sublayer", "layer"):
         plan = plan_of(dense, "forward", "block", granularity=granularity)
@@ -95,7 +95,7 @@ def test_convnext_without_a_scale() -> None:
 
 
 def test_channels_last_stays() -> None:
-    """A lacking branch gives its input on as it is."""
+    """A absent branch gives its input on as it is."""
     dense = build("convnext").to(memory_format=torch.channels_last)
     model, _ = masked(dense, plan_of(dense, "forward", "block"), 0)
     formats = []

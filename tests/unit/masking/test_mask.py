@@ -14,10 +14,10 @@ from tests.helpers import models
 from tests.helpers.core_masks import (
     MODES,
     NAMES,
+    absent_pieces,
     assert_masked,
     build,
     families,
-    lacking_pieces,
     plan_of,
     stored_bytes,
     strategy_of,
@@ -33,11 +33,11 @@ def test_masked_is_zeroed_or_dense(name: str, regime: str, strategy: str) -> Non
         dense = build(name)
         plan = plan_of(dense, regime, strategy_of(name, strategy), granularity=granularity)
         model, mask = assert_masked(dense, plan, rank, is_scaled=is_scaled)
-        lacking = lacking_pieces(mask)
-        assert lacking
+        absent = absent_pieces(mask)
+        assert absent
         if regime == "forward":
             tensors = dict(dense.named_parameters()) | dict(dense.named_buffers())
-            num_bytes = sum(p.num_elements(mask.shapes[p.parameter]) * tensors[p.parameter].itemsize for p in lacking)
+            num_bytes = sum(p.num_elements(mask.shapes[p.parameter]) * tensors[p.parameter].itemsize for p in absent)
             own = [branch.parameters for branch in mask.branches]  # of a layer: one element is read as all of it
             assert stored_bytes(model) <= stored_bytes(dense) - num_bytes + 8 * sum(map(len, own))
 

@@ -81,7 +81,7 @@ def test_backward_workers_compute_weight_gradients_of_what_they_hold(name: str, 
 
 
 @modes
-def test_dense_tensors_of_what_is_cut_or_lacking_are_gone(regime: str, strategy: str) -> None:
+def test_dense_tensors_of_what_is_cut_or_absent_are_gone(regime: str, strategy: str) -> None:
     """Their memory belongs to arrays that can be asked whether they are still there."""
 
     def backed_by_array(parameter: torch.Tensor) -> weakref.ref[Any]:
@@ -94,12 +94,12 @@ def test_dense_tensors_of_what_is_cut_or_lacking_are_gone(regime: str, strategy:
     mask = Mask(model, plan_of(model, regime, strategy), 0)
     mask.apply()
     gc.collect()
-    lacking = {
+    absent = {
         name for name, parameter in model.named_parameters() if held_elements(mask, name) < mask.shapes[name].numel()
     }
-    assert lacking
+    assert absent
     is_frozen = (regime, strategy) == ("backward", "block")
-    assert {name for name, array in arrays.items() if array() is None} == (set() if is_frozen else lacking)
+    assert {name for name, array in arrays.items() if array() is None} == (set() if is_frozen else absent)
     for name, parameter in model.named_parameters() if not is_frozen else ():
         assert parameter.untyped_storage().nbytes() == 4 * held_elements(mask, name)
         assert parameter.storage_offset() == 0
@@ -151,8 +151,8 @@ def test_backward_neurons_keep_no_inputs_of_frozen_ones(name: str) -> None:
     for rank in (0, 1):
         model, mask = masked(dense, plan, rank)
         outputs = [tensor.parameter for b in mask.branches for tensor in b.cut_tensors if tensor.cut.is_output]
-        lacking = sum(piece.length for key in outputs for piece, _ in mask.pieces[key] if not mask.is_held(piece))
-        assert saved_of(dense) - saved_of(model, mask) == 4 * NUM_TOKENS * lacking > 0
+        absent = sum(piece.length for key in outputs for piece, _ in mask.pieces[key] if not mask.is_held(piece))
+        assert saved_of(dense) - saved_of(model, mask) == 4 * NUM_TOKENS * absent > 0
 
 
 # ---- images: layers at different numbers of positions ---------------------------------------------------------------
@@ -202,9 +202,9 @@ def formula(model: nn.Module, plan: Plan, rank: int) -> tuple[int, int, int]:
     assert per_element is not None
     total = {name: int(per_element[name] * parameter.numel()) for name, parameter in model.named_parameters()}
     costs = unit_costs(model, plan.units)
-    lacking = sum(cost.flops for unit, cost in enumerate(costs) if not plan.holds_rank(unit, rank))
-    assert lacking
-    return ROWS * sum(total.values()), ROWS * (sum(total.values()) - lacking), ROWS * total[next(iter(total))]
+    absent = sum(cost.flops for unit, cost in enumerate(costs) if not plan.holds_rank(unit, rank))
+    assert absent
+    return ROWS * sum(total.values()), ROWS * (sum(total.values()) - absent), ROWS * total[next(iter(total))]
 
 
 @modes

@@ -47,7 +47,7 @@ IMPOSSIBLE = {
 
 
 def test_every_pair_of_settings_is_in_the_sample() -> None:
-    """Where something is lacking, but for pairs with C = 1."""
+    """Where something is absent, but for pairs with C = 1."""
     found = set().union(*map(pairs_of, sample()))
     axes = AXES | {"holders": ("one", "some", "all")}
     missing = {}

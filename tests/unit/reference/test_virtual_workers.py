@@ -17,7 +17,7 @@ from sdp_deepspeed.reference.virtual_workers import (
     divisors,
     held_mask,
     masked_average,
-    zero_lacking,
+    zero_absent,
 )
 from sdp_deepspeed.units import Piece, Unit
 
@@ -156,9 +156,9 @@ def test_full_coverage_is_data_parallelism() -> None:
     assert [average[name].item() for name in ("a", "b", "s")] == pytest.approx([20 * mean, 15 * mean, 12 * mean])
 
 
-def test_lacking_pieces_only_are_zeroed() -> None:
+def test_absent_pieces_only_are_zeroed() -> None:
     model, plan = Neurons(), neurons()
-    zero_lacking(model, plan, 0)  # worker 0 lacks neuron 1
+    zero_absent(model, plan, 0)  # worker 0 lacks neuron 1
     assert model.v.flatten().tolist() == [1.0, 0.0, 4.0]
     assert model.u.flatten().tolist() == [3.0, 0.0, 7.0]
     assert model.c.item() == 1.0

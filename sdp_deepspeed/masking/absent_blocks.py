@@ -22,7 +22,7 @@ _WRITE_IN_PLACE = ("ResNetBasicLayer", "ResNetBottleNeckLayer", "FalconDecoderLa
 
 
 @dataclass(frozen=True)
-class Lacking:
+class Absent:
     """State of the forward of an absent module.
 
     Args:
@@ -46,12 +46,12 @@ def skip_branch(model: nn.Module, branch: LocatedBranch) -> Iterator[nn.Module]:
     for name, num_outputs in zip(branch.modules, description.num_outputs_of_modules, strict=True):
         module = model.get_submodule(name)
         added_to = description.added_to if num_outputs else None
-        replace_forward(module, _pass_or_zero, Lacking(num_outputs, description.extra_outputs, has_storage, added_to))
+        replace_forward(module, _pass_or_zero, Absent(num_outputs, description.extra_outputs, has_storage, added_to))
         yield module
 
 
 def _pass_or_zero(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    state: Lacking = forward.state
+    state: Absent = forward.state
     x = args[0] if args else next(iter(kwargs.values()))
     if not state.num_outputs:
         return x

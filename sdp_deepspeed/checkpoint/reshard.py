@@ -26,7 +26,7 @@ from sdp_deepspeed.checkpoint.boxes import make_targets, written_state
 from sdp_deepspeed.checkpoint.optimizer_state import Facts, group_facts, optimizer_facts, restore_optimizer
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, State
 from sdp_deepspeed.checkpoint.rank_state import RankState, live_buffers, restore_buffers
-from sdp_deepspeed.parallel.agree import gather_objects, gather_results, run_on_all_ranks
+from sdp_deepspeed.parallel.consistency import gather_objects, gather_results, run_on_all_ranks
 
 _BYTES = 2**28  # of dense tensors per exchange
 

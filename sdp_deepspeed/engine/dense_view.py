@@ -148,9 +148,9 @@ class DenseView:
                 if source == me:
                     torch._foreach_copy_(slots, views)
                 dist.broadcast(flat, group_src=source, group=group.process_group)
-                lacking = [i for i, piece in enumerate(chunk) if not self.mask.is_held(piece)]
-                if lacking:
-                    torch._foreach_copy_([views[i] for i in lacking], [slots[i] for i in lacking])
+                absent = [i for i, piece in enumerate(chunk) if not self.mask.is_held(piece)]
+                if absent:
+                    torch._foreach_copy_([views[i] for i in absent], [slots[i] for i in absent])
 
     def _chunks(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
         chunk: list[Piece] = []
