@@ -149,6 +149,21 @@ def dropped_gradients_of_a_part(rank: Rank) -> None:
         assert_identical(dense_state(engine), expected | {name: before[name] for name in dropped})
 
 
+def gradients_dropped_in_compiled_functions(rank: Rank) -> None:
+    """Of other models, as without an engine: in one graph."""
+    engine, other = engine_of(sgd()), nn.Linear(2, 2)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def drop(inputs: torch.Tensor) -> torch.Tensor:
+        other.zero_grad()
+        return inputs + 1
+
+    other(torch.ones(2)).sum().backward()
+    drop(torch.ones(2))
+    assert [parameter.grad for parameter in other.parameters()] == [None, None]
+    micro_step(engine, *own_batches(rank, 1))
+
+
 def averaged_gradients_dropped_by_one_rank(rank: Rank) -> None:
     """Cannot be; that rank is told which one continues. Nothing is dropped."""
     first, second = own_batches(rank, 2)
@@ -317,6 +332,7 @@ def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
         overlap_after_no_sync,
         several_backward_passes_before_a_step,
         dropped_gradients_of_a_part,
+        gradients_dropped_in_compiled_functions,
         averaged_gradients_dropped_by_one_rank,
         gradients_set_to_none,
         graphs_of_gradients,
