@@ -33,7 +33,7 @@ from sdp_deepspeed.atomic_files import sync
 from sdp_deepspeed.checkpoint.boxes import make_targets, written_state
 from sdp_deepspeed.checkpoint.files import Reader, new_folder
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, State, add_box
-from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState, persistent_buffers
+from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState, names_of_persistent_buffers, persistent_buffers
 from sdp_deepspeed.checkpoint.reshard import BoxDirectory, fill
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.consistency import run_on_all_ranks
@@ -61,10 +61,11 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Dense names of tied parameters by their further names."""
+    """Dense names of tied parameters and persistent buffers by their further names."""
     first: dict[int, str] = {}
-    names = [(name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)]
-    return {name: dense for name, dense in names if name != dense}
+    names = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+    names |= names_of_persistent_buffers(model)
+    return {name: dense for name, dense in names.items() if name != dense}
 
 
 def export(

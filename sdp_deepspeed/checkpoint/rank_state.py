@@ -162,10 +162,20 @@ def restore_buffers(state: RankState, buffers: Mapping[str, torch.Tensor]) -> No
 
 
 def persistent_buffers(model: torch.nn.Module) -> set[str]:
-    """Names of buffers that are in state dicts."""
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set
-    }
+    """Dense names of buffers that are in state dicts."""
+    return {*names_of_persistent_buffers(model).values()}
+
+
+def names_of_persistent_buffers(model: torch.nn.Module) -> dict[str, str]:
+    """Dense names of buffers that are in state dicts, by all names there. As of parameters, the dense name is the first
+    one, which need not be in state dicts itself."""
+    first: dict[int, str] = {}
+    names = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                path = f"{prefix}.{name}" if prefix else name
+                dense = first.setdefault(id(buffer), path)
+                if name not in module._non_persistent_buffers_set:
+                    names[path] = dense
+    return names

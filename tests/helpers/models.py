@@ -48,11 +48,14 @@ def llama(num_layers: int = 2, *, tied: bool = False, seed: int = 0) -> nn.Modul
 
 
 class Wrapped(nn.Module):
-    """A model of no library, with tied weights."""
+    """A model of no library, with tied weights and buffers."""
 
     def __init__(self, *, seed: int = 0) -> None:
         super().__init__()
         self.inner = llama(tied=True, seed=seed)
+        positions = torch.arange(3) + seed
+        self.register_buffer("positions", positions)
+        self.register_buffer("same_positions", positions)
 
     def forward(self, **inputs: Any) -> Any:
         return self.inner(**inputs)
