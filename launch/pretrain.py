@@ -21,7 +21,7 @@ import sdp_deepspeed  # noqa: F401  # makes DeepSpeed honor the block
 from callbacks import StopTogether
 from data import Blocks, Data, Stream, collate, load_blocks
 from output_folder import hold, last_checkpoint
-from recipe import Recipe, fail, model_config, read_recipe, section_of, training_arguments
+from recipe import Recipe, fail, initialization, model_config, read_recipe, section_of, training_arguments
 
 SECTIONS = ("model", "data", "training", "deepspeed")
 
@@ -63,7 +63,8 @@ def build_model(recipe: Recipe, blocks: Blocks, data: Data) -> PreTrainedModel:
     if getattr(config, "max_position_embeddings", data.sequence_length) < data.sequence_length:
         positions = config.max_position_embeddings
         fail(f"data.sequence_length: got {data.sequence_length}, but the model has {positions} positions")
-    return AutoModelForCausalLM.from_config(config)
+    with initialization(recipe):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def whole_steps(blocks: Dataset, args: TrainingArguments) -> Dataset:

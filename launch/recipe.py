@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
@@ -22,6 +23,7 @@ from huggingface_hub.errors import StrictDataclassError
 from pydantic import TypeAdapter, ValidationError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, TrainingArguments
 
+import sdp_deepspeed
 from sdp_deepspeed import recipe as recipes
 from sdp_deepspeed.config import KEY, parse
 
@@ -112,6 +114,14 @@ def training_arguments(recipe: Recipe, **defaults: Any) -> TrainingArguments:
     if recipe.training.get("enable_jit_checkpoint"):
         fail("training.enable_jit_checkpoint: not supported; remove it, since SIGTERM saves a checkpoint anyway")
     return section_of(TrainingArguments, values | recipe.training, "training", deepspeed=recipe.deepspeed)
+
+
+def initialization(recipe: Recipe) -> AbstractContextManager[None]:
+    """Context in which the model of a run is built: `Init` for subnetworks, so that no rank holds the whole model, and
+    output projections start smaller (`branch_scale`). AutoTP divides initialized weights."""
+    has_subnetworks = bool(recipe.block) and recipe.block.get("enabled", True)
+    is_divided = "tensor_parallel" in (recipe.deepspeed or {})
+    return sdp_deepspeed.Init() if has_subnetworks and not is_divided else nullcontext()
 
 
 def model_config(recipe: Recipe, **defaults: Any) -> PretrainedConfig:

@@ -28,7 +28,7 @@ import sdp_deepspeed.architectures.small_image_resnet  # registers its model typ
 from callbacks import StopTogether
 from output_folder import hold
 from pretrain import SECTIONS, ResumableTrainer, run
-from recipe import Recipe, fail, model_config, read_recipe, section_of, training_arguments
+from recipe import Recipe, fail, initialization, model_config, read_recipe, section_of, training_arguments
 
 STATISTICS_BATCHES = 16  # batches per rank to estimate the batch norm statistics of the dense model
 
@@ -176,8 +176,10 @@ def build_trainer(recipe: Recipe) -> VisionTrainer:
     names = labels.names if isinstance(labels, ClassLabel) else [*map(str, range(max(train[data.label_column]) + 1))]
     config = model_config(recipe, id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})
     set_seed(args.seed)
+    with initialization(recipe):
+        model = AutoModelForImageClassification.from_config(config)
     return VisionTrainer(
-        AutoModelForImageClassification.from_config(config),
+        model,
         args,
         train_dataset=Pixels(train, data, args.seed),
         eval_dataset=Pixels(test, data, args.seed),

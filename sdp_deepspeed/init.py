@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.masking.scale import starts_smaller
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.tensors import named_tensors
 from sdp_deepspeed.recording import Recording, Ref, is_meta
@@ -287,10 +288,10 @@ class DeferredWeights:
 
 
 def _shrink_outputs(mask: Mask) -> None:
-    """Multiply the output projections of branches that subnetworks multiply by 1 / C by C, so that these start with the
-    usual size of what they add."""
+    """Multiply the output projections of branches that subnetworks multiply by 1 / C by C, so that subnetworks start as
+    without a scale."""
     for branch in mask.branches:
-        if branch.name not in mask.scaled:
+        if branch.name not in mask.scaled or not starts_smaller(mask.model, branch):
             continue
         for tensor in branch.cut_tensors:
             if tensor.cut.is_output:

@@ -173,6 +173,9 @@ class SubnetworkEngine(DeepSpeedEngine):
         self.schedule = run_on_all_ranks(self._find_schedule, self._control)
         check_schedule(self)
         self.plan, self.mask = self.plan_and_mask(self.block)
+        if self.mask.scaled and dist.get_rank() == 0:
+            by_init = self._deferred is not None
+            _announce(f"{KEY}.{describe_scale(self.module, self.mask.branches, self.mask.scaled, by_init=by_init)}")
 
     def refuse_stage(self, stage: int) -> None:
         """Raise ValueError for a ZeRO stage in which tensor-parallel ranks would have different buckets."""
@@ -211,8 +214,6 @@ class SubnetworkEngine(DeepSpeedEngine):
                 log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
             if logs and dist.get_rank() == 0:
                 _announce(f"{KEY}\n{plan.table(unit_costs(self.module, local.units))}")
-                if mask.scaled:
-                    _announce(f"{KEY}.{describe_scale(mask.scaled, is_initialized=self._deferred is None)}")
             return plan, mask
 
         plan, mask = run_on_all_ranks(make, self._control)

@@ -220,7 +220,8 @@ def _prepare(start: Start) -> None:
             logger.warning("%s: %s", KEY, warning)
         logger.info("%s\n%s", KEY, start.plan.table(unit_costs(module, start.plan.units)))
         if start.mask.scaled:
-            logger.info("%s.%s", KEY, describe_scale(start.mask.scaled, is_initialized=start.deferred is None))
+            by_init = start.deferred is not None
+            logger.info("%s.%s", KEY, describe_scale(module, branches, start.mask.scaled, by_init=by_init))
 
 
 def _apply_mask(start: Start, groups: Groups) -> None:

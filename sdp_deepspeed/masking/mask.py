@@ -238,6 +238,7 @@ class Mask:
         of_layers = {name for branch in absent for name in branch.parameters}
         for name in self.shapes:
             self._narrow(name, is_multiplied=name in of_layers)
+        biases = self.output_biases() if self.scaled else {}
         for branch, sizes in zip(cut, self._sizes, strict=True):
             heads = self._held_cells(branch)
             sizes.set(len(heads), branch.num_cells)
@@ -247,7 +248,7 @@ class Mask:
                 select_heads(body, branch, heads)
                 self._masked.append(body)
             if coverage := self.scaled.get(branch.name):
-                self._masked += scale_outputs(self.model, branch, coverage, self.output_biases())
+                self._masked += scale_outputs(self.model, branch, coverage, biases)
         if not self.plan.is_whole:
             for check in (refuse_cache, self._router_refusal):
                 if check is not None:

@@ -66,15 +66,27 @@ def coverage_of_branches(plan: Plan, branches: Sequence[LocatedBranch]) -> dict[
     return {name: own.pop() for name, own in values.items() if own and own != {1.0}}
 
 
-def describe_scale(scaled: Mapping[str, float], *, is_initialized: bool) -> str:
+def starts_smaller(model: nn.Module, branch: LocatedBranch) -> bool:
+    """Whether `Init` makes the output projection of a scaled branch smaller: one is described, and no norm follows."""
+    description = branch.description
+    after = [f"{branch.layer}.{name}" for name in description.after]
+    after += [f"{branch.root}.{name}" for name in description.inner.tail] if description.inner else []
+    has_norm = any("norm" in type(model.get_submodule(name)).__name__.lower() for name in after)
+    return bool(branch.cut_tensors) and not has_norm
+
+
+def describe_scale(
+    model: nn.Module, branches: Sequence[LocatedBranch], scaled: Mapping[str, float], *, by_init: bool
+) -> str:
     """What a user should know at start-up, one line.
 
     Args:
-        scaled: coverage of each branch.
-        is_initialized: whether the initial weights are the user's.
+        scaled: coverage of each scaled branch, by name.
+        by_init: whether `Init` makes the initial weights.
     """
-    start = "weights start as given" if is_initialized else "their output projections start C times smaller"
     factors = sorted({f"{1 / coverage:.3g}" for coverage in scaled.values()}, key=float)
+    smaller = sum(branch.name in scaled and starts_smaller(model, branch) for branch in branches)
+    start = f"output projections of {smaller} start C times smaller" if by_init else "weights start as given"
     return f"branch_scale: subnetworks multiply {len(scaled)} branches by 1 / C ({', '.join(factors)}); {start}"
 
 

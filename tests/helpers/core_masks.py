@@ -33,6 +33,8 @@ IN_SHORT = (
     "deepseek_v2",
     "resnet",
     "llama_one_layer",
+    "gemma2",
+    "bloom",
 )
 MODES: tuple[tuple[str, str], ...] = tuple((r, s) for r in ("forward", "backward") for s in ("block", "neuron"))
 # Narrower products and sums of parts add in another order: at most 61 terms, each rounded by 2**-24 of a partial sum,
