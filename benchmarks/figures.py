@@ -119,14 +119,13 @@ def quality(figures: Figures, rows: Sequence[tuple[str, str, str]]) -> str:
     """Final dense losses over the length of the run.
 
     Args:
-        rows: subject (or "best" for the best size of data parallelism), label, color.
+        rows: subject, label, color.
     """
     lines: list[tuple[str, str, list[tuple[float, float, float]]]] = []
     for subject, label, color in rows:
         points = []
         for budget in figures.budgets:
-            name = figures.best_size(budget) if subject == "best" else subject
-            losses = list(figures.losses(name, budget).values()) if name else []
+            losses = list(figures.losses(subject, budget).values())
             if losses and budget >= 250:
                 points.append((float(budget), statistics.mean(losses), figures.error(losses)))
         if points:
@@ -154,7 +153,7 @@ def quality(figures: Figures, rows: Sequence[tuple[str, str, str]]) -> str:
 def quickstart(result: Mapping[str, Any]) -> str:
     """Loss and memory of the quickstart's two runs over the operations of a worker."""
     draw = Drawing(860, 470, "Loss and peak memory of the quickstart run over its FLOPs")
-    styles = [("SDP: half of the blocks, then dense", "blue", ""), ("plain ZeRO-1", "gray", "5 4")]
+    styles = [("SDP: half of the blocks", "blue", ""), ("plain ZeRO-1", "gray", "5 4")]
     curves, memory = [], []
     for run in result["runs"].values():
         per_step = [phase["flops"] for phase in run["phases"] for _ in range(phase["steps"])]
@@ -186,7 +185,6 @@ def quickstart(result: Mapping[str, Any]) -> str:
         y = 76 + 26 * row
         draw.line([(590, y - 4), (618, y - 4)], color, dashes=dashes)
         draw.text(626, y, label)
-    draw.text(590, 134, "lines: training loss (of a subnetwork", color="muted")
-    draw.text(590, 150, "in SDP's first phase); dots: validation", color="muted")
-    draw.text(590, 166, "loss of the dense model", color="muted")
+    draw.text(590, 134, "lines: training loss (SDP: of a subnetwork);", color="muted")
+    draw.text(590, 150, "dots: validation loss of the dense model", color="muted")
     return str(draw)

@@ -10,27 +10,33 @@ from typing import Any
 
 TUNING_SEED = 99  # only for choosing learning rates; excluded from figures
 
-# Rows of the table: subjects and their labels.
+# Rows of the tables: subjects and their labels. The first is data parallelism of the full size.
 LABELS = {
-    "dense 64x8": "data parallelism, 0.41M",
-    "forward x block, C=0.5": "C = 1/2",
-    "forward x block, C=0.5, dense tail 50%": "C = 1/2, then dense",
-    "C=1/2, whole ends": "C = 1/2, whole ends",
-    "C=1/2, dense tail 50%, whole ends": "C = 1/2, whole ends, then dense",
-    "C=1/4, whole ends": "C = 1/4, whole ends",
-    "C=1/4, dense tail 50%, whole ends": "C = 1/4, whole ends, then dense",
-    "dense 128x8": "data parallelism, 1.6M",
-    "128x8, C=1/4, whole ends": "1.6M, C = 1/4, whole ends",
-    "128x8, C=1/4, dense tail 50%, whole ends": "1.6M, C = 1/4, whole ends, then dense",
-    "128x8, C=1/2, dense tail 50%, whole ends": "1.6M, C = 1/2, whole ends, then dense",
+    "dense 64x8": "data parallelism",
+    "dense 64x8, 2 rows": "data parallelism, half the rows, twice the steps",
+    "64x8, grown from the ends": "data parallelism, grown from the first and last layer",
+    "dense 64x4": "data parallelism, half the depth",
+    "C=1/2, whole ends, scaled in training": "C = 1/2, whole ends",
+    "C=1/4, whole ends, scaled in training": "C = 1/4, whole ends",
+    "C=1/4, whole ends, scaled in training, usual start": "C = 1/4, whole ends, usual start",
+    "C=1/2, whole ends": "C = 1/2, whole ends, unscaled",
+    "C=1/4, whole ends": "C = 1/4, whole ends, unscaled",
+    "C=1/2, dense tail 50%, whole ends": "C = 1/2, whole ends, unscaled, then dense",
+    "C=1/4, dense tail 50%, whole ends": "C = 1/4, whole ends, unscaled, then dense",
+    "forward x block, C=0.5": "C = 1/2, unscaled",
+}
+NARROW = {
+    "dense 32x8": "data parallelism",
+    "dense 32x4": "data parallelism, half the depth",
+    "32x8, C=1/4, whole ends, scaled in training": "C = 1/4, whole ends",
 }
 FEW_DATA = {
     "dense 64x8": "data parallelism, 0.41M",
     "dense 64x4": "data parallelism, 0.21M",
     "branch dropout 0.2": "data parallelism, branch dropout 0.2",
-    "C=1/2, scaled": "C = 1/2, scaled",
-    "C=1/2, scaled, whole ends": "C = 1/2, scaled, whole ends",
-    "C=3/4, scaled, drawn every 10 steps": "C = 3/4, scaled, re-drawn every 10 steps",
+    "C=1/2, scaled": "C = 1/2",
+    "C=1/2, scaled, whole ends": "C = 1/2, whole ends",
+    "C=3/4, scaled, drawn every 10 steps": "C = 3/4, re-drawn every 10 steps",
 }
 
 
@@ -73,14 +79,6 @@ class Figures:
             cell["seed"]: cell[key] for cell in self.cells if (cell["subject"], cell["budget"]) == (subject, budget)
         }
 
-    def best_size(self, budget: int) -> str | None:
-        """Data parallelism at the size with the lowest mean loss, if it is neither the smallest nor the largest."""
-        sizes = {cell["subject"]: cell["parameters"] for cell in self.cells if cell["described"].keys() == {"size"}}
-        names = [name for name in sorted(sizes, key=lambda name: sizes[name]) if self.losses(name, budget)]
-        means = {name: statistics.mean(self.losses(name, budget).values()) for name in names}
-        best = min(means, key=lambda name: means[name], default=None)
-        return best if best in names[1:-1] else None
-
     def of_its_size(self, subject: str) -> str:
         """Data parallelism at a subject's size."""
         size = next(cell for cell in self.cells if cell["subject"] == subject)["described"]["size"]
@@ -103,28 +101,47 @@ class Figures:
         return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-def quality_rows(figures: Figures) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows: for each budget the final loss, and in brackets less data parallelism's of the same size."""
-    budgets = [budget for budget in figures.budgets if budget >= 250]
+def quality_rows(
+    figures: Figures, costs: Mapping[str, Any], labels: Mapping[str, str]
+) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows: for each budget the final loss, in parentheses minus that of the first row; then peak memory, and
+    all that is sent at the largest budget, relative to the first row.
+
+    Args:
+        costs: of recipe_costs.py.
+        labels: subjects and their labels.
+    """
+    budgets = [b for b in figures.budgets if b >= 250 and any(figures.losses(name, b) for name in labels)]
+    base = next(iter(labels))
     rows = []
-    for subject, label in LABELS.items():
-        cells = [_loss_and_gap(figures, subject, budget) for budget in budgets]
-        if any(cells):
-            rows.append([label, *cells])
-    best = ["data parallelism, best size"]
-    for budget in budgets:
-        name = figures.best_size(budget)
-        best.append(f"{_mean(figures.losses(name, budget).values())} ({name.split()[1]})" if name else "")
-    return [f"{budget:,} steps" for budget in budgets], [*rows, best]
+    for subject, label in labels.items():
+        cells = [_loss_and_gap(figures, subject, base, budget) for budget in budgets]
+        if any(cells) and subject in costs:
+            ratios = ["", ""]
+            if any(cell["subject"] == base for cell in figures.cells):
+                ratios = [f"{of(figures, costs, subject) / of(figures, costs, base):.2f}" for of in (_peak, _sent)]
+            rows.append([label, *cells, *ratios])
+    return [*(f"{budget:,} steps" for budget in budgets), "peak", "sent"], rows
 
 
-def _loss_and_gap(figures: Figures, subject: str, budget: int) -> str:
+def _peak(_: Figures, costs: Mapping[str, Any], subject: str) -> float:
+    """Bytes of a rank, of the phase that has most."""
+    return float(max(phase["peak"] for phase in costs[subject]))
+
+
+def _sent(figures: Figures, costs: Mapping[str, Any], subject: str) -> float:
+    """Bytes of a rank for each FLOP of the budget."""
+    cell = max((c for c in figures.cells if c["subject"] == subject), key=lambda cell: cell["budget"])
+    per_step = sum(phase["share"] * phase["sent"] for phase in costs[subject])
+    return float(per_step * cell["steps"] / cell["budget"])
+
+
+def _loss_and_gap(figures: Figures, subject: str, base: str, budget: int) -> str:
     losses = figures.losses(subject, budget)
     if not losses:
         return ""
-    gaps = figures.gaps(subject, figures.of_its_size(subject), budget)
-    is_own = figures.of_its_size(subject) == subject
-    return _mean(losses.values()) + ("" if is_own or not gaps else f" ({_mean(gaps, sign='+')})")
+    gaps = figures.gaps(subject, base, budget) if subject != base else []
+    return _mean(losses.values()) + (f" ({_mean(gaps, sign='+')})" if gaps else "")
 
 
 def few_data_rows(figures: Figures) -> list[list[str]]:

@@ -1,7 +1,7 @@
 """Loss of the dense model after training with data parallelism, alternatives and SDP at equal FLOPs.
 
-    python benchmarks/study.py --output benchmarks/results/learning.json --set long --rates 0.006 --workers 2
-    python benchmarks/study.py --output benchmarks/results/learning.json --only "dense 64x8" ".*whole ends" --seeds 0 1
+    python benchmarks/study.py --output benchmarks/results/learning.json --set recipes --rates 0.006 --workers 2
+    python benchmarks/study.py --output benchmarks/results/learning.json --only "dense 64x8" "C=1/[24].*" --seeds 0 1
 
 Virtual workers on one device (sdp_deepspeed/reference). Cells (study, subject, seed, budget, learning rate) are in one
 JSON file, written after each; existing cells are not repeated. With --keep a call may end within a cell, and the next

@@ -16,13 +16,14 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks import figures
 from benchmarks.figures import MIB, SDP, most, ratio_of_steps
-from benchmarks.quality import LABELS, Figures, few_data_rows, quality_rows
+from benchmarks.quality import LABELS, NARROW, Figures, few_data_rows, quality_rows
 
 ROOT = Path(__file__).parents[1]
 LOSS_TOLERANCE = 0.01  # nats; equal algorithms differ by less after hundreds of steps
@@ -53,7 +54,6 @@ def outputs(root: Path) -> dict[Path, str]:
         found[docs / "memory.svg"] = figures.memory_and_bytes(compared, label)
     if learned := results.get("learning"):
         lines = [(name, LABELS[name], color) for name, color in _COLORS.items() if name in LABELS]
-        lines.insert(1, ("best", "data parallelism, best size", "orange"))
         found[docs / "quality.svg"] = figures.quality(Figures.of(learned, "text"), lines)
     if run := results.get("quickstart"):
         found[docs / "quickstart.svg"] = figures.quickstart(run)
@@ -62,12 +62,12 @@ def outputs(root: Path) -> dict[Path, str]:
 
 _COLORS = {
     "dense 64x8": "gray",
-    "forward x block, C=0.5": "brown",
-    "forward x block, C=0.5, dense tail 50%": "red",
-    "C=1/2, whole ends": "purple",
-    "C=1/2, dense tail 50%, whole ends": "ink",
-    "C=1/4, whole ends": "blue",
-    "C=1/4, dense tail 50%, whole ends": "green",
+    "64x8, grown from the ends": "orange",
+    "dense 64x4": "brown",
+    "C=1/2, whole ends, scaled in training": "green",
+    "C=1/4, whole ends, scaled in training": "blue",
+    "C=1/4, whole ends": "red",
+    "C=1/4, dense tail 50%, whole ends": "purple",
 }
 
 
@@ -205,12 +205,10 @@ def _reached(curve: Sequence[Sequence[float]], loss: float) -> float | None:
     return None
 
 
-def quality(result: Result) -> str:
-    learned = Figures.of(result, "text")
-    heads, rows = quality_rows(learned)
+def quality(labels: Mapping[str, str], result: Result, costs: Result) -> str:
+    heads, rows = quality_rows(Figures.of(result, "text"), costs["subjects"], labels)
     seeds = "± standard error of the seeds, where there are several"
-    same_size = "in parentheses, the difference from data parallelism of the same size"
-    return f"Final loss, nats per byte, {seeds}; {same_size}:\n\n" + table(["", *heads], rows)
+    return f"Final loss, nats per byte, {seeds}; in parentheses minus the first row:\n\n" + table(["", *heads], rows)
 
 
 def few_data(result: Result) -> str:
@@ -293,7 +291,8 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "targets": (targets, ("compare_4_ranks",)),
     "links": (links, ("links_1gbit", "links_100mbit")),
     "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_100mbit")),
-    "quality": (quality, ("learning",)),
+    "quality": (partial(quality, LABELS), ("learning", "recipe_costs")),
+    "quality-narrow": (partial(quality, NARROW), ("learning", "recipe_costs")),
     "few-data": (few_data, ("learning",)),
     "quickstart": (lambda _: "![Loss and memory of the quickstart run](quickstart.svg)", ("quickstart",)),
     "checkpoints": (checkpoints, ("checkpoints_4_ranks",)),

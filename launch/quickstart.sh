@@ -15,8 +15,7 @@ overrides=("$@")
 # shellcheck source=launch/_environment.sh
 source launch/_environment.sh deepspeed
 
-# With both ends whole, a step of subnetworks takes 0.667 of a dense step's FLOPs. Half of the steps at 0.667 and half
-# at 1 cost as much as 5/6 as many dense steps.
+# With both ends whole, a step of subnetworks takes 2/3 of a dense step's FLOPs.
 readonly workers=${QUICKSTART_WORKERS:-4} steps=${QUICKSTART_STEPS:-120}
 readonly recipe=configs/recipes/quickstart.yaml folder=${QUICKSTART_FOLDER:-runs}/quickstart
 
@@ -34,11 +33,11 @@ pretrain() {
     "${overrides[@]}" "$@"
 }
 
-say "1/4 subnetwork data parallelism: half of the blocks on each of $workers workers (the first and last layer on all), then the whole model -> $folder"
+say "1/4 subnetwork data parallelism: half of the blocks on each of $workers workers (the first and last layer on all) -> $folder"
 pretrain "training.max_steps=$steps" "training.output_dir=$folder"
 
 say "2/4 plain ZeRO-1, the same model and data, equal FLOPs -> ${folder}_zero1"
-pretrain "training.max_steps=$((steps * 5 / 6))" "training.output_dir=${folder}_zero1" sdp=off
+pretrain "training.max_steps=$((steps * 2 / 3))" "training.output_dir=${folder}_zero1" sdp=off
 
 say "3/4 memory, compute and traffic per worker (maximum over the workers, measured)"
 python benchmarks/quickstart_table.py "$folder" "${folder}_zero1"

@@ -166,26 +166,25 @@ def _for_few_data() -> dict[str, Subject]:
 
 SUBJECTS = _sizes() | _modes() | _whole_end_variants() | _scales() | _rivals() | _for_few_data()
 
-# For `study.py --set`: budgets in dense steps of 0.41M, subjects, seeds. On two cores "long" takes about five hours.
+# For `study.py --set`: budgets in dense steps of 0.41M, subjects, seeds. On two cores "recipes"
+# takes about five hours.
+_RECIPES = (
+    "dense 64x8",
+    "C=1/4, whole ends, scaled in training",
+    "C=1/2, whole ends, scaled in training",
+    "dense 64x4",
+    "64x8, grown from the ends",
+    "dense 64x8, 2 rows",
+    "C=1/4, whole ends",
+    "C=1/4, whole ends, scaled in training, usual start",
+)
 SETS: dict[str, list[tuple[int, str, int]]] = {
-    "long": [
+    "recipes": [(budget, name, seed) for seed in (0, 1) for budget in (1000, 2000) for name in _RECIPES],
+    "narrow": [
         (budget, name, seed)
         for seed in (0, 1)
-        for budget, prefix, dense in ((1000, "", "64x8"), (2000, "", "64x8"), (4000, "128x8, ", "128x8"))
-        for name in (
-            f"dense {dense}",
-            f"{prefix}C=1/4, whole ends",
-            f"{prefix}C=1/4, dense tail 50%, whole ends",
-            f"{prefix}C=1/2, dense tail 50%, whole ends",
-        )
-    ],
-    "scale": [
-        (budget, f"{name}, whole ends{scale}", seed)
-        for scales in (("", ", scaled in training"), (", scaled in training, usual start",))
         for budget in (1000, 2000)
-        for seed in (0, 1)
-        for scale in scales
-        for name in ("C=1/4", "C=1/2")
+        for name in ("dense 32x8", "32x8, C=1/4, whole ends, scaled in training", "dense 32x4")
     ],
     "tiny": [(2, "dense 64x8", 0), (2, "C=1/4, whole ends", 0)],
 }

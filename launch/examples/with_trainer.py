@@ -19,8 +19,8 @@ CONFIG = {
     "gradient_clipping": "auto",
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
     "zero_optimization": {"stage": 1},
-    # The block: subnetworks in the first half of the Trainer's steps, the whole model in the second.
-    "subnetwork_data_parallel": {"schedule": [{"until": 0.5, "coverage": 0.5}, {"coverage": 1.0}]},
+    # The block: half of the ranks hold each residual branch, and all hold the first and last layer.
+    "subnetwork_data_parallel": {"coverage": [{"coverage": 0.5, "whole_ends": 1}]},
 }
 
 

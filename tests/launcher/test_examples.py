@@ -41,7 +41,6 @@ def test_an_example_trains_and_saves_the_dense_model(script: str, hf: str, tmp_p
     program = [str(ROOT / f"launch/examples/{script}.py"), str(tmp_path), "--steps", "8"]
     output = run([ON_THE_CPU, *program] if script == "with_accelerate" else program, tmp_path / "log")
     check(output, tmp_path / hf, own_model() if script == "with_own_model" else None)
-    assert ("2 holders each (coverage 1)" in output) == (script == "with_trainer"), "whose schedule ends dense"
     if script in ("with_deepspeed", "with_fsdp2", "with_own_model"):
         more = run([*program[:-1], "9"], tmp_path / "more")
         assert f"resumed from {tmp_path / 'global_step8'}\n" in more

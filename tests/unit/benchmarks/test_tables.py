@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import tables
 from benchmarks.figures import overview
-from benchmarks.quality import Figures
+from benchmarks.quality import LABELS, Figures
 from tests.helpers.repository import ROOT
 
 CONTESTANTS = (
@@ -105,15 +105,13 @@ def test_quality_is_compared_seed_by_seed() -> None:
     half = [cell("C=1/2, whole ends", seed, 1.1 + seed) for seed in (0, 1)]
     other = [cell("C=1/2, whole ends", seed, 5.0, rate=1e-2) for seed in (0, 1, 2)]
     tuned = [cell("C=1/2, whole ends", 99, 0.5), cell("C=1/2, whole ends", 99, 0.9, rate=1e-2)]
-    sizes = [
-        cell("dense 32x2", 0, 0.95, parameters=1, described={"size": {"width": 32, "depth": 2}}),
-        cell("dense 64x4", 0, 0.9, parameters=2, described={"size": {"width": 64, "depth": 4}}),
-    ]
-    result = {"cells": [*own, *half, *other, *tuned, *sizes]}
-    text = tables.quality(result)
-    assert row_of(text, "data parallelism, 0.41M") == ["2.000 ± 0.577"]
-    assert row_of(text, "C = 1/2, whole ends") == ["1.600 ± 0.500 (+0.100 ± 0.000)"]
-    assert row_of(text, "data parallelism, best size") == ["0.900 (64x4)"]
+    steps = {"dense 64x8": 500, "C=1/2, whole ends": 1000}
+    result = {"cells": [each | {"steps": steps[each["subject"]]} for each in (*own, *half, *other, *tuned)]}
+    dense, ends = {"share": 1.0, "peak": 100, "sent": 10}, {"share": 0.5, "peak": 20, "sent": 2}
+    costs = {"subjects": {"dense 64x8": [dense], "C=1/2, whole ends": [ends, ends | {"peak": 50, "sent": 4}]}}
+    text = tables.quality(LABELS, result, costs)
+    assert row_of(text, "data parallelism") == ["2.000 ± 0.577", "1.00", "1.00"]
+    assert row_of(text, "C = 1/2, whole ends, unscaled") == ["1.600 ± 0.500 (+0.100 ± 0.000)", "0.50", "0.60"]
     assert Figures.of(result, "text").losses("C=1/2, whole ends", 500) == {0: 1.1, 1: 2.1}
 
 
