@@ -85,6 +85,7 @@ def dropped_gradients(rank: Rank) -> None:
                 loss_of(model, micro_batches[0]).backward()
                 model.zero_grad()
                 model.set_requires_gradient_sync(True)
+            model.set_reshard_after_backward(True)  # or else `shard` would not see the step
             loss_of(model, micro_batches[1]).backward()
             optimizer.step()
             states.append([sharded_model_of(model).shard(part) for part in sharded_model_of(model).held_parts()])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,16 @@ from torch import nn
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import batches, config, family, llama, loss_of, two_groups, without_block
 from tests.helpers.ranks import Rank
-from tests.helpers.training import assert_identical, dense_state, engine_of, micro_step, refusal, sgd, train
+from tests.helpers.training import (
+    assert_identical,
+    dense_state,
+    engine_of,
+    micro_step,
+    own_batches,
+    refusal,
+    sgd,
+    train,
+)
 
 Named = dict[str, nn.Parameter]
 
@@ -192,8 +201,10 @@ class Averaging(torch.optim.SGD):
 
 def modes_of_optimizers(rank: Rank) -> None:
     """The dense model is that of the optimizer's mode, on all ranks, also in a checkpoint; training continues as if
-    there were no others."""
-    cases = (("forward", "block", 1), ("forward", "neuron", 2), ("backward", "neuron", 1), ("backward", "block", 1))
+    there were no others, also between the backward pass and the step. `destroy` restores the optimizer's methods."""
+    cases = [("forward", "block", 1), ("forward", "neuron", 2), ("backward", "neuron", 1), ("backward", "block", 1)]
+    cases.append(("forward", "neuron", 1))  # at stage 1 weights of cut tensors may take the memory of gradients
+    (batch,) = own_batches(rank, 1)
     for stage, (regime, strategy, holders) in enumerate(cases):
         is_half = stage == 3
         settings = without_optimizer(stage % 3, regime=regime, strategy=strategy, holders=holders)
@@ -219,8 +230,18 @@ def modes_of_optimizers(rank: Rank) -> None:
         engines[2].optimizer.train()
         train(engines[2], num_steps=1, first=2)
         assert_identical(dense_state(engines[2]), dense_state(engines[0]))
+        engines[0].backward(loss_of(engines[0], batch))
+        given.eval()
+        given.train()
+        engines[0].step()
+        micro_step(engines[2], batch)
+        assert_identical(dense_state(engines[0]), dense_state(engines[2]))  # gradients were kept
     with engines[0].dense():
         refusal(RuntimeError, engines[0].optimizer.eval, "optimizer.eval inside engine.dense()")
+    client = engines[0].optimizer.optimizer
+    engines[0].destroy()
+    for mode in ("train", "eval"):
+        assert getattr(client, mode) == MethodType(getattr(Averaging, mode), client)
     assert not hasattr(engine_of(sgd()).optimizer, "eval")
 
 
