@@ -147,7 +147,8 @@ class SubnetworkConfig(BaseModel):
         default="training",
         title='"training" or "none"',
         description="Regime `forward`: `training` multiplies what a unit adds to the residual stream by 1 / C in "
-        "subnetworks, so that they are of the dense model's size; `none` does not.",
+        "subnetworks, so that their branches add as much as the dense model's; all groups of a branch then need the "
+        "same coverage. `none`: the method of the paper.",
     )
     allow_optimizer: bool = Field(
         default=False,
