@@ -64,8 +64,7 @@ def _outlive_a_stop(worker: int, then: Callable[[int], None] | None) -> None:
 
 
 class StopTogether(TrainerCallback):
-    """When one rank is asked to stop, all ranks finish the step, save, and stop. The last step is always saved, since
-    its checkpoint tells a finished run."""
+    """When one rank is asked to stop, all ranks finish the step, save, and stop."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
         self.signal = StopSignal(args.device)
@@ -81,5 +80,3 @@ class StopTogether(TrainerCallback):
         if self.signal.on_any_rank():
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # launchers kill ranks after half a minute
-        if args.save_strategy == "no" and state.global_step >= state.max_steps:
-            control.should_save = True

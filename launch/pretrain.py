@@ -27,13 +27,23 @@ SECTIONS = ("model", "data", "training", "deepspeed")
 
 
 class ResumableTrainer(Trainer):
-    """A Trainer that trains no further step when it resumes a finished run; Transformers' trains one."""
+    """A Trainer that trains no further step when it resumes a finished run; Transformers' trains one. It always saves
+    the last step, whose checkpoint tells a finished run."""
+
+    saved_step = 0  # of this process's last checkpoint
 
     def _run_epoch(self, *arguments: Any, **options: Any) -> None:
-        if self.state.global_step < self.state.max_steps:
-            super()._run_epoch(*arguments, **options)
-        else:
+        if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
+            return
+        super()._run_epoch(*arguments, **options)
+        if self.state.max_steps <= self.state.global_step != self.saved_step:  # "best" and "no" need not save it
+            self._save_checkpoint(self.model, trial=None)
+            self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self.saved_step = self.state.global_step
 
 
 class StreamTrainer(ResumableTrainer):

@@ -59,13 +59,17 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     stopped_at = len(trainer_log(tmp_path / "stopped"))
     steps = stopped_at + 2
     run(command(tmp_path, "stopped", steps), tmp_path / "resumed.log")
-    run(command(tmp_path, "straight", steps, "training.save_strategy=no"), tmp_path / "straight.log")
+    # The first evaluation is the best by this metric, so this strategy would not save the last step.
+    best = ["save_strategy=best", "metric_for_best_model=top1", "greater_is_better=false"]
+    best += ["eval_strategy=steps", f"eval_steps={steps // 2 + 1}"]
+    command_of_straight = command(tmp_path, "straight", steps, *[f"training.{setting}" for setting in best])
+    run(command_of_straight, tmp_path / "straight.log")
     resumed, straight = trainer_log(tmp_path / "stopped"), trainer_log(tmp_path / "straight")
     assert len(straight) == steps
     assert resumed == straight
     exported = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("stopped", "straight")]
     assert exported[0] == exported[1]
-    run(command(tmp_path, "straight", steps, "training.save_strategy=no"), tmp_path / "again.log")
+    run(command_of_straight, tmp_path / "again.log")
     assert (tmp_path / "straight/hf/model.safetensors").read_bytes() == exported[0], "a finished run, given once more"
 
 
