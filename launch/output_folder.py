@@ -12,6 +12,9 @@ import torch.distributed as dist
 from transformers import TrainerState
 
 from recipe import fail
+from sdp_deepspeed.checkpoint.files import CHECKSUMS
+from sdp_deepspeed.checkpoint.universal import LATEST_UNIVERSAL
+from sdp_deepspeed.config import KEY
 
 
 def hold(folder: str | Path) -> None:
@@ -57,3 +60,13 @@ def last_checkpoint(folder: str | Path) -> str | None:
             continue
         return str(path)
     return None
+
+
+def check_resumable(checkpoint: str, *, has_subnetworks: bool) -> None:
+    """Exit if the Trainer's checkpoint is of the other kind: of plain DeepSpeed, or with subnetworks."""
+    folder = Path(checkpoint)
+    is_own, is_plain = (any(folder.glob(f"*/{files}")) for files in (CHECKSUMS, "mp_rank_*_model_states.pt"))
+    if is_own and not has_subnetworks:
+        fail(f"{folder} is of a run with {KEY}; remove sdp=off, or choose another training.output_dir")
+    if has_subnetworks and is_plain and not (is_own or (folder / LATEST_UNIVERSAL).exists()):
+        fail(f"{folder} is of a run without {KEY}; add sdp=off, or choose another training.output_dir")

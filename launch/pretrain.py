@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 import sdp_deepspeed  # noqa: F401  # makes DeepSpeed honor the block
 from callbacks import StopTogether
 from data import Blocks, Data, Stream, collate, load_blocks
-from output_folder import hold, last_checkpoint
+from output_folder import check_resumable, hold, last_checkpoint
 from recipe import Recipe, fail, initialization, model_config, read_recipe, section_of, training_arguments
+from sdp_deepspeed.config import parse
 
 SECTIONS = ("model", "data", "training", "deepspeed")
 
@@ -120,6 +121,8 @@ def build_trainer(recipe: Recipe) -> ResumableTrainer:
 def run(trainer: ResumableTrainer) -> None:
     """Train from the last checkpoint, then evaluate and export the dense model; a finished run only does the latter."""
     args, checkpoint = trainer.args, last_checkpoint(trainer.args.output_dir)
+    if checkpoint is not None:
+        check_resumable(checkpoint, has_subnetworks=parse(args.deepspeed or {}) is not None)
     if checkpoint is not None and isinstance(trainer, StreamTrainer):
         try:
             trainer.stream.load(checkpoint)

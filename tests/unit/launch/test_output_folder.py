@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from output_folder import hold
+from output_folder import check_resumable, hold
 from tests.helpers.ranks import forkserver_context
 
 
@@ -56,3 +56,17 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit):
         hold(tmp_path / "file")
     assert "error: training.output_dir: " in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_the_other_kind_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own, plain = tmp_path / "own", tmp_path / "plain"
+    for file in (own / "global_step3/checksums.json", plain / "global_step3/mp_rank_00_model_states.pt"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    for folder in (own, plain):
+        check_resumable(str(folder), has_subnetworks=folder == own)
+        with pytest.raises(SystemExit):
+            check_resumable(str(folder), has_subnetworks=folder != own)
+        assert ("remove sdp=off" if folder == own else "add sdp=off") in capsys.readouterr().err
+    (plain / "latest_universal").touch()
+    check_resumable(str(plain), has_subnetworks=True)
