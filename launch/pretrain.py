@@ -74,8 +74,7 @@ def build_model(recipe: Recipe, blocks: Blocks, data: Data) -> PreTrainedModel:
     if getattr(config, "max_position_embeddings", data.sequence_length) < data.sequence_length:
         positions = config.max_position_embeddings
         fail(f"data.sequence_length: got {data.sequence_length}, but the model has {positions} positions")
-    with initialization(recipe):
-        return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def whole_steps(blocks: Dataset, args: TrainingArguments) -> Dataset:
@@ -107,8 +106,10 @@ def build_trainer(recipe: Recipe) -> ResumableTrainer:
     else:
         blocks.train = whole_steps(blocks.train, args)
     set_seed(args.seed)
+    with initialization(recipe):
+        model = build_model(recipe, blocks, data)
     return (StreamTrainer if data.streaming else ResumableTrainer)(
-        build_model(recipe, blocks, data),
+        model,
         args,
         data_collator=collate,
         train_dataset=blocks.train,
