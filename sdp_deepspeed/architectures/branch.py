@@ -64,9 +64,9 @@ class InnerLayers:
         cuts: all layers that the cells run through, at least the output projection.
         heads: attribute path of the body to the number of cells. For attention: the number of key/value heads; query
             heads belong to the cell of their key/value head. None if each index of a cut is a cell (the neurons of an
-            MLP). If `forward` reads the attribute, it is scaled.
+            MLP). It is scaled.
         scaled: further attributes of the body that are proportional to its number of cells, such as GPT-2's
-            `split_size`; "config.NAME" for attributes of a config that layers share.
+            `split_size`; "OBJECT.NAME" for attributes of an object that layers share, such as "config.NAME".
         fixed: attributes that `forward` reads and that only happen to be as large as the width of the heads, such as a
             sliding window. Others of that size must be in `scaled`.
         caches: keyword arguments of the body with a key/value cache; "NAME.ATTRIBUTE" if a cache has several parts.

@@ -7,15 +7,38 @@ from typing import Any
 
 from torch import nn
 
-from sdp_deepspeed.architectures.branch import InnerLayers
+from sdp_deepspeed.architectures.branch import InnerLayers, attribute
 from sdp_deepspeed.architectures.cut_tensors import CutTensor
 from sdp_deepspeed.architectures.own_forward import names_read
 
 
 def scaled_attributes(root: nn.Module, inner: InnerLayers) -> tuple[str, ...]:
-    """Attribute paths to scale: those described, and the number of heads where the body reads it."""
-    heads = [path for path in _counts_read(root, inner) if path == inner.heads or path == _name(inner.heads or "")]
-    return tuple(dict.fromkeys((*inner.scaled, *heads)))
+    """Attribute paths to scale: those described, and the number of heads wherever the body, or the module that the
+    description names, has it under this name. Whether the forward pass reads it cannot always be told from its code."""
+    if inner.heads is None:
+        return inner.scaled
+    name, number = _name(inner.heads), attribute(root, inner.heads)
+    paths = [*inner.scaled, inner.heads]
+    modules = dict(root.named_modules())
+    owners = [inner.heads.rsplit(".", level)[0] for level in range(1, inner.heads.count(".") + 1)]
+    for prefix in dict.fromkeys(["", *(owner for owner in owners if owner in modules)]):
+        module = modules[prefix]
+        values = {name: vars(module).get(name)}
+        values |= {f"{path}.{name}": getattr(value, name, None) for path, value in _objects_read(module).items()}
+        paths += [
+            f"{prefix}.{path}".lstrip(".") for path, value in values.items() if type(value) is int and value == number
+        ]
+    return tuple(dict.fromkeys(paths))
+
+
+def _objects_read(module: Any) -> dict[str, Any]:
+    """Attributes of a module that its methods read and that have attributes themselves, such as configs."""
+    names = names_read(module.__class__)
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name in names and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
+    }
 
 
 def refuse_unscaled(root_name: str, root: nn.Module, inner: InnerLayers, cut: Sequence[CutTensor], cells: int) -> None:

@@ -84,7 +84,7 @@ def _compare(
         raise AssertionError(f"{mode}: subnetwork {rank} does not run, unlike the dense model: {error}") from error
     assert torch.allclose(found, expected, rtol=_TOLERANCE), (
         f"{mode}: the loss of subnetwork {rank} is {found.item():.6g}, expected {expected.item():.6g}; some branch is "
-        "not x + after(body(norm(x))) as described"
+        "not x + after(body(norm(x))) as described, or (neuron) `scaled` lacks an attribute with the number of heads"
     )
     gradients: Mapping[str, torch.Tensor | None] = {n: p.grad for n, p in expected_model.named_parameters()}
     largest = max(float(g.abs().max()) for g in gradients.values() if g is not None)

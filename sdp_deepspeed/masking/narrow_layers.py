@@ -34,12 +34,13 @@ class Sizes:
     Args:
         layers: modules whose widths follow from their weights.
         counts: attributes in proportion to the number of cells, by module and name.
-        configs: configs with attributes in proportion to the number of cells, by module, with these attributes.
+        configs: objects with attributes in proportion to the number of cells, such as configs, with these attributes,
+            by module and the object's name.
     """
 
     layers: tuple[nn.Module, ...]
     counts: Mapping[tuple[nn.Module, str], int]
-    configs: Mapping[nn.Module, tuple[Any, Mapping[str, int]]]
+    configs: Mapping[tuple[nn.Module, str], tuple[Any, Mapping[str, int]]]
 
     @classmethod
     def of(cls, model: nn.Module, branch: LocatedBranch) -> Sizes:
@@ -48,13 +49,13 @@ class Sizes:
         assert inner is not None
         layers = dict.fromkeys(model.get_submodule(t.parameter.rpartition(".")[0]) for t in branch.cut_tensors)
         counts: dict[tuple[nn.Module, str], int] = {}
-        configs: dict[nn.Module, tuple[Any, dict[str, int]]] = {}
+        configs: dict[tuple[nn.Module, str], tuple[Any, dict[str, int]]] = {}
         for path in scaled_attributes(root, inner):
             owner, _, name = path.rpartition(".")
             parent, _, last = owner.rpartition(".")
-            if last == "config":
+            if owner and not isinstance(value := attribute(root, owner), nn.Module):
                 module = root.get_submodule(parent)
-                configs.setdefault(module, (module.config, {}))[1][name] = attribute(root, path)
+                configs.setdefault((module, last), (value, {}))[1][name] = attribute(root, path)
             else:
                 counts[root.get_submodule(owner), name] = attribute(root, path)
         return cls(tuple(layers), counts, configs)
@@ -65,9 +66,9 @@ class Sizes:
             set_sizes(layer)
         for (module, name), count in self.counts.items():
             setattr(module, name, count * held // total)
-        for module, (config, counts) in self.configs.items():
-            own = {name: count * held // total for name, count in counts.items()}
-            vars(module)["config"] = config if held == total else _NarrowConfig(_sdp_config=config, **own)
+        for (module, name), (config, counts) in self.configs.items():
+            own = {key: count * held // total for key, count in counts.items()}
+            vars(module)[name] = config if held == total else _NarrowConfig(_sdp_config=config, **own)
 
 
 @dataclass(frozen=True)

@@ -432,7 +432,7 @@ class Heads(nn.Module):
         self.qkv, self.proj = nn.Linear(5, 36), nn.Linear(12, 5)
         self.n_head = self.heads_too = 4
         self.width = 12
-        self.config = SimpleNamespace(n_head=4)
+        self.config = self.cfg = SimpleNamespace(n_head=4)
 
 
 class ReadsNumber(Heads):
@@ -445,6 +445,18 @@ class ReadsConfig(Heads):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         qkv = self.qkv(x).view(len(x), 3, self.config.n_head, -1).unbind(1)
         return attend(self.proj, *qkv)
+
+
+class ReadsOther(Heads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(x).view(len(x), 3, self.cfg.n_head, -1).unbind(1)
+        return attend(self.proj, *qkv)
+
+
+class ReadsByName(Heads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        name = "n_head"
+        return attend(self.proj, *self.qkv(x).view(len(x), 3, getattr(self, name), -1).unbind(1))
 
 
 class ReadsAnother(Heads):
@@ -481,6 +493,9 @@ def attention(body: type[nn.Module], heads: str, **more: tuple[str, ...]) -> nn.
         (ReadsNumber, "n_head", {}),
         (ReadsNumber, "config.n_head", {}),
         (ReadsConfig, "config.n_head", {}),
+        (ReadsOther, "n_head", {}),
+        (ReadsOther, "cfg.n_head", {}),
+        (ReadsByName, "n_head", {}),
         (ReadsAnother, "n_head", {"scaled": ("heads_too",)}),
         (ReadsWidth, "n_head", {"scaled": ("width",)}),
     ],
