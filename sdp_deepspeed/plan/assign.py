@@ -201,7 +201,11 @@ def assign(
         if not num_rest and not flaws[0] and not any(flaws[2:-1]):
             break
     assert best is not None
-    return _permuted(best[1], list(alike.values()), k, seed)
+    holders = best[1]
+    if num_components(holders, k) > 1 and len({*num_holders}) == 1 and not wanted and not any(names):
+        chain = [tuple(sorted((unit * (p - 1) + i) % k for i in range(p))) for unit in range(len(costs))]
+        holders = chain if num_components(chain, k) == 1 else holders  # few units: only a chain connects them surely
+    return _permuted(holders, list(alike.values()), k, seed)
 
 
 class _Attempt:

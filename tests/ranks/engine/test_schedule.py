@@ -148,7 +148,8 @@ def check_schedule(drawn: Drawn, rank: Rank) -> None:
     for steps in range(5):
         assert engine.plan.hash == plans[steps].hash, steps
         phase = drawn["block"]["schedule"][engine.phase]
-        assert engine.zero_optimization_stage() == engine.optimizer.sharded.stage == phase["stage"]
+        assert engine.zero_optimization_stage() == phase["stage"]
+        assert engine.optimizer.sharded.stage == max(1, phase["stage"])
         micro_batch = engine.train_micro_batch_size_per_gpu()
         samples = samples_of(steps, rank.size)
         expected, norm = reference.step([own.split(micro_batch) for own in samples])

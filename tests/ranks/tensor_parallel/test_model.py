@@ -91,17 +91,14 @@ def generates(rank: Rank) -> None:
 
 
 def divergence_is_found(rank: Rank) -> None:
-    """What tensor-parallel ranks have in common, and what data-parallel ranks of one shard have."""
-    tampered = {
-        "model.layers.0.self_attn.q_norm.weight": ((1, 3), "tensor-parallel ranks have different values of"),
-        "lm_head.weight": ((3,), "ranks 1, 3 have different values of"),
-    }
-    for name, (ranks, words) in tampered.items():
-        engine = Divided("qwen3", forward("block"), stage=0).start()
-        with torch.no_grad():
-            if rank.rank in ranks:
-                engine.module.get_parameter(name).add_(1)
-        refusal((RuntimeError, ValueError), partial(micro_step, engine, BATCH), words, name)
+    """Of what tensor-parallel ranks have in common."""
+    engine = Divided("qwen3", forward("block")).start()
+    name = "model.layers.0.self_attn.q_norm.weight"
+    with torch.no_grad():
+        if rank.rank in (1, 3):
+            engine.module.get_parameter(name).add_(1)
+    words = "tensor-parallel ranks have different values of"
+    refusal((RuntimeError, ValueError), partial(micro_step, engine, BATCH), words, name)
 
 
 def checkpoints_resume(rank: Rank) -> None:
