@@ -12,8 +12,7 @@ import torch.distributed as dist
 from transformers import TrainerState
 
 from recipe import fail
-from sdp_deepspeed.checkpoint.files import CHECKSUMS
-from sdp_deepspeed.checkpoint.universal import LATEST_UNIVERSAL
+from sdp_deepspeed.checkpoint.files import CHECKSUMS, LATEST_UNIVERSAL
 from sdp_deepspeed.config import KEY
 
 

@@ -27,7 +27,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from sdp_deepspeed.checkpoint.boxes import make_targets
-from sdp_deepspeed.checkpoint.files import complete_tags, new_folder, tags_to_try
+from sdp_deepspeed.checkpoint.files import LATEST_UNIVERSAL, complete_tags, new_folder, tags_to_try
 from sdp_deepspeed.checkpoint.hugging_face import fill_boxes, matched, whole_metadata
 from sdp_deepspeed.checkpoint.optimizer_state import Facts, restore_optimizer
 from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState, persistent_buffers
@@ -36,7 +36,6 @@ from sdp_deepspeed.parallel.consistency import run_on_all_ranks
 
 logger = logging.getLogger("sdp_deepspeed")
 ZERO, FP32, STEP, PARAM = "zero", "fp32", "step", "param"
-LATEST_UNIVERSAL = "latest_universal"
 _OPTIMIZERS, _MODEL = "*_optim_states.pt", "*mp_rank_00_model_states.pt"
 _OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay")  # no options of an implementation
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
