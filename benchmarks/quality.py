@@ -53,7 +53,7 @@ def tuned_rate(cells: Sequence[Mapping[str, Any]], study: str, subject: str) -> 
 @dataclass(frozen=True)
 class Figures:
     """Cells of one study without those of the tuning seed, each subject at one learning rate: the tuned one, or else
-    that with the most seeds."""
+    that with the most seeds, of these the best."""
 
     cells: Sequence[Mapping[str, Any]]
 
@@ -65,7 +65,7 @@ class Figures:
                 groups.setdefault((cell["subject"], cell["budget"]), {}).setdefault(cell["rate"], []).append(cell)
         found: list[Mapping[str, Any]] = []
         for (subject, _), by_rate in groups.items():
-            most = max(by_rate.values(), key=len)
+            most = max(by_rate.values(), key=lambda own: (len(own), -statistics.mean(cell["loss"] for cell in own)))
             found += by_rate.get(tuned_rate(result["cells"], study, subject) or 0.0, most)
         return cls(found)
 
