@@ -203,8 +203,9 @@ def assign(
     assert best is not None
     holders = best[1]
     if num_components(holders, k) > 1 and len({*num_holders}) == 1 and not wanted and not any(names):
+        p = num_holders[0]  # few units: a chain of them, each of which shares a subnetwork with the next
         chain = [tuple(sorted((unit * (p - 1) + i) % k for i in range(p))) for unit in range(len(costs))]
-        holders = chain if num_components(chain, k) == 1 else holders  # few units: only a chain connects them surely
+        holders = chain if num_components(chain, k) == 1 else holders
     return _permuted(holders, list(alike.values()), k, seed)
 
 

@@ -96,6 +96,12 @@ def test_any_units(data: st.DataObject) -> None:
     assert holders == assign(costs, [p] * len(costs), k)
 
 
+def test_as_few_units_as_connect_all_subnetworks() -> None:
+    """A tree of 11 units, of which two are unlike the others: no balanced attempt finds it."""
+    costs = [UnitCost(40, 80, 90)] * 9 + [UnitCost(7, 300, 500)] * 2
+    assert num_components(assign(costs, [2] * 11, 12), 12) == 1
+
+
 @given(st.data())
 def test_every_subnetwork_has_a_head_or_group_of_each_branch(data: st.DataObject) -> None:
     k = data.draw(st.integers(1, 16))
