@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from benchmarks.learning.batched_workers import BatchedReference
 from benchmarks.learning.dropping import dropped, with_dropout
@@ -113,6 +114,7 @@ def run(cell: Cell, study: Study, subject: Subject, resources: Resources = Resou
         "curve": curve,
         "loss": curve[-1]["loss"],
         "best_loss": min(point["loss"] for point in curve),
+        "averaged_loss": training.averaged_loss(),
         "cpu_seconds": round(cpu, 1),
         "seconds": round(wall, 1),
     }
@@ -132,6 +134,7 @@ class _Training:
             _, plan = next(self.planner.plans(self.num_steps))
             scale_outputs(self.model, plan)
         self.reference = self._make_reference()
+        self.average = AveragedModel(self.model)  # of the last tenth of the steps
         torch.manual_seed(cell.seed)  # of dropout
 
     def save(self, path: Path, cpu_seconds: float, seconds: float) -> None:
@@ -143,6 +146,7 @@ class _Training:
             "curve": self.curve,
             "weights": self.model.state_dict(),
             "optimizer": self.reference.optimizer.state_dict(),
+            "average": self.average.state_dict(),
             "cpu_seconds": cpu_seconds,
             "seconds": seconds,
             "random": torch.get_rng_state(),
@@ -164,6 +168,7 @@ class _Training:
         self.model.load_state_dict(state["weights"])
         self.reference = self._make_reference()
         self.reference.optimizer.load_state_dict(state["optimizer"])
+        self.average.load_state_dict(state["average"])
         torch.set_rng_state(state["random"])
         if state["random_on_gpu"] is not None:
             torch.cuda.set_rng_state(state["random_on_gpu"], self.resources.device)
@@ -186,10 +191,13 @@ class _Training:
             self.train_step(plan)
             self.flops += num_tokens * step_flops
             self.step += 1
+            if self.step > 0.9 * self.num_steps:
+                self.average.update_parameters(self.model)
             if self.step in ends:
-                losses = {"loss": self._validate(plan)}
+                losses = {"loss": self._dense_loss(self.model)}
                 if not plan.is_whole and (config.regime, config.branch_scale) == ("forward", "none"):
-                    losses["scaled_loss"] = self._validate(plan, is_scaled=True)
+                    with scaled_branches(self.model, plan):
+                        losses["scaled_loss"] = self._dense_loss(self.model)
                 tokens = self.step * num_tokens
                 self.curve.append({"step": self.step, "tokens": tokens, "flops": self.flops, **losses})
         return True
@@ -198,7 +206,7 @@ class _Training:
         reference, step, seed = self.reference, self.step, self.cell.seed
         reference.plan = plan
         for group in reference.optimizer.param_groups:
-            group["lr"] = self.cell.rate * rate_share(step, self.num_steps, self.study.warm_up)
+            group["lr"] = self.cell.rate * rate_share(step, self.num_steps, self.study.warm_up, self.subject.decay)
         num_rows = self.study.tokens(self.subject) // self.study.reference.length
         rows = training_rows(self.corpus.train, seed, step, num_rows, self.subject.size.length)
         with ExitStack() as stack:
@@ -240,21 +248,26 @@ class _Training:
             losses = nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
         return losses.view(len(rows), -1).mean(1)
 
+    def averaged_loss(self) -> float:
+        """Of the dense model with its weights averaged over the last tenth of the steps."""
+        return self._dense_loss(self.average.module)
+
     @torch.no_grad()
-    def _validate(self, plan: Plan, *, is_scaled: bool = False) -> float:
-        """Loss of the dense model."""
-        self.model.eval()
+    def _dense_loss(self, model: nn.Module) -> float:
+        model.eval()
         is_small = 0 < self.step <= self._growth  # the other layers are added before the next step
-        with (
-            scaled_branches(self.model, plan) if is_scaled else nullcontext(),
-            ends_alone(self.model, self.subject.grown_from) if is_small else nullcontext(),
-        ):
-            losses = torch.cat([self._losses(self.model, own) for own in self._validation.split(32)])
-        self.model.train()
+        with ends_alone(model, self.subject.grown_from) if is_small else nullcontext():
+            losses = torch.cat([self._losses(model, own) for own in self._validation.split(32)])
+        model.train()
         return float(losses.double().mean())
 
 
-def rate_share(step: int, num_steps: int, warm_up: float) -> float:
-    """Of the highest learning rate: up in a line for the share `warm_up` of the steps, then down to zero in a line."""
+def rate_share(step: int, num_steps: int, warm_up: float, decay: float | None = None) -> float:
+    """Of the highest learning rate: up in a line for the share `warm_up` of the steps, then down to zero in a line.
+
+    Args:
+        decay: share of the steps, at the end, in which it falls; None for all after the warm-up.
+    """
     rising = max(1, round(warm_up * num_steps))
-    return min((step + 1) / rising, (num_steps - step) / max(1, num_steps - rising))
+    falling = num_steps - rising if decay is None else round(decay * num_steps)
+    return min((step + 1) / rising, 1.0, (num_steps - step) / max(1, falling))

@@ -8,8 +8,9 @@ has two.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -71,6 +72,27 @@ def plan_flops(model: nn.Module, size: Size, plan: Plan) -> float:
 def _scores(size: Size) -> float:
     """Queries by keys and weights by values, all positions as in PyTorch's formula."""
     return 4 * size.length * size.width
+
+
+def by_bands(plan: Plan, seed: int) -> Plan:
+    """The plan with each subnetwork in one unit of each kind in every band of 1/C adjacent layers, by a draw per band.
+
+    Args:
+        plan: of block units with one C = 1/m, beside units that all subnetworks have; m divides the others' layers.
+    """
+    random_ = random.Random(seed)
+    of_kind: dict[str, list[int]] = {}
+    for index, unit in enumerate(plan.units):
+        if plan.coverage_of(index) < 1:
+            of_kind.setdefault(unit.name.rpartition(".")[2], []).append(index)
+    holders = list(plan.holders)
+    for indices in of_kind.values():
+        size = round(1 / plan.coverage_of(indices[0]))
+        for first in range(0, len(indices), size):
+            drawn = random_.sample(range(plan.num_subnetworks), plan.num_subnetworks)
+            for place, index in enumerate(indices[first : first + size]):
+                holders[index] = tuple(sorted(drawn[place::size]))
+    return replace(plan, holders=tuple(holders))
 
 
 @dataclass(frozen=True)
@@ -157,5 +179,6 @@ class Planner:
     def _plan(self, config: SubnetworkConfig) -> Plan:
         key = repr(config)
         if key not in self._plans:
-            self._plans[key] = plan_model(self._model, config, self.study.num_workers)[0]
+            plan = plan_model(self._model, config, self.study.num_workers)[0]
+            self._plans[key] = by_bands(plan, self.seed) if self.subject.is_banded else plan
         return self._plans[key]

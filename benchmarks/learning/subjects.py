@@ -61,6 +61,8 @@ class Subject:
         rows: of a worker in a step; None for the study's.
         small_outputs: whether weights of output projections start C times smaller.
         grown_from: layers at each end that train alone in the first half of the steps; 0 for all layers throughout.
+        is_banded: whether each subnetwork has one layer's unit of each kind in every band of 1/C adjacent layers.
+        decay: share of the steps, at the end, in which the learning rate falls to zero; None for all after the warm-up.
     """
 
     size: Size = REFERENCE
@@ -71,6 +73,8 @@ class Subject:
     rows: int | None = None
     small_outputs: bool = False
     grown_from: int = 0
+    is_banded: bool = False
+    decay: float | None = None
 
     @property
     def ends(self) -> Size:
@@ -143,11 +147,44 @@ def _scales() -> dict[str, Subject]:
     return found
 
 
+def _axes() -> dict[str, Subject]:
+    """Whole ends, scaled in training with output projections that start C times smaller, and one thing changed."""
+    named: dict[str, tuple[float, Block, dict[str, Any]]] = {
+        "C=3/4": (0.75, {}, {}),
+        "C=1/2, no whole ends": (0.5, {"coverage": 0.5}, {}),
+        "C=1/4, no whole ends": (0.25, {"coverage": 0.25}, {}),
+        "C=1/4, two whole ends": (0.25, {"coverage": [{"coverage": 0.25, "whole_ends": 2}]}, {}),
+        "C=1/4, re-drawn every 10 steps": (0.25, {"redraw_interval": 10}, {}),
+        "C=1/4, re-drawn every 100 steps": (0.25, {"redraw_interval": 100}, {}),
+        "C=1/2, re-drawn every 10 steps": (0.5, {"redraw_interval": 10}, {}),
+        "C=1/4, four subnetworks": (0.25, {"subnetworks": 4}, {}),
+        "C=1/2, by depth bands": (0.5, {}, {"is_banded": True}),
+        "C=1/4, 2 rows": (0.25, {}, {"rows": 2}),
+        "C=1/4, 1 row": (0.25, {}, {"rows": 1}),
+        "C=1/2, 2 rows": (0.5, {}, {"rows": 2}),
+        "C=1/4, late decay": (0.25, {}, {"decay": 0.2}),
+        "C=1/2, neurons": (0.5, {"strategy": "neuron", "coverage": 0.5}, {}),
+    }
+    found = {}
+    for name, (coverage, block, other) in named.items():
+        block = {"coverage": _whole_ends(coverage), "branch_scale": "training", **block}
+        found[f"{name}, scaled"] = Subject(block=block, small_outputs=True, **other)
+    for name, coverage in (("C=1/2", 0.5), ("C=1/4", 0.25)):
+        for share in (0.1, 0.25, 0.5):
+            block = _dense_tail(_whole_ends(coverage), share, branch_scale="training")
+            found[f"{name}, dense tail {share:.0%}, whole ends, scaled"] = Subject(block=block, small_outputs=True)
+    return found
+
+
 def _rivals() -> dict[str, Subject]:
-    """Data parallelism with more steps of fewer rows, and layers that are added between the ends halfway."""
+    """Data parallelism with other rows or learning rates, and layers that are added between the ends halfway."""
     return {
+        "dense 64x8, 1 row": Subject(rows=1),
         "dense 64x8, 2 rows": Subject(rows=2),
+        "dense 64x8, 8 rows": Subject(rows=8),
+        "dense 64x8, late decay": Subject(decay=0.2),
         "64x8, grown from the ends": Subject(grown_from=1),
+        "64x8, grown from the ends, late decay": Subject(grown_from=1, decay=0.2),
     }
 
 
@@ -164,7 +201,7 @@ def _for_few_data() -> dict[str, Subject]:
     }
 
 
-SUBJECTS = _sizes() | _modes() | _whole_end_variants() | _scales() | _rivals() | _for_few_data()
+SUBJECTS = _sizes() | _modes() | _whole_end_variants() | _scales() | _axes() | _rivals() | _for_few_data()
 
 # For `study.py --set`: budgets in dense steps of 0.41M, subjects, seeds. On two cores "recipes"
 # takes about five hours.
