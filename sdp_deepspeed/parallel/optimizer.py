@@ -133,7 +133,6 @@ class ShardedOptimizer:
             param_groups,
             self._tensors,
             self.held,
-            groups.data_parallel,
             stage=stage,
             bucket_size=self._bucket_size,
             overlap=overlap,

@@ -4,24 +4,19 @@ Hooks on accumulated gradients detect when a bucket is complete. Buckets are red
 (optimizer.py); one that is complete early waits for its turn. At the end of a backward pass the remaining buckets are
 reduced, with zeros for missing gradients (experts without tokens, skipped branches).
 
-The time at which a bucket is reduced may differ between ranks, since only the order matters. If a tensor gets several
-gradients in one backward pass, its buckets are reduced at the end of the pass, on the ranks where that happened. The
-first pass detects such tensors. At stage 1 it reduces nothing early. Stage 2 cannot wait, so after the first
-pass all ranks agree on tensors whose buckets are reduced again.
+The time at which a bucket is reduced may differ between ranks, since only the order matters.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from sdp_deepspeed.parallel.buckets import Bucket, HeldTensor, coalesced
-from sdp_deepspeed.parallel.groups import HolderGroup, reduce, reduce_scatter
+from sdp_deepspeed.parallel.groups import reduce, reduce_scatter
 
 
 class Reducer:
@@ -33,7 +28,6 @@ class Reducer:
         names: names of all trained tensors, the same on all ranks.
         tensors: those of which this rank holds slices, by name.
         buckets: those that this rank holds, in the order of collectives.
-        group: the data-parallel ranks.
         stage: ZeRO stage.
         bucket_size: maximum number of elements that arrive at once.
         overlap: whether stage 1 reduces complete buckets during backward, as stage 2 always does, and on a GPU
@@ -52,7 +46,6 @@ class Reducer:
         names: Iterable[str],
         tensors: Mapping[str, HeldTensor],
         buckets: Sequence[Bucket],
-        group: HolderGroup,
         *,
         stage: Literal[1, 2],
         bucket_size: int,
@@ -62,15 +55,13 @@ class Reducer:
     ) -> None:
         self.is_last_micro_step = True
         self._mask, self._parameters = mask, {name: mask.parameters[name] for name in names}
-        self._tensors, self._buckets, self._group = tensors, buckets, group
+        self._tensors, self._buckets = tensors, buckets
         self._stage, self._bucket_size, self.overlap = stage, bucket_size, overlap
         self._gradient_dtype, self._wire_dtype = gradient_dtype, wire_dtype
         self._device = next(iter(self._parameters.values())).device
         self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
         self._next = 0  # index of the first bucket that has not been reduced
-        self._is_first_pass = True  # of backward
         self._seen: set[str] = set()  # tensors with a gradient in this pass
-        self._repeated: set[str] = set()  # tensors with several gradients in one pass
         self._in_slots: set[str] = set()  # whole tensors whose `.grad` is their slot
         self._dropped: set[str] = set()  # those of `_in_slots` whose `.grad` was removed since
         self._num_reduced_passes = 0  # backward passes of this step at whose end all buckets were reduced
@@ -95,34 +86,25 @@ class Reducer:
                 "a backward pass inside engine.dense(): use torch.autograd.grad, or leave the context first"
             )
         tensor = self._tensors[name]
-        if name in self._seen:  # for example with reentrant activation checkpointing
-            self._repeated.add(name)
+        reduces_early = self._stage == 2 or (self.overlap and self.is_last_micro_step)
+        if reduces_early and name in self._seen:
+            raise RuntimeError(
+                f"{name!r} received two gradients in one backward pass; set use_reentrant=False for activation "
+                "checkpointing, or use ZeRO stage 1 without overlap_comm"
+            )
         self._seen.add(name)
         if tensor.buckets[0] < self._next:
-            if self._stage == 2 and self._is_first_pass:
-                return  # `_reduce_again` handles it
             raise RuntimeError(
                 f"{name!r} received a gradient after its bucket was reduced; call step() or engine.zero_grad() before "
-                "the next backward pass, and enable activation checkpointing before deepspeed.initialize"
+                "the next backward pass"
             )
         if self._stage < 2:
             self._accumulate(name, tensor)
-        overlaps = self.overlap and self.is_last_micro_step and not self._is_first_pass
-        if (self._stage == 2 or overlaps) and name not in self._repeated:
+        if reduces_early:
             for index in tensor.buckets:
                 self._buckets[index].waits_for.discard(name)
-            for bucket in self._complete():
-                self._reduce([bucket])
-
-    def _complete(self) -> list[Bucket]:
-        """The next buckets that wait for no gradient. In the first pass, only together with all buckets of their
-        tensors: a further gradient of a tensor is then too late for all of its buckets, never for some of them."""
-        found = list(itertools.takewhile(lambda bucket: not bucket.waits_for, self._buckets[self._next :]))
-        while self._is_first_pass and any(
-            self._tensors[name].buckets[-1] >= self._next + len(found) for bucket in found for name in bucket.names
-        ):
-            found.pop()
-        return found
+            while self._next < len(self._buckets) and not self._buckets[self._next].waits_for:
+                self._reduce([self._buckets[self._next]])
 
     def _accumulate(self, name: str, tensor: HeldTensor) -> None:
         """Move a gradient to its slots, or add it to their contents. If the gradient of a whole tensor has the slot's
@@ -155,12 +137,9 @@ class Reducer:
     def finish_backward(self) -> None:
         """Called by the engine after each backward pass, on every rank. Stage 2 reduces the remaining buckets; stage 1
         does so after the last micro-step with overlap, else in `finish`."""
-        is_first, self._is_first_pass = self._is_first_pass, False
         self._seen.clear()
         if self._stage == 2:
             self._reduce(self._buckets[self._next :])
-            if is_first:
-                self._reduce_again()
             self._num_reduced_passes += 1
             self._restart()
         elif self.overlap and self.is_last_micro_step:
@@ -330,20 +309,6 @@ class Reducer:
         shard = bucket.shard_of(bucket.gradients)
         is_kept = self._stage < 2 and shard.dtype == bucket.step_dtype
         return shard if is_kept else torch.empty_like(shard, dtype=bucket.step_dtype)
-
-    def _reduce_again(self) -> None:
-        """Reduce the buckets again whose tensors received another gradient, on any rank, after they were averaged."""
-        with self._on_side_stream():  # after the averages
-            late = [parameter.grad is not None for parameter in self._parameters.values()]
-            flags = torch.tensor(late, dtype=torch.int32, device=self._device)
-            if self._group.size > 1:
-                dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group.process_group)
-        names = [name for name, is_late in zip(self._parameters, flags.tolist(), strict=True) if is_late]
-        self._repeated.update(names)
-        for index, bucket in enumerate(self._buckets):
-            if not set(names).isdisjoint(bucket.names):
-                self._next = index
-                self._reduce([bucket])
 
     @contextlib.contextmanager
     def _on_side_stream(self) -> Iterator[None]:

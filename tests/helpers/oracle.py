@@ -316,13 +316,13 @@ class Run:
 
 def checkpoint(case: Case, model: Any) -> None:
     """Have the layers of a model recompute their activations, if the case says so; and, reentrant, its head in two
-    halves, whose gradients come one after the other."""
+    halves, whose gradients come one after the other, where that is not refused."""
     if case.checkpointing == "none":
         return
     is_reentrant = case.checkpointing == "reentrant"
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": is_reentrant})
     head = model.get_output_embeddings()
-    if is_reentrant and head is not None:
+    if is_reentrant and head is not None and case.stage == 1 and not case.overlap:
         run = partial(torch.utils.checkpoint.checkpoint, head.forward, use_reentrant=True)
         head.forward = lambda hidden: torch.cat([run(half) for half in hidden.chunk(2)])
 

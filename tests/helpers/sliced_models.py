@@ -7,12 +7,10 @@ import random
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from sdp_deepspeed.units import Piece
 
@@ -147,7 +145,7 @@ class SlicedMask:
         tensor = tensor.detach() if of is None else of
         return tensor if piece.dim is None else tensor.narrow(piece.dim, start, piece.length)
 
-    def loss(self, micro_step: int, step: int = 0, *, is_reentrant: bool = False) -> torch.Tensor:
+    def loss(self, micro_step: int, step: int = 0) -> torch.Tensor:
         """This rank's, of the slices that it holds; `reference_gradients` has the same for the dense model."""
         used = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         twice = self.model.used_twice
@@ -159,9 +157,7 @@ class SlicedMask:
             for dense in _draws(self.model.shapes[name], name, self.rank, micro_step, step):
                 held = [piece for piece, holders in self.pieces[name] if self.rank in holders]
                 draws.append(_joined(held, dense) if held[0].dim is not None else dense)
-            # an argument's gradients would be summed before they are accumulated
-            add = partial(_add_term, x=self.parameters[name], a=draws[0], b=draws[1])
-            total = checkpoint(add, total, use_reentrant=True) if is_reentrant else add(total)
+            total = _add_term(total, self.parameters[name], *draws)
         return total
 
 
