@@ -49,7 +49,12 @@ class BatchedReference(Reference):
     def averaged_gradients(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
         micro_batches = [micro for own in batches for micro in own]
         sizes = [_num_rows(micro) for micro in micro_batches]
-        rank_of_row = [rank for rank, own in enumerate(batches) for micro in own for _ in range(_num_rows(micro))]
+        rank_of_row = [
+            rank
+            for rank, own in zip(self.ranks, batches, strict=True)
+            for micro in own
+            for _ in range(_num_rows(micro))
+        ]
         prepared = self._prepare(tuple(rank_of_row))
         self.model.zero_grad(set_to_none=True)
         with prepared.rows.applied():
@@ -77,7 +82,7 @@ class BatchedReference(Reference):
             subnetworks = [self.plan.subnetwork_of_rank[rank] for rank in rank_of_row]
             of_row = torch.tensor(subnetworks, dtype=torch.long, device=device)
             rows = HeldRows.of(self.model, self.plan, of_row, is_scaled=self.is_scaled)
-            kept = _Prepared(self.plan, rank_of_row, rows, divisors(self.model, self.plan))
+            kept = _Prepared(self.plan, rank_of_row, rows, divisors(self.model, self.plan, self.ranks))
             self._prepared = kept
         return kept
 

@@ -43,13 +43,13 @@ def zero_absent(model: nn.Module, plan: Plan, subnetwork: int) -> None:
                 piece.narrow(tensors[piece.parameter]).zero_()
 
 
-def divisors(model: nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
-    """Number of holding ranks of each element, in the shape of each parameter."""
-    num_ranks = len(plan.subnetwork_of_rank)
-    counts = {name: torch.full_like(p, float(num_ranks), dtype=torch.float32) for name, p in model.named_parameters()}
+def divisors(model: nn.Module, plan: Plan, ranks: Sequence[int] = ()) -> dict[str, torch.Tensor]:
+    """Number of `ranks` that hold each element, at least 1, in the shape of each parameter; empty for all ranks."""
+    ranks = ranks or range(len(plan.subnetwork_of_rank))
+    counts = {name: torch.full_like(p, float(len(ranks)), dtype=torch.float32) for name, p in model.named_parameters()}
     for piece, holders in pieces_with_holders(plan, "parameter"):
-        num_holders = sum(subnetwork in holders for subnetwork in plan.subnetwork_of_rank)
-        piece.narrow(counts[piece.parameter]).fill_(float(num_holders))
+        num_holders = sum(plan.subnetwork_of_rank[rank] in holders for rank in ranks)
+        piece.narrow(counts[piece.parameter]).fill_(float(max(num_holders, 1)))
     return counts
 
 
@@ -73,15 +73,21 @@ def idle_buffers(model: nn.Module, plan: Plan, subnetwork: int) -> dict[str, tor
 
 
 @torch.no_grad()
-def average_statistics(model: nn.Module, plan: Plan, buffers: Sequence[dict[str, torch.Tensor]]) -> None:
-    """Average running statistics of batch norms over the ranks that run them, in place."""
+def average_statistics(
+    model: nn.Module, plan: Plan, buffers: Sequence[dict[str, torch.Tensor]], ranks: Sequence[int]
+) -> None:
+    """Average running statistics of batch norms over those of `ranks` that run them, in place.
+
+    Args:
+        buffers: of each of `ranks`.
+    """
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    idle = [idle_buffers(model, plan, subnetwork) for subnetwork in plan.subnetwork_of_rank]
+    idle = [idle_buffers(model, plan, plan.subnetwork_of_rank[rank]) for rank in ranks]
     for name in (f"{norm}.{statistic}" for norm in norms for statistic in ("running_mean", "running_var")):
         if name in idle[0]:
             runs = torch.stack([~of_rank[name] for of_rank in idle])
             values = torch.stack([of_rank[name].double() for of_rank in buffers])
-            mean = (values * runs).sum(0) / runs.sum(0)
+            mean = (values * runs).sum(0) / runs.sum(0).clamp(min=1)
             for own, of_rank in zip(runs, buffers, strict=True):
                 of_rank[name] = torch.where(own, mean.to(of_rank[name].dtype), of_rank[name])
 
@@ -177,10 +183,15 @@ def local_gradients(
 
 
 def masked_average(
-    model: nn.Module, plan: Plan, gradients: Sequence[Mapping[str, torch.Tensor]]
+    model: nn.Module, plan: Plan, gradients: Sequence[Mapping[str, torch.Tensor]], ranks: Sequence[int] = ()
 ) -> dict[str, torch.Tensor]:
-    """Average over the holders of each element; over all ranks for shared parameters."""
-    counts = divisors(model, plan)
+    """Average over those of `ranks` that hold an element; over all of them for shared parameters.
+
+    Args:
+        gradients: of each of `ranks`.
+        ranks: empty for all.
+    """
+    counts = divisors(model, plan, ranks)
     return {name: sum(g[name] for g in gradients) / count for name, count in counts.items()}
 
 
@@ -239,9 +250,10 @@ class Reference:
         loss_scale: loss scale of fp16; steps with non-finite gradients are skipped.
         make_scheduler: creates an LR scheduler from the optimizer; it is stepped after each step that is not skipped.
         is_scaled: whether `branch_scale` is "training".
+        ranks: who trains here and is averaged over, such as a team; empty for all.
 
     Attributes:
-        buffers: buffers of each rank by dense name, after the first step, with averaged running statistics.
+        buffers: buffers of each of `ranks` by dense name, after the first step, with averaged running statistics.
     """
 
     model: nn.Module
@@ -254,11 +266,13 @@ class Reference:
     loss_scale: LossScale | None = None
     make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     is_scaled: bool = True
+    ranks: Sequence[int] = ()
     num_steps: int = field(default=0, init=False)
     buffers: list[dict[str, torch.Tensor]] = field(default_factory=list, init=False)
     masters: dict[str, nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.ranks = self.ranks or range(len(self.plan.subnetwork_of_rank))
         self.masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in self.model.named_parameters()}
         self.optimizer = self.make_optimizer(self.masters)
         self.scheduler = self.make_scheduler(self.optimizer) if self.make_scheduler else None
@@ -267,10 +281,10 @@ class Reference:
         """Run one step.
 
         Args:
-            batches: micro-batches of each rank.
+            batches: micro-batches of each of `ranks`.
 
         Returns:
-            Losses of each rank, and the norm of the averaged dense gradient before clipping; infinity if it is not
+            Losses of each of them, and the norm of the averaged dense gradient before clipping; infinity if it is not
             finite and the step was skipped.
         """
         self.plan = self.later.get(self.num_steps, self.plan)
@@ -287,10 +301,14 @@ class Reference:
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(self.masters[name])
+        self.refresh_weights()
         return losses, total
+
+    @torch.no_grad()
+    def refresh_weights(self) -> None:
+        """Cast the fp32 masters to the model's weights."""
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(self.masters[name])
 
     def averaged_gradients(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
         """Losses of each rank, and the gradient averaged over holders, under the current plan."""
@@ -301,17 +319,17 @@ class Reference:
                 self.model,
                 self.plan,
                 rank,
-                own,
+                micro_batches,
                 self.loss_of,
-                self.buffers[rank],
+                buffers,
                 sum_in_fp32=self.sum_in_fp32,
                 loss_scale=self.loss_scale.value if self.loss_scale else 1.0,
                 is_scaled=self.is_scaled,
             )
-            for rank, own in enumerate(batches)
+            for rank, micro_batches, buffers in zip(self.ranks, batches, self.buffers, strict=True)
         ]
-        average_statistics(self.model, self.plan, self.buffers)
-        average = masked_average(self.model, self.plan, [gradients for _, gradients in results])
+        average_statistics(self.model, self.plan, self.buffers, self.ranks)
+        average = masked_average(self.model, self.plan, [gradients for _, gradients in results], self.ranks)
         return [losses for losses, _ in results], average
 
     def dense_buffers(self) -> dict[str, torch.Tensor]:

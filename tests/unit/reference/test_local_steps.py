@@ -1,0 +1,186 @@
+"""Local steps: torchft's DiLoCo at full coverage, and numbers derived by hand below it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.reference.local_steps import LocalReference, LocalSteps
+from sdp_deepspeed.reference.virtual_workers import Reference
+from sdp_deepspeed.units import Piece, Unit
+from tests.unit.reference.record_torchft import make_model
+
+RECORDED = json.loads(Path(__file__).with_name("diloco_of_torchft.json").read_text(encoding="utf-8"))
+A, B, S = 2.0, 3.0, 5.0
+
+
+class Sums(nn.Module):
+    """`(a + b + s) x`: the gradient of each weight is x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor([A]))
+        self.b = nn.Parameter(torch.tensor([B]))
+        self.s = nn.Parameter(torch.tensor([S]))
+
+    def forward(self, x: float) -> torch.Tensor:
+        return ((self.a + self.b + self.s) * x).sum()
+
+
+def reference_of(
+    plan: Plan, local_steps: LocalSteps, model: nn.Module, *, clip: float = 0.0, weight_decay: float = 0.0
+) -> LocalReference:
+    def sgd(named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(named.values(), lr=0.1, weight_decay=weight_decay)
+
+    def make_team(model: nn.Module, ranks: Sequence[int]) -> Reference:
+        return Reference(model, plan, sgd, lambda model, x: model(x), clip, is_scaled=False, ranks=ranks)
+
+    return LocalReference(model, plan, local_steps, make_team)
+
+
+def sums(regime: str, replicas: int = 1) -> Plan:
+    """Two teams: a is in the first alone (p = 1), b in both, s is shared."""
+    units = tuple(Unit(name, (Piece(name, None, 0, 1),)) for name in ("a", "b"))
+    return Plan(regime, "block", 2, None, 0, units, ((0,), (0, 1)), tuple([0] * replicas + [1] * replicas))
+
+
+def values(model: nn.Module) -> list[float]:
+    return [parameter.item() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("run", RECORDED["runs"], ids=lambda run: str(run["outer"]))
+def test_full_coverage_is_the_diloco_of_torchft(run: dict[str, Any]) -> None:
+    model = make_model()
+    model.load_state_dict({name: torch.tensor(value) for name, value in RECORDED["start"].items()})
+    inputs = torch.tensor(RECORDED["inputs"])
+    num_workers = inputs.shape[1]
+    unit = Unit("first", (Piece("0.weight", None, 0, 12), Piece("0.bias", None, 0, 4)))
+    everyone = tuple(range(num_workers))
+    plan = Plan("forward", "block", num_workers, num_workers, 0, (unit,), (everyone,), everyone)
+
+    def adamw(named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(named.values(), **RECORDED["inner"])
+
+    def make_team(model: nn.Module, ranks: Sequence[int]) -> Reference:
+        return Reference(
+            model, plan, adamw, lambda model, rows: model(rows).square().mean(), is_scaled=False, ranks=ranks
+        )
+
+    reference = LocalReference(model, plan, LocalSteps(RECORDED["every"], *run["outer"]), make_team)
+    recorded = iter(run["weights"])
+    for step, rows in enumerate(inputs, start=1):
+        reference.step([[own] for own in rows])
+        if step % RECORDED["every"] == 0:
+            for parameter, expected in zip(model.parameters(), next(recorded), strict=True):
+                # Means of deltas in fp32: a few roundings of weights near 1.
+                torch.testing.assert_close(parameter.detach(), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+# Inner SGD with 0.1, H = 2. First interval: x is 1, 2 in team 0 and 3, 4 in team 1, so w changes by -0.3 and -0.7.
+#   delta: a 0.3 (team 0 alone), b and s (0.3 + 0.7) / 2 = 0.5
+# Outer SGD with 0.5 and momentum 0.5: buf = delta, and Nesterov's step is 0.5 (delta + 0.5 buf) = 0.75 delta.
+#   a 2 - 0.225, b 3 - 0.375, s 5 - 0.375
+# Second interval: x = 1, 1 in team 0 and 3, 3 in team 1: delta: a 0.2, b and s (0.2 + 0.6) / 2 = 0.4
+#   buf: a 0.5 * 0.3 + 0.2 = 0.35, b and s 0.5 * 0.5 + 0.4 = 0.65;  step 0.5 (delta + 0.5 buf)
+#   a 0.5 (0.2 + 0.175) = 0.1875, b and s 0.5 (0.4 + 0.325) = 0.3625
+FIRST = [2 - 0.225, 3 - 0.375, 5 - 0.375]
+SECOND = [FIRST[0] - 0.1875, FIRST[1] - 0.3625, FIRST[2] - 0.3625]
+
+
+@pytest.mark.parametrize("regime", ["forward", "backward"])
+def test_holders_average_and_step_from_the_anchors(regime: str) -> None:
+    model = Sums()
+    reference = reference_of(sums(regime), LocalSteps(2, 0.5, 0.5), model)
+    losses, norms = reference.step([[1.0], [3.0]])
+    lacked = A if regime == "backward" else 0.0  # team 1 runs a in the backward regime only
+    assert losses == [[A + B + S], [3 * (lacked + B + S)]]
+    assert norms == pytest.approx([math.sqrt(3), math.sqrt(2) * 3])  # a team's own elements
+    losses, _ = reference.step([[2.0], [4.0]])
+    assert losses[1] == pytest.approx([4 * (lacked + B + S - 0.6)])  # a is at its anchor
+    assert values(model) == pytest.approx(FIRST)
+    losses, _ = reference.step([[1.0], [3.0]])
+    assert values(model) == pytest.approx(FIRST), "the dense model is that of the anchors"
+    lacked = FIRST[0] if regime == "backward" else 0.0
+    assert losses == [pytest.approx([sum(FIRST)]), pytest.approx([3 * (lacked + FIRST[1] + FIRST[2])])]
+    reference.step([[1.0], [3.0]])
+    assert values(model) == pytest.approx(SECOND)
+    assert [values(team.model) for team in reference.teams] == [values(model)] * 2
+
+
+def test_plain_averaging() -> None:
+    """Outer SGD with 1 and no momentum: the mean of the holders' weights."""
+    model = Sums()
+    reference = reference_of(sums("forward"), LocalSteps(1, 1.0, 0.0), model)
+    reference.step([[1.0], [3.0]])
+    assert values(model) == pytest.approx([A - 0.1, B - 0.2, S - 0.2])
+
+
+def test_weight_decay_does_not_reach_units_that_a_team_only_runs() -> None:
+    reference = reference_of(sums("backward"), LocalSteps(10, 1.0, 0.0), Sums(), weight_decay=0.5)
+    reference.step([[0.0], [0.0]])
+    decayed = 1 - 0.1 * 0.5
+    assert values(reference.teams[0].model) == pytest.approx([A * decayed, B * decayed, S * decayed])
+    assert values(reference.teams[1].model) == pytest.approx([A, B * decayed, S * decayed])
+
+
+def test_replicas_average_gradients_in_each_step_and_clip_as_a_team() -> None:
+    """Two ranks each. Team 0 has x = 1, 3, mean 2: its norm 2 sqrt(3) is cut to 1, so each element to 1 / sqrt(3).
+    Team 1 has x = 0, 0.2: its norm 0.1 sqrt(2) is not cut."""
+    model = Sums()
+    reference = reference_of(sums("forward", replicas=2), LocalSteps(1, 1.0, 0.0), model, clip=1.0)
+    losses, norms = reference.step([[1.0], [3.0], [0.0], [0.2]])
+    assert [len(own) for own in losses] == [1] * 4
+    assert norms == pytest.approx([2 * math.sqrt(3), 0.1 * math.sqrt(2)])
+    cut = 1 / math.sqrt(3)
+    expected = [A - 0.1 * cut, B - 0.1 * (cut + 0.1) / 2, S - 0.1 * (cut + 0.1) / 2]
+    assert values(model) == pytest.approx(expected)
+
+
+def test_neurons_are_averaged_one_by_one() -> None:
+    """Rows 0 and 1 of one matrix: row 0 in team 0 alone, row 1 in both, row 2 shared; gradients are x."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v = nn.Parameter(torch.tensor([[1.0], [2.0], [4.0]]))
+
+        def forward(self, x: float) -> torch.Tensor:
+            return (self.v * x).sum()
+
+    units = tuple(Unit(f"neuron{j}", (Piece("v", 0, j, 1),)) for j in range(2))
+    plan = Plan("forward", "neuron", 2, None, 0, units, ((0,), (0, 1)), (0, 1))
+    model = Rows()
+    reference_of(plan, LocalSteps(1, 1.0, 0.0), model).step([[1.0], [3.0]])
+    assert model.v.flatten().tolist() == pytest.approx([1 - 0.1, 2 - 0.2, 4 - 0.2])
+
+
+def test_running_statistics_are_averaged_over_all_teams() -> None:
+    """Momentum 0.1 from 0: means 1 and 3 give 0.1 and 0.3, and 0.2 for everybody after a synchronization."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.tensor([1.0]))
+            self.norm = nn.BatchNorm1d(1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.norm(x) * self.a).sum()
+
+    plan = Plan("forward", "block", 2, 2, 0, (Unit("a", (Piece("a", None, 0, 1),)),), ((0, 1),), (0, 1))
+    reference = reference_of(plan, LocalSteps(2, 1.0, 0.0), Normed())
+    batches = [[torch.tensor([[0.0], [2.0]])], [torch.tensor([[2.0], [4.0]])]]
+    reference.step(batches)
+    means = [team.buffers[0]["norm.running_mean"].item() for team in reference.teams]
+    assert means == pytest.approx([0.1, 0.3])
+    reference.step(batches)
+    means = [team.buffers[0]["norm.running_mean"].item() for team in reference.teams]
+    assert means == pytest.approx([(0.19 + 0.57) / 2] * 2)
