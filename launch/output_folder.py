@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import TrainerState
 
 from recipe import fail
-from sdp_deepspeed.checkpoint.files import CHECKSUMS, LATEST_UNIVERSAL
+from sdp_deepspeed.checkpoint.files import CHECKSUMS
 from sdp_deepspeed.config import KEY
 
 
@@ -67,5 +67,5 @@ def check_resumable(checkpoint: str, *, has_subnetworks: bool) -> None:
     is_own, is_plain = (any(folder.glob(f"*/{files}")) for files in (CHECKSUMS, "mp_rank_*_model_states.pt"))
     if is_own and not has_subnetworks:
         fail(f"{folder} is of a run with {KEY}; remove sdp=off, or choose another training.output_dir")
-    if has_subnetworks and is_plain and not (is_own or (folder / LATEST_UNIVERSAL).exists()):
+    if has_subnetworks and is_plain and not is_own:
         fail(f"{folder} is of a run without {KEY}; add sdp=off, or choose another training.output_dir")

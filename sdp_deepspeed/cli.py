@@ -290,12 +290,13 @@ def _description(path: Path) -> Iterator[str]:
     facts = read_bytes(reader, COMMON)
     steps = facts["common"].get("counters", {}).get("global_steps", "unknown")
     yield f"step {steps}, written by {facts['ranks']} ranks; {len(sizes)} files, {sum(sizes) / _MIB:,.1f} MiB"
-    table = json.loads(facts["plan"])
-    yield (
-        f"plan {table['hash'][:12]}: {table['regime']} regime, {table['strategy']} strategy, "
-        f"{table['num_subnetworks']} subnetworks, {len(table['units'])} units with "
-        f"{describe_holders([len(unit['holders']) for unit in table['units']])}"
-    )
+    if facts["plan"]:  # not of converted checkpoints
+        table = json.loads(facts["plan"])
+        yield (
+            f"plan {table['hash'][:12]}: {table['regime']} regime, {table['strategy']} strategy, "
+            f"{table['num_subnetworks']} subnetworks, {len(table['units'])} units with "
+            f"{describe_holders([len(unit['holders']) for unit in table['units']])}"
+        )
     kinds: defaultdict[str, list[Any]] = defaultdict(list)
     for key, stored in dense_tensors(reader).items():
         kinds[key.partition("/")[0]].append(stored)
@@ -361,13 +362,13 @@ def import_(
     ],
     out: Annotated[
         Path,
-        typer.Argument(metavar="OUT", help="A new folder, for engine.load_checkpoint with checkpoint.load_universal."),
+        typer.Argument(metavar="OUT", help="A new folder, for load_checkpoint."),
     ],
     tag: _Tag = None,
 ) -> None:
-    """Convert a ZeRO checkpoint of DeepSpeed (stages 1 to 3) to its universal format, which engines with subnetworks
-    load. Hugging Face folders need no conversion: use engine.load_pretrained."""
-    from sdp_deepspeed.checkpoint.universal import convert
+    """Convert a ZeRO checkpoint of DeepSpeed (stages 1 to 3 with Adam, without tensor parallelism), with moments, for
+    load_checkpoint. Hugging Face folders need no conversion: use load_pretrained."""
+    from sdp_deepspeed.checkpoint.from_zero import convert
 
     print(convert(path, out, tag=tag))
 

@@ -34,6 +34,7 @@ from sdp_deepspeed.parallel.consistency import gather_objects, gather_results, r
 
 logger = logging.getLogger("sdp_deepspeed")
 COMMON, RANK = "common", "rank"
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,10 @@ class Checkpointer:
             files.check_tag(tag)
             tensors = written_state(state, exclude_frozen=exclude_frozen)
             own = {"random": random_state(), "buffers": live_buffers(state)}
-            _add_bytes(tensors, f"{RANK}/{dist.get_rank()}", _plain_bytes(own))
-            whole = _plain_bytes(_facts(state, numbers) | {"common": dict(common)})
+            add_bytes(tensors, f"{RANK}/{dist.get_rank()}", plain_bytes(own))
+            whole = plain_bytes(_facts(state, numbers) | {"common": dict(common)})
             if is_first:
-                _add_bytes(tensors, COMMON, whole)
+                add_bytes(tensors, COMMON, whole)
                 self._take_lock(folder)
                 files.open_new(folder, tag)
             return tensors if self._executor is None else on_host(tensors)
@@ -294,7 +295,7 @@ def _facts(state: RankState, numbers: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _plain_bytes(content: Mapping[str, Any]) -> bytes:
+def plain_bytes(content: Mapping[str, Any]) -> bytes:
     """Bytes of `torch.save`, with tensors in host memory.
 
     Raises:
@@ -316,12 +317,12 @@ def _plain_bytes(content: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _add_bytes(state: State, key: str, content: bytes) -> None:
+def add_bytes(state: State, key: str, content: bytes) -> None:
     add_box(state, key, [len(content)], [0], torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
 
 def read_bytes(reader: files.Reader, key: str) -> dict[str, Any]:
-    """Load what `_plain_bytes` has saved."""
+    """Load what `plain_bytes` has saved."""
     stored = reader.read_metadata().state_dict_metadata
     if key not in stored:
         raise ValueError(f"{reader.path} has no {key!r}; expected a checkpoint of sdp_deepspeed")

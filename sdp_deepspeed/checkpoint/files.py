@@ -31,7 +31,6 @@ from sdp_deepspeed.atomic_files import sync, write_text
 
 FORMAT = 2
 CHECKSUMS, INDEX, LATEST, LOCK, README = "checksums.json", ".metadata", "latest", ".lock", "README.txt"
-LATEST_UNIVERSAL = "latest_universal"  # of DeepSpeed's universal checkpoints
 _README_TEXT = """\
 Checkpoints of sdp_deepspeed: the whole model in files of torch.distributed.checkpoint.
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from deepspeed.utils import log_dist
 
-from sdp_deepspeed.checkpoint.universal import COUNTERS, load_universal, refuse_foreign, universal_tag
+from sdp_deepspeed.checkpoint import files
+from sdp_deepspeed.checkpoint.checkpointer import COUNTERS
 from sdp_deepspeed.engine.replan import follow_schedule, rank_state
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.consistency import run_on_all_ranks
@@ -37,8 +38,7 @@ def save(engine: Any, folder: Path, tag: str | None, client_state: Mapping[str, 
 def load(
     engine: Any, folder: Path, tag: str | None, *, module_only: bool, scheduler: bool, **options: bool
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Load a checkpoint; collective. See `Checkpointer.restore`. With `checkpoint.load_universal` in the config,
-    checkpoints in DeepSpeed's universal format load, too.
+    """Load a checkpoint; collective. See `Checkpointer.restore`.
 
     Args:
         module_only: whether to load weights only, and keep counters, loss scale, LR scheduler and random state.
@@ -48,11 +48,7 @@ def load(
         Path of the checkpoint and the client state; (None, None) if the folder has no checkpoint.
     """
     control = engine.groups.control
-    if engine.load_universal_checkpoint():
-        name = run_on_all_ranks(lambda: universal_tag(folder, tag), control)
-        if name is not None:
-            return _load_universal(engine, folder / name, module_only=module_only, scheduler=scheduler, **options)
-    run_on_all_ranks(lambda: refuse_foreign(folder, tag), control)
+    run_on_all_ranks(lambda: _refuse_foreign(folder, tag), control)
     found = engine.checkpoints.find(folder, tag, control)
     if found is None:
         text = f"load_checkpoint: {folder} has no checkpoint, so nothing was loaded"
@@ -73,16 +69,18 @@ def load(
     return str(found.path), common["client_state"]
 
 
-def _load_universal(
-    engine: Any, path: Path, *, module_only: bool, scheduler: bool, **options: bool
-) -> tuple[str, dict[str, Any]]:
-    engine.checkpoints.wait()
-    engine.optimizer.zero_grad()
-    common = load_universal(rank_state(engine), path, **options)
-    if not module_only:
-        _restore_progress(engine, common["counters"], common["lr_scheduler"] if scheduler else None)
-        follow_schedule(engine, engine.global_steps)
-    return str(path), common["client_state"]
+def _refuse_foreign(folder: Path, tag: str | None) -> None:
+    """Raise ValueError for a checkpoint of plain DeepSpeed.
+
+    Args:
+        tag: name of the checkpoint. Default: the one in `latest`.
+    """
+    name = next(iter(files.tags_to_try(folder)), None) if tag is None else tag
+    if name is not None and any((folder / name).glob("*_optim_states.pt")):
+        raise ValueError(
+            f"{folder / name} is a ZeRO checkpoint of DeepSpeed; run `sdp checkpoint import {folder} OUT --tag "
+            f"{name}`, and load OUT"
+        )
 
 
 def _restore_progress(engine: Any, counters: Mapping[str, int], scheduler: Any) -> None:

@@ -47,7 +47,7 @@ pathlib.Path(sys.argv[2], "run.yaml").write_text(
 )
 assert main(["estimate", "--ranks", "4", sys.argv[2] + "/run.yaml"]) == 0
 assert main(["plan", "--ranks", "4", sys.argv[2] + "/run.yaml"]) == 0
-assert main(["checkpoint", "import", sys.argv[2], sys.argv[2] + "/universal"]) == 2
+assert main(["checkpoint", "import", sys.argv[2], sys.argv[2] + "/converted"]) == 2
 print("done")
 """
 

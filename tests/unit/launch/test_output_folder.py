@@ -68,5 +68,3 @@ def test_a_checkpoint_of_the_other_kind_is_an_error(tmp_path: Path, capsys: pyte
         with pytest.raises(SystemExit):
             check_resumable(str(folder), has_subnetworks=folder != own)
         assert ("remove sdp=off" if folder == own else "add sdp=off") in capsys.readouterr().err
-    (plain / "latest_universal").touch()
-    check_resumable(str(plain), has_subnetworks=True)
