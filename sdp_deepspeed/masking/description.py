@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import branches_of_units, locate_branches, units_of_branches
+from sdp_deepspeed.architectures import LocatedBranch, branches_of_units, locate_branches, units_of_branches
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import named_tensors
+from sdp_deepspeed.units import Piece
 
+LossOf = Callable[[nn.Module, Any], torch.Tensor]
 _TOLERANCE = 2.0**-12  # fp32 sums of some thousand terms in a different order
 
 
-def check_description(
-    model: nn.Module, batch: Any, loss_of: Callable[[nn.Module, Any], torch.Tensor] | None = None
-) -> list[str]:
+def check_description(model: nn.Module, batch: Any, loss_of: LossOf | None = None) -> list[str]:
     """Compare masked copies of a model with the definition of the method, in all modes that its descriptions allow.
 
-    In the forward regime a subnetwork must compute the same as the dense model with zeroed pieces; in the backward
-    regime the loss and gradients of the dense model. Call it in a test, with a small fp32 model without dropout.
-    Weights must not be zero, which would hide mistakes.
+    In the forward regime a subnetwork must compute the same as the dense model with zeroed pieces, in which what its
+    units add is multiplied by 1 / C with `branch_scale`; in the backward regime the loss and gradients of the dense
+    model. Call it in a test, with a small fp32 model without dropout. Weights must not be zero, which would hide
+    mistakes. The scale of a layer with a norm on the residual stream cannot be compared.
 
     Args:
         model: model with described layers; it is copied.
@@ -52,6 +53,9 @@ def check_description(
             for rank in (0, 1):
                 _compare(model, plan, rank, batch, loss_of, mode)
             compared.append(mode)
+    if "block" in strategies and _adds_branches(model, branches, batch, loss_of):
+        for part in dict.fromkeys(branch.description.name for branch in branches if branch.is_bypassed):
+            _compare_scale(model, branches, part, batch, loss_of)
     return compared
 
 
@@ -61,21 +65,91 @@ def _plan(model: nn.Module, regime: str, strategy: Any) -> Plan:
     units = units_of_branches(branches, strategy=strategy, num_subnetworks=3)
     names = branches_of_units(units, branches)
     holders = tuple((names[:index].count(name) % 2,) for index, name in enumerate(names))
-    if len({*holders}) == 1:  # a single block
+    if len({*holders}) == 1 and isinstance(strategy, str):  # a single block
         raise ValueError("check_description: the model has one unit only; use two layers")
     return Plan(regime, strategy, 2, 1, 0, tuple(units), holders, (0, 1))
 
 
+def _adds_branches(model: nn.Module, branches: Sequence[LocatedBranch], batch: Any, loss_of: LossOf) -> bool:
+    """Whether layers return any input as it is where their blocks are zero, so that their outputs show the scale."""
+    without = deepcopy(model)
+    _zero(without, [piece for branch in branches for piece in branch.pieces])
+    unchanged: list[bool] = []
+
+    def give(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        position, stream = _stream(args, kwargs)
+        given = torch.randn_like(stream)  # of both signs, unlike what is behind a ReLU
+        args = tuple(given if index == position else value for index, value in enumerate(args))
+        return args, {name: given if name == position else value for name, value in kwargs.items()}
+
+    def compare(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        unchanged.append(torch.equal(_first(output), _stream(args, kwargs)[1]))
+
+    for layer in {branch.layer for branch in branches if branch.is_bypassed}:
+        module = without.get_submodule(layer)
+        module.register_forward_pre_hook(give, with_kwargs=True)
+        module.register_forward_hook(compare, with_kwargs=True)
+    loss_of(without, batch)
+    return all(unchanged)
+
+
+def _compare_scale(model: nn.Module, branches: Sequence[LocatedBranch], part: str, batch: Any, loss_of: LossOf) -> None:
+    """Compare subnetworks in which each layer has one block with x + (layer(x) - x) / C. Neurons need no such check:
+    they are multiplied at a described layer."""
+    layers = [branch.layer for branch in branches if branch.description.name == part]
+    if len({*layers}) < max(len(layers), 2):
+        return  # several such blocks of a layer, or a single one
+    model = deepcopy(model)
+    _zero(model, [piece for branch in branches if branch.description.name != part for piece in branch.pieces])
+    plan = _plan(model, "forward", {part: "block"})
+
+    def scaled(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        stream = _stream(args, kwargs)[1]
+        result = stream + (_first(output) - stream) * plan.num_subnetworks
+        return (result, *output[1:]) if isinstance(output, tuple) else result
+
+    for rank in (0, 1):
+        expected = deepcopy(model)
+        for layer in layers:
+            expected.get_submodule(layer).register_forward_hook(scaled, with_kwargs=True)
+        _compare(model, plan, rank, batch, loss_of, "branch_scale, forward x block", expected)
+
+
+def _stream(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, torch.Tensor]:
+    """The first tensor that a layer is given, with its position or name."""
+    values: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return next((place, value) for place, value in values if isinstance(value, torch.Tensor))
+
+
+def _first(output: Any) -> Any:
+    """The only output of a layer, or the first of several."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _zero(model: nn.Module, pieces: Iterable[Piece]) -> None:
+    tensors = named_tensors(model)
+    for piece in pieces:
+        piece.narrow(tensors[piece.parameter].detach()).zero_()
+
+
 def _compare(
-    model: nn.Module, plan: Plan, rank: int, batch: Any, loss_of: Callable[[nn.Module, Any], torch.Tensor], mode: str
+    model: nn.Module,
+    plan: Plan,
+    rank: int,
+    batch: Any,
+    loss_of: LossOf,
+    mode: str,
+    scaled_model: nn.Module | None = None,
 ) -> None:
-    expected_model, masked_model = deepcopy(model), deepcopy(model)
+    """
+    Args:
+        scaled_model: the dense model that scales its branches, with `branch_scale`; None without.
+    """
+    expected_model, masked_model = scaled_model or deepcopy(model), deepcopy(model)
     if plan.regime == "forward":
-        tensors = named_tensors(expected_model)
-        for index, unit in enumerate(plan.units):
-            for piece in unit.pieces if not plan.holds(index, rank) else ():
-                piece.narrow(tensors[piece.parameter].data).zero_()
-    mask = Mask(masked_model, plan, rank)
+        absent = [unit for index, unit in enumerate(plan.units) if not plan.holds(index, rank)]
+        _zero(expected_model, [piece for unit in absent for piece in unit.pieces])
+    mask = Mask(masked_model, plan, rank, is_scaled=scaled_model is not None)
     mask.apply()
     expected = _backward(loss_of(expected_model, batch))
     try:
@@ -84,13 +158,16 @@ def _compare(
         raise AssertionError(f"{mode}: subnetwork {rank} does not run, unlike the dense model: {error}") from error
     assert torch.allclose(found, expected, rtol=_TOLERANCE), (
         f"{mode}: the loss of subnetwork {rank} is {found.item():.6g}, expected {expected.item():.6g}; some branch is "
-        "not x + after(body(norm(x))) as described, or (neuron) `scaled` lacks an attribute with the number of heads"
+        "not x + after(body(norm(x))) as described (branch_scale: a norm is not named), or (neuron) `scaled` lacks an "
+        "attribute with the number of heads"
     )
     gradients: Mapping[str, torch.Tensor | None] = {n: p.grad for n, p in expected_model.named_parameters()}
     largest = max(float(g.abs().max()) for g in gradients.values() if g is not None)
     for name, pieces in mask.pieces.items():
         gradient, own = gradients[name], mask.parameters[name].grad
-        for piece, _ in pieces:
+        for piece, holders in pieces:
+            if scaled_model is not None and len(holders) > 1:
+                continue  # of a branch that is zero here; the layer's output has its gradient times C
             if mask.trained(piece) and gradient is not None:
                 value = torch.zeros_like(piece.narrow(gradient)) if own is None else mask.view(piece, own)
                 assert torch.allclose(value, piece.narrow(gradient), rtol=_TOLERANCE, atol=_TOLERANCE * largest), (

@@ -596,3 +596,33 @@ def test_statistics_of_batch_norms(regime: str, strategy: str, is_frozen: bool) 
                 assert_close(mask.view(piece).double(), piece.narrow(wanted[name]).double())
     moved = [not torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True) if a.numel()]
     assert all(moved) if not is_frozen else not any(moved)
+
+
+class NormAfterBody(nn.Module):
+    """Normalizes what its body returns, before the addition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 12), nn.Linear(12, 8, bias=False), nn.RMSNorm(8, eps=1e-6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(self.down(self.up(x).relu()))
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_norm_between_body_and_addition_must_be_named(is_named: bool) -> None:
+    inner = InnerLayers((Cut("up", 0), Cut("down", 1, is_output=True)), tail=("norm",) if is_named else ())
+    after = ("norm",) if is_named else ()
+    architectures.register(NormAfterBody, Branch("mlp", body=("up", "down"), after=after, inner=inner))
+    model = nn.Sequential(NormAfterBody(), NormAfterBody())
+    if is_named:
+        assert len(check_description(model, torch.randn(2, 5, 8))) == 4
+        return
+    with pytest.raises(AssertionError, match="branch_scale, forward x block"):
+        check_description(model, torch.randn(2, 5, 8))
+
+
+@pytest.mark.parametrize("name", ["bloom", "cohere", "dinov2", "gemma2", "gpt2", "swinv2", "whisper"])
+def test_descriptions_of_odd_families_scale_what_is_added(name: str) -> None:
+    model = more_models.ALL_SPECIMENS[name].build()
+    assert len(check_description(models.scrambled(model), models.TOKENS, models.loss_of)) == 4
