@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from typing import Any
-
-from sdp_deepspeed.messages import listed
 
 
 def reestimate_batch_norm(engine_or_model: Any, batches: Iterable[Any], *, num_batches: int) -> int:
@@ -46,28 +43,3 @@ def reestimate_batch_norm(engine_or_model: Any, batches: Iterable[Any], *, num_b
         f"reestimate_batch_norm: got {type(engine_or_model).__name__}, expected the engine of a config with the block "
         "subnetwork_data_parallel, or a model of sdp_deepspeed.fully_shard"
     )
-
-
-def batches_of(batches: Iterable[Any], num_batches: int, control: Any) -> list[Any]:
-    """Take the first batches of this rank; collective.
-
-    Args:
-        control: gloo group of all ranks.
-
-    Raises:
-        ValueError: on all ranks, if a rank has fewer batches, or `num_batches` differs.
-    """
-    from sdp_deepspeed.parallel.consistency import gather_objects, run_on_all_ranks
-
-    def take() -> list[Any]:
-        own = list(itertools.islice(batches, num_batches))
-        if len(own) < num_batches or num_batches < 1:
-            raise ValueError(
-                f"num_batches: got {num_batches}, but found {len(own)} batches; pass at most that many, at least 1"
-            )
-        return own
-
-    own = run_on_all_ranks(take, control)
-    if len(set(numbers := gather_objects(num_batches, control))) > 1:
-        raise ValueError(f"num_batches: got {listed(numbers)} on the ranks; pass the same number on all")
-    return own

@@ -33,7 +33,6 @@ from deepspeed.utils.bwc import (
 from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches, unit_costs
-from sdp_deepspeed.batch_norm import batches_of
 from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from sdp_deepspeed.checkpoint.hugging_face import load_pretrained, save_pretrained
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
@@ -71,6 +70,7 @@ from sdp_deepspeed.parallel.consistency import (
     check_agreement,
     check_same_parameters,
     check_same_plan,
+    first_batches,
     gather_objects,
     refuse_difference,
     run_on_all_ranks,
@@ -598,8 +598,8 @@ class SubnetworkEngine(DeepSpeedEngine):
             return 0
 
         with unchanged_random_state(), self.dense_view.resident("reestimate_batch_norm"):  # may draw numbers
-            own = batches_of(batches, num_batches, self._control)
-            found = run_on_all_ranks(lambda: estimate_statistics(self.module, own), self._control)
+            taken = first_batches(batches, num_batches, self._control)
+            found = run_on_all_ranks(lambda: estimate_statistics(self.module, taken), self._control)
             write_statistics(found, self.seq_data_parallel_group)
         return len(norms)
 

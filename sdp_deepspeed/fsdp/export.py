@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sdp_deepspeed.batch_norm import batches_of
 from sdp_deepspeed.checkpoint import hugging_face
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.fsdp.checkpoints import state_of
 from sdp_deepspeed.fsdp.sharded_model import local_of, sharded_model_of
 from sdp_deepspeed.masking.running_statistics import estimate_statistics, tracking_norms, write_statistics
-from sdp_deepspeed.parallel.consistency import run_on_all_ranks
+from sdp_deepspeed.parallel.consistency import first_batches, run_on_all_ranks
 
 logger = logging.getLogger("sdp_deepspeed")
 
@@ -93,13 +92,13 @@ def reestimate_batch_norm(module: nn.Module, batches: Iterable[Any], *, num_batc
         return 0
 
     with unchanged_random_state():  # batches and models may draw random numbers
-        own = batches_of(batches, num_batches, control)
+        taken = first_batches(batches, num_batches, control)
         was_training = module.training
         module.training = False
         sharded.begin_evaluation("reestimate_batch_norm")
         try:
             with sharded.dense.estimating():
-                found = run_on_all_ranks(lambda: estimate_statistics(copied, own, run=module), control)
+                found = run_on_all_ranks(lambda: estimate_statistics(copied, taken, run=module), control)
                 write_statistics(found, sharded.groups.data_parallel.process_group)
                 sharded.dense.return_buffers()
         finally:
