@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from sdp_deepspeed.fsdp.parts import Part, bare_copy
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.forwards import Forward, replace_forward
+from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward
 from sdp_deepspeed.parallel.groups import Groups, all_gather
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -282,13 +282,13 @@ class DenseModel:
         return [result[index] for index in range(len(segments))]
 
 
-def _run_layer(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+def _run_layer(forward: ReplacedForward, *args: Any, **kwargs: Any) -> Any:
     dense, path = forward.state
     with dense.layer_weights(path):
         return forward.previous(*args, **kwargs)
 
 
-def _run_cast(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+def _run_cast(forward: ReplacedForward, *args: Any, **kwargs: Any) -> Any:
     inputs, outputs = forward.state
     args, kwargs = cast((args, kwargs), inputs)
     return cast(forward.previous(*args, **kwargs), outputs)

@@ -24,7 +24,7 @@ from torch import nn
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.fsdp.state_dicts import PartsDict
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.forwards import Forward, replace_forward, set_data
+from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward, set_data
 from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, set_sizes, split_layer
 from sdp_deepspeed.units import Holders, Piece
 
@@ -239,7 +239,7 @@ def _ranges(mask: Mask, name: str, sets: Sequence[Holders]) -> Ranges:
     return Ranges(tuple(length for length, _ in held), tuple(number for _, number in held)).merged()
 
 
-def _run_inside(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+def _run_inside(forward: ReplacedForward, *args: Any, **kwargs: Any) -> Any:
     """Forward of a body, inside its parts."""
     run = forward.previous
     for module in reversed(forward.state):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch, is_of_package
-from sdp_deepspeed.masking.forwards import Forward, replace_forward
+from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward
 
 # Layers that write to a branch's output in place: `out += residual`, ReLU.
 _WRITE_IN_PLACE = ("ResNetBasicLayer", "ResNetBottleNeckLayer", "FalconDecoderLayer", "BasicBlock", "Bottleneck")
@@ -50,7 +50,7 @@ def skip_branch(model: nn.Module, branch: LocatedBranch) -> Iterator[nn.Module]:
         yield module
 
 
-def _pass_or_zero(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+def _pass_or_zero(forward: ReplacedForward, *args: Any, **kwargs: Any) -> Any:
     state: Absent = forward.state
     x = args[0] if args else next(iter(kwargs.values()))
     if not state.num_outputs:

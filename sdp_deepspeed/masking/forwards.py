@@ -1,7 +1,7 @@
 """Replace the `forward` of a module instance, as Accelerate's hooks do.
 
-The new forward is bound to a `Forward`, which refers to the module and its previous forward, so that a deep copy of a
-masked module is an independent masked module.
+The new forward is bound to a `ReplacedForward`, which refers to the module and its previous forward, so that a deep
+copy of a masked module is an independent masked module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 
 @dataclass(frozen=True, eq=False)
-class Forward:
+class ReplacedForward:
     """A replaced forward.
 
     Args:
@@ -31,8 +31,8 @@ class Forward:
 
 
 def replace_forward(module: nn.Module, function: Callable[..., Any], state: Any = None) -> None:
-    """Make `module.forward` call `function(Forward(...), *args, **kwargs)`. It may be replaced several times."""
-    replaced = Forward(module, module.forward, state)
+    """Make `module.forward` call `function(ReplacedForward(...), *args, **kwargs)`. It may happen several times."""
+    replaced = ReplacedForward(module, module.forward, state)
     vars(module).update(forward=MethodType(function, replaced), _sdp_forward=replaced)
 
 
@@ -40,13 +40,13 @@ def restore_forward(module: nn.Module) -> None:
     """Undo the last `replace_forward`, and any changes of the forward since."""
     previous = vars(module).pop("_sdp_forward").previous
     del vars(module)["forward"]
-    if isinstance(outer := getattr(previous, "__self__", None), Forward):
+    if isinstance(outer := getattr(previous, "__self__", None), ReplacedForward):
         vars(module)["_sdp_forward"] = outer
     if getattr(previous, "__func__", None) is not type(module).forward:
         vars(module)["forward"] = previous
 
 
-def run_with(forward: Forward, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+def run_with(forward: ReplacedForward, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Run a module's own forward with other values of its attributes. Instance attributes precede parameters."""
     attributes = vars(forward.module)
     before = {name: attributes[name] for name in values if name in attributes}

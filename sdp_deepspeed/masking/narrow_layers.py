@@ -14,7 +14,7 @@ from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.branch import attribute
 from sdp_deepspeed.architectures.counts import scaled_attributes
 from sdp_deepspeed.masking.absent_blocks import around
-from sdp_deepspeed.masking.forwards import Forward, replace_forward
+from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward
 from sdp_deepspeed.masking.split_layers import set_sizes
 
 
@@ -98,7 +98,7 @@ def select_heads(body: nn.Module, branch: LocatedBranch, heads: Sequence[int]) -
     replace_forward(body, _run_held_heads, state)
 
 
-def _run_held_heads(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+def _run_held_heads(forward: ReplacedForward, *args: Any, **kwargs: Any) -> Any:
     state: HeldHeads = forward.state
     own = dict(kwargs)
     for name in state.by_head:

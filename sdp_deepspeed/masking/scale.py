@@ -18,7 +18,7 @@ from torch import nn
 from sdp_deepspeed.architectures import LocatedBranch, branches_of_units
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.masking.check import blocks_of_units
-from sdp_deepspeed.masking.forwards import Forward, replace_forward, run_with
+from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward, run_with
 from sdp_deepspeed.plan.plan import Plan
 
 
@@ -115,7 +115,7 @@ def scale_outputs(
         yield module
 
 
-def _scaled(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+def _scaled(forward: ReplacedForward, *args: Any, **kwargs: Any) -> Any:
     state: Scale = forward.state
     if state.added_to is not None:
         stream = args[state.added_to]

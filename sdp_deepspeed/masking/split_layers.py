@@ -1,15 +1,15 @@
-"""Neuron strategy: layers whose parameters are divided into parts.
+"""Neuron strategy: layers whose parameters are divided into portions.
 
 - Backward regime: each rank runs the whole model and propagates the exact activation gradient, but computes weight
   gradients of its own neurons, heads and channels only. The parameter of a split layer consists of the held slices,
   concatenated in dense order; the other slices are a frozen tensor.
 - FSDP2: the slices of each holder set are one parameter, which is sharded over them.
 
-The layer runs its own forward with each part, and combines the results:
+The layer runs its own forward with each portion, and combines the results:
 
 - cut along outputs (`q_proj`, `up_proj`): outputs are concatenated;
-- cut along inputs (`o_proj`, `down_proj`): each part reads its inputs; outputs are added, and the bias once;
-- experts, cut inside: each part reads the whole input; outputs are added;
+- cut along inputs (`o_proj`, `down_proj`): each portion reads its inputs; outputs are added, and the bias once;
+- experts, cut inside: each portion reads the whole input; outputs are added;
 - other modules (batch norms, attention sinks, position tables): run once with concatenated parameters, which are small.
 
 Activations have the dense model's order everywhere. So operations between two split layers (products of gates and ups,
@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS
-from sdp_deepspeed.masking.forwards import Forward, replace_forward, run_with
+from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward, run_with
 
 # DeepSpeed's AutoTP: layers with an all-reduce inside, and weights like those of nn.Linear.
 _TENSOR_PARALLEL = ("LinearLayer", "LinearAllreduce")
@@ -37,43 +37,47 @@ _TENSOR_PARALLEL = ("LinearLayer", "LinearAllreduce")
 
 @dataclass(frozen=True)
 class Ranges:
-    """Division of the indices of a cut dimension into parts.
+    """Division of the indices of a cut dimension into portions.
 
     Args:
         lengths: lengths of runs of indices, in dense order.
-        parts: part of each run.
+        portions: portion of each run.
     """
 
     lengths: tuple[int, ...]
-    parts: tuple[int, ...]
+    portions: tuple[int, ...]
 
     def split(self, x: torch.Tensor, dim: int) -> list[torch.Tensor]:
-        """Split `x` into parts, each in dense order."""
-        runs: list[list[torch.Tensor]] = [[] for _ in range(max(self.parts) + 1)]
-        for run, part in zip(x.split(self.lengths, dim), self.parts, strict=True):
-            runs[part].append(run)
+        """Split `x` into portions, each in dense order."""
+        runs: list[list[torch.Tensor]] = [[] for _ in range(max(self.portions) + 1)]
+        for run, portion in zip(x.split(self.lengths, dim), self.portions, strict=True):
+            runs[portion].append(run)
         return [own[0] if len(own) == 1 else torch.cat(own, dim) for own in runs]
 
-    def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    def join(self, portions: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """Inverse of `split`."""
         runs = [
-            iter(own.split([n for n, part in zip(self.lengths, self.parts, strict=True) if part == number], dim))
-            for number, own in enumerate(parts)
+            iter(
+                own.split([n for n, portion in zip(self.lengths, self.portions, strict=True) if portion == number], dim)
+            )
+            for number, own in enumerate(portions)
         ]
-        return torch.cat([next(runs[part]) for part in self.parts], dim)
+        return torch.cat([next(runs[portion]) for portion in self.portions], dim)
 
     def merged(self) -> Ranges:
-        """Merge adjacent runs of the same part."""
+        """Merge adjacent runs of the same portion."""
         runs = [
-            (part, sum(length for length, _ in group))
-            for part, group in itertools.groupby(zip(self.lengths, self.parts, strict=True), key=lambda run: run[1])
+            (portion, sum(length for length, _ in group))
+            for portion, group in itertools.groupby(
+                zip(self.lengths, self.portions, strict=True), key=lambda run: run[1]
+            )
         ]
-        return Ranges(tuple(length for _, length in runs), tuple(part for part, _ in runs))
+        return Ranges(tuple(length for _, length in runs), tuple(portion for portion, _ in runs))
 
 
 @dataclass(frozen=True)
 class ParameterSplit:
-    """How a parameter is divided into parts: along `dim`, in `ranges`."""
+    """How a parameter is divided into portions: along `dim`, in `ranges`."""
 
     dim: int
     ranges: Ranges
@@ -84,16 +88,16 @@ class SplitState:
     """State of a split layer's forward.
 
     Args:
-        parts: parameters of each part, by name; empty for the part that consists of the layer's own parameters. Read at
-            each call, since FSDP2 replaces gathered parameters.
+        portions: parameters of each portion, by name; empty for the portion that consists of the layer's own parameters.
+            Read at each call, since FSDP2 replaces gathered parameters.
         cuts: how these parameters are cut.
-        sizes: size attributes of each part.
+        sizes: size attributes of each portion.
         dim: dimension of the activations that contains neurons, heads or channels.
-        bias: name of a parameter that is not cut, and added by the first part only; empty if there is none.
-        compact: whether to copy the first part's inputs, so that autograd does not keep those of other parts alive.
+        bias: name of a parameter that is not cut, and added by the first portion only; empty if there is none.
+        compact: whether to copy the first portion's inputs, so that autograd does not keep those of others alive.
     """
 
-    parts: Sequence[Mapping[str, Any]]
+    portions: Sequence[Mapping[str, Any]]
     cuts: Mapping[str, ParameterSplit]
     sizes: Sequence[Mapping[str, int]]
     dim: int
@@ -103,22 +107,22 @@ class SplitState:
 
 def split_layer(
     layer: Any,
-    parts: Sequence[Mapping[str, Any]],
+    portions: Sequence[Mapping[str, Any]],
     cuts: Mapping[str, ParameterSplit],
     *,
     output_bias: str,
     is_sum: bool,
     compact: bool = False,
 ) -> None:
-    """Make a layer run with each part of its parameters, and combine the outputs.
+    """Make a layer run with each portion of its parameters, and combine the outputs.
 
     Args:
-        parts, cuts, compact: see `SplitState`. A layer with own parameters has the size of these.
+        portions, cuts, compact: see `SplitState`. A layer with own parameters has the size of these.
         output_bias: name of the parameter that is added to the output once; empty if there is none.
         is_sum: whether the layer's output is a sum over neurons (experts).
     """
     cut, inputs = cuts.get("weight"), input_dim(layer)
-    dim, sizes = -1, [dict[str, int]() for _ in parts]
+    dim, sizes = -1, [dict[str, int]() for _ in portions]
     if is_sum:
         function: Callable[..., Any] = _add_experts
     elif cut is None or inputs is None:
@@ -129,9 +133,9 @@ def split_layer(
             function = _join_channels
         else:
             function = _add_outputs if cut.dim == inputs else _join_outputs
-        sizes = [sizes_of(layer, part["weight"]) if part else {} for part in parts]
+        sizes = [sizes_of(layer, portion["weight"]) if portion else {} for portion in portions]
         set_sizes(layer)
-    replace_forward(layer, function, SplitState(parts, cuts, sizes, dim, output_bias, compact))
+    replace_forward(layer, function, SplitState(portions, cuts, sizes, dim, output_bias, compact))
 
 
 def input_dim(module: Any) -> int | None:
@@ -147,49 +151,49 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def _join_outputs(forward: Forward, x: torch.Tensor) -> torch.Tensor:
+def _join_outputs(forward: ReplacedForward, x: torch.Tensor) -> torch.Tensor:
     """Forward of a layer that is cut along its outputs, such as `up_proj`."""
     state: SplitState = forward.state
-    outputs = [_run_part(forward, number, x) for number in range(len(state.parts))]
+    outputs = [_run_portion(forward, number, x) for number in range(len(state.portions))]
     return state.cuts["weight"].ranges.join(outputs, state.dim)
 
 
-def _join_channels(forward: Forward, x: torch.Tensor) -> torch.Tensor:
-    """Forward of a depthwise convolution: each part reads its channels."""
+def _join_channels(forward: ReplacedForward, x: torch.Tensor) -> torch.Tensor:
+    """Forward of a depthwise convolution: each portion reads its channels."""
     state: SplitState = forward.state
     ranges = state.cuts["weight"].ranges
     inputs = ranges.split(x, state.dim)
-    return ranges.join([_run_part(forward, number, own) for number, own in enumerate(inputs)], state.dim)
+    return ranges.join([_run_portion(forward, number, own) for number, own in enumerate(inputs)], state.dim)
 
 
-def _add_outputs(forward: Forward, x: torch.Tensor) -> torch.Tensor:
+def _add_outputs(forward: ReplacedForward, x: torch.Tensor) -> torch.Tensor:
     """Forward of a layer that is cut along its inputs, such as `down_proj`."""
     state: SplitState = forward.state
     inputs = state.cuts["weight"].ranges.split(x, state.dim)
     if state.compact:
         inputs[0] = inputs[0].contiguous()
-    return reduce(add, [_run_part(forward, number, own) for number, own in enumerate(inputs)])
+    return reduce(add, [_run_portion(forward, number, own) for number, own in enumerate(inputs)])
 
 
-def _add_experts(forward: Forward, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Forward of experts, cut inside: every part reads the whole input."""
-    outputs = [_run_part(forward, number, *args, **kwargs) for number in range(len(forward.state.parts))]
+def _add_experts(forward: ReplacedForward, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Forward of experts, cut inside: every portion reads the whole input."""
+    outputs = [_run_portion(forward, number, *args, **kwargs) for number in range(len(forward.state.portions))]
     return reduce(add, outputs)
 
 
-def _join_parameters(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+def _join_parameters(forward: ReplacedForward, *args: Any, **kwargs: Any) -> Any:
     """Forward of a module with small parameters: it runs once with concatenated ones."""
     state, joined = forward.state, {}  # not dict[str, Any](), which compilers cannot trace
     for name, cut in state.cuts.items():
-        own = [part[name] if part else getattr(forward.module, name) for part in state.parts]
+        own = [portion[name] if portion else getattr(forward.module, name) for portion in state.portions]
         joined[name] = cut.ranges.join(own, cut.dim)
     return run_with(forward, joined, *args, **kwargs)
 
 
-def _run_part(forward: Forward, number: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Run a layer's own forward with one part of its parameters."""
+def _run_portion(forward: ReplacedForward, number: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Run a layer's own forward with one portion of its parameters."""
     state: SplitState = forward.state
-    values = {**state.parts[number], **state.sizes[number]}
+    values = {**state.portions[number], **state.sizes[number]}
     bias = getattr(forward.module, state.bias, None) if number and state.bias else None
     if bias is not None:
         values[state.bias] = bias.new_zeros(()).expand_as(bias)
