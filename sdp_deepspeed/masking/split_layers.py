@@ -88,7 +88,7 @@ class SplitState:
     """State of a split layer's forward.
 
     Args:
-        portions: parameters of each portion, by name; empty for the portion that consists of the layer's own parameters.
+        portions: parameters of each portion, by name; empty for the one that consists of the layer's own parameters.
             Read at each call, since FSDP2 replaces gathered parameters.
         cuts: how these parameters are cut.
         sizes: size attributes of each portion.
