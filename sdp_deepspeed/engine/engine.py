@@ -614,7 +614,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         stage."""
         sharded = self.optimizer.sharded
         if self.zero_optimization_stage() == 0 and self.get_data_types()[0] == torch.float32:
-            names = dict.fromkeys(name for bucket in sharded.held for name in bucket.names)
+            names = dict.fromkeys(name for bucket in sharded.held for name in bucket.layout.names)
             if frozen := [name for name in names if not self.mask.parameters[name].requires_grad]:
                 raise RuntimeError(
                     f"frozen after deepspeed.initialize: {quoted(frozen)}; at ZeRO stage 0 momentum and weight decay "

@@ -41,7 +41,7 @@ from sdp_deepspeed.estimate.precision import FP32_BYTES
 from sdp_deepspeed.estimate.settings import read_settings, setup_of, sharded_setup_of
 from sdp_deepspeed.estimate.sharded import ShardedSetup, of_rank, sharded_tensors
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.parallel.bucket_layouts import BucketLayout
+from sdp_deepspeed.parallel.buckets import BucketLayout
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors

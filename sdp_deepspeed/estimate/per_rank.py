@@ -12,7 +12,8 @@ from math import prod
 from typing import Literal
 
 from sdp_deepspeed.estimate.precision import FP32_BYTES, Precision
-from sdp_deepspeed.parallel.bucket_layouts import BucketLayout, plan_buckets
+from sdp_deepspeed.parallel.bucket_layouts import plan_buckets
+from sdp_deepspeed.parallel.buckets import BucketLayout
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 

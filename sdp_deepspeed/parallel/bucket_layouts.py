@@ -13,91 +13,16 @@ bucket has the tensors of one owner, which receives their gradients and broadcas
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from sdp_deepspeed.parallel.buckets import BucketLayout, Pieces, Slice
 from sdp_deepspeed.units import Holders, Piece
 
-Pieces = Mapping[str, Sequence[tuple[Piece, Holders]]]
 BUCKET_SIZE = 50_000_000  # elements; the default
-
-
-class Slice(NamedTuple):
-    """A piece of a dense tensor in a bucket.
-
-    Args:
-        start: first element in the bucket.
-        shape: shape of the slice, in row-major order.
-    """
-
-    piece: Piece
-    start: int
-    shape: tuple[int, ...]
-
-    @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class BucketLayout:
-    """Contents of a bucket, the same on all ranks.
-
-    Args:
-        depth_range: 0 for the last layers, whose gradients are ready first.
-        holders: data-parallel indices.
-        param_group: index of the optimizer's param group.
-        dtype: dtype of the weights.
-        is_whole: whether the slices are whole tensors, not parts of cut ones.
-        is_replicated: whether all tensor-parallel ranks have the same values.
-        owner: data-parallel index of the holder that steps the bucket, for an optimizer of whole tensors; None if each
-            holder steps a shard.
-        slices: slices in the order in which their gradients become ready.
-    """
-
-    depth_range: int
-    holders: Holders
-    param_group: int
-    dtype: torch.dtype
-    is_whole: bool
-    is_replicated: bool
-    owner: int | None
-    slices: tuple[Slice, ...]
-
-    @cached_property
-    def num_elements(self) -> int:
-        last = self.slices[-1]
-        return last.start + last.num_elements
-
-    @property
-    def num_shards(self) -> int:
-        return 1 if self.owner is not None else len(self.holders)
-
-    @cached_property
-    def size(self) -> int:
-        """Elements of the flat buffer: `num_elements`, padded with zeros to shards of equal size."""
-        return -(-self.num_elements // self.num_shards) * self.num_shards
-
-    def shard_range(self, position: int) -> tuple[int, int]:
-        """Range of elements that the holder at `position` owns, including padding."""
-        if self.owner is not None:
-            return 0, self.size if self.holders[position] == self.owner else 0
-        size = self.size // self.num_shards
-        return position * size, (position + 1) * size
-
-    def owned(self, position: int) -> Iterator[tuple[Slice, int, int]]:
-        """Yield the parts of slices in the shard of the holder at `position`: slice, and range within the slice."""
-        first, end = self.shard_range(position)
-        for part in self.slices:
-            start, stop = max(first - part.start, 0), min(end - part.start, part.num_elements)
-            if start < stop:
-                yield part, start, stop
 
 
 def plan_buckets(

@@ -1,80 +1,107 @@
-"""One rank's memory for its buckets (bucket_layouts.py): flat weights and gradients, and the shard that it steps.
+"""A bucket: slices of parameters with the same holders, param group and dtype, side by side in flat buffers.
 
-Whole tensors need no packing: they are views of their bucket's flat weight buffer, and their gradients are views of its
-flat gradient buffer. A parameter that is cut stores the held slices side by side. These may have different holders, so
-they lie in different buckets and are copied to and from flat buffers; the gathered weights use the memory of the
-gradients.
+`BucketLayout` says what it contains; all ranks have the same list of them (bucket_layouts.py). `Bucket` is one rank's
+memory for it: flat weights and gradients, and the shard that this rank steps, with its averaged gradient. What is ready
+to be sent, and when, is the reducer's (reducer.py).
+
+Whole tensors need no packing: they are views of their bucket's flat weights, and their gradients are views of its flat
+gradients. A parameter that is cut stores the held slices side by side. These may have different holders, so they lie in
+different buckets and are copied to and from flat buffers; the gathered weights use the memory of the gradients.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from sdp_deepspeed.parallel.bucket_layouts import BucketLayout, Pieces, Slice
-from sdp_deepspeed.parallel.groups import HolderGroup, received_elements
+from sdp_deepspeed.parallel.groups import HolderGroup
 from sdp_deepspeed.parallel.offload import OffloadedShard
-from sdp_deepspeed.units import Piece
+from sdp_deepspeed.units import Holders, Piece
+
+Pieces = Mapping[str, Sequence[tuple[Piece, Holders]]]
 
 
-def row_major_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield elements [start, stop) in row-major order as boxes (offsets, sizes)."""
-    if start >= stop:
-        return
-    if not shape:
-        yield (), ()
-        return
-    row, inner = math.prod(shape[1:]), tuple(shape[1:])
-    first, last = start // row, (stop - 1) // row
-    if first == last and stop - start < row:
-        for offsets, sizes in row_major_boxes(inner, start - first * row, stop - first * row):
-            yield (first, *offsets), (1, *sizes)
-        return
-    low, high = -(-start // row), stop // row
-    yield from row_major_boxes(shape, start, low * row)
-    if low < high:
-        yield (low, *(0 for _ in inner)), (high - low, *inner)
-    yield from row_major_boxes(shape, high * row, stop)
-
-
-class ShardPart(NamedTuple):
-    """Elements `start` to `stop` of a slice, in a parameter of the optimizer.
+class Slice(NamedTuple):
+    """A piece of a dense tensor in a bucket.
 
     Args:
-        parameter: the parameter that the optimizer steps.
-        first: index of the first element in the flattened parameter.
+        start: first element in the bucket.
+        shape: shape of the slice, in row-major order.
     """
 
-    slice: Slice
+    piece: Piece
     start: int
-    stop: int
-    parameter: nn.Parameter
-    first: int
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Flat view of the elements in the parameter, or in a tensor with the same layout."""
-        return tensor.detach().view(-1)[self.first : self.first + self.stop - self.start]
+    shape: tuple[int, ...]
 
     @property
-    def piece(self) -> Piece:
-        return self.slice.piece
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
 
-    def boxes(self, tensor: torch.Tensor, *, flat: bool = False) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield the elements as a minimal number of boxes: offsets in the slice, and a view.
 
-        Args:
-            tensor: the parameter, or one with the same layout.
-            flat: whether to treat the slice as a vector.
-        """
-        values, first = self.of(tensor), 0
-        for offsets, sizes in row_major_boxes((self.slice.num_elements,) if flat else self.slice.shape, *self[1:3]):
-            count = math.prod(sizes)
-            yield offsets, values[first : first + count].view(sizes)
-            first += count
+@dataclass(frozen=True)
+class BucketLayout:
+    """Contents of a bucket, the same on all ranks.
+
+    Args:
+        depth_range: 0 for the last layers, whose gradients are ready first.
+        holders: data-parallel indices.
+        param_group: index of the optimizer's param group.
+        dtype: dtype of the weights.
+        is_whole: whether the slices are whole tensors, not parts of cut ones.
+        is_replicated: whether all tensor-parallel ranks have the same values.
+        owner: data-parallel index of the holder that steps the bucket, for an optimizer of whole tensors; None if each
+            holder steps a shard.
+        slices: slices in the order in which their gradients become ready.
+    """
+
+    depth_range: int
+    holders: Holders
+    param_group: int
+    dtype: torch.dtype
+    is_whole: bool
+    is_replicated: bool
+    owner: int | None
+    slices: tuple[Slice, ...]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Dense names of the tensors that the slices are of."""
+        return list(dict.fromkeys(item.piece.parameter for item in self.slices))
+
+    @cached_property
+    def num_elements(self) -> int:
+        last = self.slices[-1]
+        return last.start + last.num_elements
+
+    @property
+    def num_shards(self) -> int:
+        return 1 if self.owner is not None else len(self.holders)
+
+    @cached_property
+    def size(self) -> int:
+        """Elements of the flat buffer: `num_elements`, padded with zeros to shards of equal size."""
+        return -(-self.num_elements // self.num_shards) * self.num_shards
+
+    def shard_range(self, position: int) -> tuple[int, int]:
+        """Range of elements that the holder at `position` owns, including padding."""
+        if self.owner is not None:
+            return 0, self.size if self.holders[position] == self.owner else 0
+        size = self.size // self.num_shards
+        return position * size, (position + 1) * size
+
+    def owned(self, position: int) -> Iterator[tuple[Slice, int, int]]:
+        """Yield what lies in the shard of the holder at `position`: slice, and range within the slice."""
+        first, end = self.shard_range(position)
+        for item in self.slices:
+            start, stop = max(first - item.start, 0), min(end - item.start, item.num_elements)
+            if start < stop:
+                yield item, start, stop
 
 
 class Bucket:
@@ -90,9 +117,8 @@ class Bucket:
         gradients: flat [size] local gradients in the accumulation dtype; None or without memory while there are none.
         weight_slots, gradient_slots: views of each slice into these, in the slice's shape.
         parameters: what the optimizer steps: the shard, or whole tensors.
-        places: tensor of each slice, and index of the slice among the held slices of the tensor.
-        filled: for each slice, whether its accumulated gradient was moved to the slot; False where `.grad` is the slot.
-        waits_for: names of tensors whose gradients are not ready in this backward pass.
+        places: for each slice: name of the tensor, and index of the slice among the tensor's held slices; set by
+            `held_tensors`.
         shard: flat fp32 parameter of the optimizer: a view of `weights` of whole fp32 tensors, otherwise a copy. Empty
             on holders that are not the owner (Muon).
         average: [shard size] averaged gradient of `shard`, in `step_dtype`; None until it is available.
@@ -101,13 +127,10 @@ class Bucket:
 
     def __init__(self, layout: BucketLayout, group: HolderGroup | None, *, device: torch.device) -> None:
         self.layout, self.group, self.device = layout, group, device
-        self.names = list(dict.fromkeys(part.piece.parameter for part in layout.slices))
         self.places: list[tuple[str, int]] = []
         self._has_gradients = False  # whether `gradients` have memory
         self._in_gradients: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # weights in the gradients' memory
-        self._like = [torch.zeros(()).expand(part.shape) for part in layout.slices]  # shapes, for `_slots`
-        self.waits_for = set(self.names)
-        self.filled = [False] * len(layout.slices)
+        self._like = [torch.zeros(()).expand(item.shape) for item in layout.slices]  # shapes, for `_slots`
         self.weights: torch.Tensor | None = None
         self.weight_slots: list[torch.Tensor] = []
         self.gradients: torch.Tensor | None = None
@@ -183,7 +206,7 @@ class Bucket:
         return torch.promote_types(self.layout.dtype, torch.float32)
 
     def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """View of the part of a flat buffer that this rank owns."""
+        """View of this rank's shard in a flat buffer."""
         first, end = self.layout.shard_range(self.holder_group.position)
         return flat[first:end]
 
@@ -192,7 +215,7 @@ class Bucket:
         self.place_weights()
         assert self.weights is not None
         self.weights[self.layout.num_elements :].zero_()
-        torch._foreach_copy_(self.weight_slots, [view(part.piece) for part in self.layout.slices])
+        torch._foreach_copy_(self.weight_slots, [view(item.piece) for item in self.layout.slices])
 
     def make_shard(self, *, offload: bool = False, pin_memory: bool = False) -> None:
         """Create `shard` from `weights`: a copy for cut tensors and low precision; in host memory with offload."""
@@ -218,32 +241,25 @@ class Bucket:
 
     def zero_average(self, names: Collection[str]) -> None:
         """Set the averaged gradients of some tensors to zero."""
-        if self.average is not None:
-            before = self.layout.shard_range(self.holder_group.position)[0]
-            for part in self.parts():
-                if part.piece.parameter in names:
-                    first = part.slice.start - before
-                    self.average[first + part.start : first + part.stop].zero_()
+        if self.average is None:
+            return
+        position = self.holder_group.position
+        before = self.layout.shard_range(position)[0]
+        for item, start, stop in self.layout.owned(position):
+            if item.piece.parameter in names:
+                first = item.start - before
+                self.average[first + start : first + stop].zero_()
 
     def set_gradients(self, gradient: torch.Tensor | None) -> None:
         """Set the gradient of `shard` for the optimizer; None removes it."""
-        gradients: Sequence[torch.Tensor | None] = [gradient]
         if gradient is None:
-            gradients = [None] * len(self.parameters)
-        elif self.layout.owner is not None:
-            gradients = self._stepped_tensors(gradient)
-        for parameter, own in zip(self.parameters, gradients, strict=True):
-            parameter.grad = own
-
-    def parts(self) -> Iterator[ShardPart]:
-        """Yield the parts of slices that this rank owns, and steps."""
-        position = self.holder_group.position
-        before = self.layout.shard_range(position)[0]
-        for part, start, stop in self.layout.owned(position):
-            if self.layout.owner is not None:
-                yield ShardPart(part, start, stop, self.parameters[self.layout.slices.index(part)], start)
-            else:
-                yield ShardPart(part, start, stop, self.parameters[0], part.start + start - before)
+            for parameter in self.parameters:
+                parameter.grad = None
+        elif self.layout.owner is None:
+            self.parameters[0].grad = gradient
+        else:
+            for parameter, slot in zip(self.parameters, self._stepped_tensors(gradient), strict=True):
+                parameter.grad = slot
 
     def _stepped_tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of the whole tensors in what this rank steps: all of the bucket's, or none."""
@@ -278,7 +294,21 @@ class Bucket:
     def weights_to_module(self, view: Callable[[Piece], torch.Tensor]) -> None:
         """Copy `weights` into cut tensors; whole ones are views of it."""
         if not self.layout.is_whole:
-            torch._foreach_copy_([view(part.piece) for part in self.layout.slices], self.weight_slots)
+            torch._foreach_copy_([view(item.piece) for item in self.layout.slices], self.weight_slots)
+
+    def restore_views(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Make whole tensors views of `weights`, with their current values, unless they are. Users may replace `.data`.
+
+        Args:
+            parameters: by name.
+        """
+        if not self.layout.is_whole:
+            return
+        for item, slot in zip(self.layout.slices, self.weight_slots, strict=True):
+            parameter = parameters[item.piece.parameter]
+            if parameter.data_ptr() != slot.data_ptr():
+                slot.copy_(parameter.detach())
+                parameter.data = slot
 
 
 class HeldTensor(NamedTuple):
@@ -288,7 +318,7 @@ class HeldTensor(NamedTuple):
         dim: dimension along which it is cut; None for a whole tensor.
         lengths: lengths of the held slices, which are adjacent in the parameter.
         slots: bucket and slot of each held slice; buckets by their index among the held ones.
-        buckets: their indices, ascending.
+        buckets: indices of these buckets, ascending.
     """
 
     parameter: nn.Parameter
@@ -312,44 +342,21 @@ def held_tensors(
         parameters: trained tensors.
         rank: data-parallel index.
     """
-    slots = {
-        part.piece: (index, number)
-        for index, bucket in enumerate(buckets)
-        for number, part in enumerate(bucket.layout.slices)
-    }
+    slots: dict[Piece, tuple[int, int]] = {}
+    for index, bucket in enumerate(buckets):
+        for number, item in enumerate(bucket.layout.slices):
+            slots[item.piece] = index, number
     tensors: dict[str, HeldTensor] = {}
     places: dict[Piece, int] = {}
     for name, parameter in parameters.items():
-        if held := [piece for piece, holders in pieces[name] if rank in holders]:
-            own = [slots[piece] for piece in held]
-            indices = sorted({index for index, _ in own})
-            tensors[name] = HeldTensor(parameter, held[0].dim, [piece.length for piece in held], own, indices)
-            places |= {piece: place for place, piece in enumerate(held)}
+        held = [piece for piece, holders in pieces[name] if rank in holders]
+        if not held:
+            continue
+        in_buckets = [slots[piece] for piece in held]
+        indices = sorted({index for index, _ in in_buckets})
+        tensors[name] = HeldTensor(parameter, held[0].dim, [piece.length for piece in held], in_buckets, indices)
+        for place, piece in enumerate(held):
+            places[piece] = place
     for bucket in buckets:
-        bucket.places = [(part.piece.parameter, places[part.piece]) for part in bucket.layout.slices]
+        bucket.places = [(item.piece.parameter, places[item.piece]) for item in bucket.layout.slices]
     return tensors
-
-
-def coalesced(buckets: Sequence[Bucket], bucket_size: int, *, gathers: bool = False) -> Iterator[list[Bucket]]:
-    """Yield lists of consecutive buckets whose messages are posted together: over gloo, those whose holders exchange
-    shards point-to-point, so that a rank waits for others less often. Other buckets are sent one by one.
-
-    Args:
-        bucket_size: maximum number of elements that this rank receives for a group of several.
-        gathers: whether they are all-gathered, not reduce-scattered.
-    """
-    together: list[Bucket] = []
-    num_received = 0
-    for bucket in buckets:
-        group = bucket.holder_group
-        is_direct = group.gathers_directly if gathers else group.scatters_directly
-        is_direct = is_direct and bucket.layout.owner is None
-        count = received_elements(bucket.layout.size, group)
-        fits = is_direct and num_received + count <= bucket_size
-        if together and not (fits and bucket.layout.dtype == together[0].layout.dtype):
-            yield together
-            together, num_received = [], 0
-        together.append(bucket)
-        num_received += count if is_direct else bucket_size
-    if together:
-        yield together

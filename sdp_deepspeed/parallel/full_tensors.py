@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from sdp_deepspeed.messages import listed
-from sdp_deepspeed.parallel.buckets import ShardPart
 from sdp_deepspeed.parallel.consistency import gather_objects
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
+from sdp_deepspeed.parallel.shard_parts import ShardPart, shard_parts
 
 Kind = Literal["weight", "gradient", "state"]
 
@@ -87,10 +87,10 @@ def _prepare(optimizer: ShardedOptimizer, kind: Kind, key: str) -> None:
 def _values(optimizer: ShardedOptimizer, name: str, kind: Kind, key: str) -> Iterator[tuple[ShardPart, torch.Tensor]]:
     """Yield flat views of what this rank owns of a parameter; nothing for missing state."""
     for bucket in optimizer.held:
-        if name in bucket.names:
+        if name in bucket.layout.names:
             if kind == "gradient":
                 bucket.set_gradients(bucket.average)
-            for part in bucket.parts():
+            for part in shard_parts(bucket):
                 state = optimizer.optimizer.state.get(part.parameter, {})
                 tensor = {"weight": part.parameter, "gradient": part.parameter.grad, "state": state.get(key)}[kind]
                 if part.slice.piece.parameter == name and tensor is not None:

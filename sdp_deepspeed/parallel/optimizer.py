@@ -38,20 +38,25 @@ The list depends on facts that all ranks share, never on which gradients exist.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 
 from sdp_deepspeed.parallel.bucket_layouts import BUCKET_SIZE, plan_buckets
-from sdp_deepspeed.parallel.buckets import Bucket, ShardPart, coalesced, held_tensors
+from sdp_deepspeed.parallel.buckets import Bucket, held_tensors
 from sdp_deepspeed.parallel.groups import Groups, all_gather, broadcast
 from sdp_deepspeed.parallel.muon import is_deepspeeds_muon, orthogonalize, step_with_updates
 from sdp_deepspeed.parallel.norm import gradient_norm, scale_gradients
 from sdp_deepspeed.parallel.offload import Moved, move_back, move_to_host
-from sdp_deepspeed.parallel.optimizer_kinds import groups_of_whole_tensors
+from sdp_deepspeed.parallel.optimizer_kinds import tensors_stepped_whole
 from sdp_deepspeed.parallel.param_groups import prefer_fused, replace_parameters
-from sdp_deepspeed.parallel.reducer import Reducer
+from sdp_deepspeed.parallel.reducer import Reducer, posted_together
+from sdp_deepspeed.parallel.shard_parts import ShardPart, shard_parts
 from sdp_deepspeed.parallel.weight_gathers import plan_gathers
+
+if TYPE_CHECKING:
+    from sdp_deepspeed.masking.mask import Mask
 
 
 class ShardedOptimizer:
@@ -61,8 +66,7 @@ class ShardedOptimizer:
     Args:
         optimizer: optimizer of the dense model's parameters, not stepped yet. Parameters in its param groups are
             replaced by this rank's shards; other options are unchanged.
-        mask: this rank's subnetwork. Its `parameters` (by dense name), `pieces` (of each tensor, with their holders, in
-            forward order), `shapes` (of dense tensors), `is_applied` and `view(piece)` are used.
+        mask: this rank's subnetwork, applied.
         groups: process groups of all holder sets.
         param_groups: param group index of each trained tensor, by dense name. The same on all ranks: parameters that
             the user froze are excluded, those that only the mask froze on this rank are included.
@@ -89,7 +93,7 @@ class ShardedOptimizer:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        mask: Any,
+        mask: Mask,
         groups: Groups,
         param_groups: Mapping[str, int],
         *,
@@ -115,22 +119,24 @@ class ShardedOptimizer:
         self._parameters = {name: mask.parameters[name] for name in param_groups}
         self._device = next(iter(self._parameters.values())).device
         layouts = plan_buckets(
-            {name: found for name, found in mask.pieces.items() if name in param_groups},
+            {name: pieces for name, pieces in mask.pieces.items() if name in param_groups},
             mask.shapes,
             {name: parameter.dtype for name, parameter in self._parameters.items()},
             param_groups,
             bucket_size=bucket_size,
             replicated=replicated,
-            stepped_whole=self._stepped_whole(param_groups, replicated),
+            stepped_whole=tensors_stepped_whole(
+                optimizer, param_groups, mask, replicated=replicated, is_divided=groups.tensor_parallel_size > 1
+            ),
         )
         buckets = [Bucket(layout, groups.of(layout.holders), device=self._device) for layout in layouts]
-        self.buckets = [b for b in buckets if b.group is not None or regime == "backward"]
-        self.held = [b for b in buckets if b.group is not None]
+        self.held = [bucket for bucket in buckets if bucket.group is not None]
+        self.buckets = buckets if regime == "backward" else self.held
         self._tensors = held_tensors(self.held, self._parameters, mask.pieces, groups.rank)
         self._place_buffers(offload=offload, pin_memory=pin_memory)
         self.reducer = Reducer(
             mask,
-            param_groups,
+            self._parameters,
             self._tensors,
             self.held,
             stage=stage,
@@ -141,89 +147,14 @@ class ShardedOptimizer:
         )
         gathered = self.buckets if regime == "backward" else []
         self._gathers = plan_gathers(gathered, groups.data_parallel.size, groups.rank)
-        replace_parameters(
-            optimizer,
-            [
-                [parameter for bucket in self.held if bucket.layout.param_group == i for parameter in bucket.parameters]
-                for i in range(len(optimizer.param_groups))
-            ],
-        )
+        stepped: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+        for bucket in self.held:
+            stepped[bucket.layout.param_group] += bucket.parameters
+        replace_parameters(optimizer, stepped)
         self._fused = prefer_fused(optimizer)  # param groups with a fused kernel
         self._num_param_groups = len(optimizer.param_groups)
         self._moved: Moved = []
         self._is_offloaded = False
-
-    def _stepped_whole(self, param_groups: Mapping[str, int], replicated: Collection[str]) -> list[str]:
-        """Names of tensors that the optimizer must step as a whole.
-
-        Raises:
-            ValueError: the same on all ranks: such a tensor is not a matrix, is cut, or is divided.
-        """
-        whole_groups = groups_of_whole_tensors(self.optimizer)
-        names = [name for name, index in param_groups.items() if index in whole_groups]
-        for name in names:
-            if len(self.mask.shapes[name]) < 2:  # DeepSpeed's Muon would apply the raw gradient
-                why = "is not a matrix; put it into a param group for AdamW (DeepSpeed's Muon: use_muon=False)"
-            elif self.mask.pieces[name][0][0].dim is not None:
-                why = "is cut into neurons or heads; use block units for it, or an elementwise optimizer"
-            elif self.groups.tensor_parallel_size > 1 and name not in replicated:
-                why = "is divided among tensor-parallel ranks; use an elementwise optimizer"
-            else:
-                continue
-            raise ValueError(f"{type(self.optimizer).__name__} updates whole matrices, and {name!r} {why}")
-        return names
-
-    # ---- memory ----------------------------------------------------------------------------------------------------
-
-    def _place_buffers(self, *, offload: bool, pin_memory: bool) -> None:
-        """Allocate flat buffers, make whole tensors views of them, and create the shards."""
-        for bucket in self.buckets:
-            with torch.no_grad():
-                bucket.weights_from_module(self.mask.view)
-            if bucket.layout.is_whole:
-                for part, slot in zip(bucket.layout.slices, bucket.weight_slots, strict=True):
-                    self._parameters[part.piece.parameter].data = slot
-            if bucket.group is not None:
-                bucket.make_shard(offload=offload, pin_memory=pin_memory)
-            bucket.drop_weights()
-
-    @torch.no_grad()
-    def refresh_shards(self) -> None:
-        """Update the shards after weights were changed from outside (dense view, checkpoint). fp32 values that still
-        round to the weight are kept."""
-        for bucket in self.held:
-            if bucket.layout.is_whole:
-                self._restore_views(bucket)
-            else:
-                bucket.weights_from_module(self.mask.view)
-            bucket.shard_from_weights()
-            bucket.drop_weights()
-
-    def offload_states(self, *, states: bool = True, masters: bool = True, pin_memory: bool = False) -> None:
-        """Move optimizer state and fp32 copies of weights to host memory, until `reload_states`. Copies that are
-        stepped as whole tensors stay, since those are views."""
-        tensors = [value for state in self.optimizer.state.values() for value in state.values()] if states else []
-        copies = [bucket for bucket in self.held if not bucket.steps_in_place and bucket.layout.owner is None]
-        tensors += [bucket.shard for bucket in copies] if masters else []
-        self._moved += move_to_host(filter(torch.is_tensor, tensors), pin_memory=pin_memory)
-        self._is_offloaded |= states or masters
-
-    def reload_states(self) -> None:
-        """Move back what `offload_states` moved."""
-        move_back(self._moved)
-        self._moved, self._is_offloaded = [], False
-
-    def _refuse_offloaded(self, call: str) -> None:
-        if self._is_offloaded:
-            raise RuntimeError(f"the optimizer's state is in host memory; call reload_states() before {call}")
-
-    def _restore_views(self, bucket: Bucket) -> None:
-        """Make tensors whose `.data` was replaced views of the bucket again, with their new values."""
-        for part, slot in zip(bucket.layout.slices, bucket.weight_slots, strict=True):
-            parameter = self._parameters[part.piece.parameter]
-            if parameter.data_ptr() != slot.data_ptr():
-                slot.copy_(parameter.detach())
-                parameter.data = slot
 
     # ---- the step --------------------------------------------------------------------------------------------------
 
@@ -253,9 +184,7 @@ class ShardedOptimizer:
         if check_overflow and not torch.isfinite(self.norm):
             self.reducer.zero_grad()
             return False
-        for bucket in self.buckets:
-            if bucket.layout.is_whole:
-                self._restore_views(bucket)
+        self._restore_views()
         for bucket, gradient in zip(self.held, gradients, strict=True):
             bucket.set_gradients(gradient)
         if self._clips_updates:
@@ -291,8 +220,36 @@ class ShardedOptimizer:
             self.mode = None  # a checkpoint may be of another one
         if self.regime == "forward":
             self._gather_from_holders(reuse_gradients=reuse_gradients)
-        else:
-            self._gather_from_all(reuse_gradients=reuse_gradients)
+            return
+        for gathered in self._gathers:  # one for each depth range
+            gathered.all_gather(self.groups.data_parallel, self.mask.view, reuse_gradients=reuse_gradients)
+
+    def _gather_from_holders(self, *, reuse_gradients: bool) -> None:
+        """Forward regime: all-gather each bucket over its holders. Whole tensors are views of it, and cut ones are
+        copied from it."""
+        views: dict[str, Sequence[torch.Tensor]] = {}  # of cut parameters: their held slices
+        for together in posted_together(self.held, self._bucket_size, gathers=True):
+            groups = [bucket.holder_group for bucket in together]
+            flats, shards = [], []
+            for bucket in together:
+                bucket.place_weights(reuse_gradients=reuse_gradients)
+                bucket.shard_to_weights()
+                assert bucket.weights is not None
+                flats.append(bucket.weights)
+                shards.append(bucket.shard_of(bucket.weights))
+            owner = together[0].layout.owner
+            if owner is not None:
+                broadcast(flats[0], groups[0], owner)
+            else:
+                all_gather(flats, shards, groups)
+            for bucket in together:
+                if bucket.layout.is_whole:
+                    continue
+                for name in bucket.layout.names:
+                    if name not in views:
+                        views[name] = self._tensors[name].slices(self._parameters[name].detach())
+                torch._foreach_copy_([views[name][place] for name, place in bucket.places], bucket.weight_slots)
+                bucket.drop_weights()
 
     def change_mode(self, mode: str, change: Callable[[], Any]) -> None:
         """Change the mode of an optimizer whose weights for evaluation differ from those for training (schedule-free),
@@ -306,41 +263,56 @@ class ShardedOptimizer:
             RuntimeError: the optimizer's state is in host memory.
         """
         self._refuse_offloaded(f"optimizer.{mode}()")
-        for bucket in self.buckets:
-            if bucket.layout.is_whole:
-                self._restore_views(bucket)
+        self._restore_views()
         change()
         self.gather_weights()
         self.mode = mode
 
-    def _gather_from_holders(self, *, reuse_gradients: bool) -> None:
-        """Forward regime: all-gather each bucket over its holders. Whole tensors are views of it, and cut ones are
-        copied from it."""
-        views: dict[str, Sequence[torch.Tensor]] = {}
-        for buckets in coalesced(self.held, self._bucket_size, gathers=True):
-            first, groups = buckets[0], [bucket.holder_group for bucket in buckets]
-            for bucket in buckets:
-                bucket.place_weights(reuse_gradients=reuse_gradients)
-                bucket.shard_to_weights()
-            flats = [bucket.weights for bucket in buckets if bucket.weights is not None]
-            if first.layout.owner is not None:
-                broadcast(flats[0], groups[0], first.layout.owner)
-            else:
-                shards = [bucket.shard_of(flat) for bucket, flat in zip(buckets, flats, strict=True)]
-                all_gather(flats, shards, groups)
-            for bucket in buckets:
-                if not bucket.layout.is_whole:
-                    for name in bucket.names:
-                        if name not in views:
-                            views[name] = self._tensors[name].slices(self._parameters[name].detach())
-                    slices = [views[name][place] for name, place in bucket.places]
-                    torch._foreach_copy_(slices, bucket.weight_slots)
-                    bucket.drop_weights()
+    # ---- memory ----------------------------------------------------------------------------------------------------
 
-    def _gather_from_all(self, *, reuse_gradients: bool) -> None:
-        """Backward regime: one all-gather over all data-parallel ranks for each depth range (weight_gathers.py)."""
-        for gathered in self._gathers:
-            gathered.all_gather(self.groups.data_parallel, self.mask.view, reuse_gradients=reuse_gradients)
+    def _place_buffers(self, *, offload: bool, pin_memory: bool) -> None:
+        """Allocate flat buffers, make whole tensors views of them, and create the shards."""
+        for bucket in self.buckets:
+            with torch.no_grad():
+                bucket.weights_from_module(self.mask.view)
+            bucket.restore_views(self._parameters)
+            if bucket.group is not None:
+                bucket.make_shard(offload=offload, pin_memory=pin_memory)
+            bucket.drop_weights()
+
+    @torch.no_grad()
+    def refresh_shards(self) -> None:
+        """Update the shards after weights were changed from outside (dense view, checkpoint). fp32 values that still
+        round to the weight are kept."""
+        for bucket in self.held:
+            if bucket.layout.is_whole:
+                bucket.restore_views(self._parameters)
+            else:
+                bucket.weights_from_module(self.mask.view)
+            bucket.shard_from_weights()
+            bucket.drop_weights()
+
+    def offload_states(self, *, states: bool = True, masters: bool = True, pin_memory: bool = False) -> None:
+        """Move optimizer state and fp32 copies of weights to host memory, until `reload_states`. Copies that are
+        stepped as whole tensors stay, since those are views."""
+        tensors = [value for state in self.optimizer.state.values() for value in state.values()] if states else []
+        copies = [bucket for bucket in self.held if not bucket.steps_in_place and bucket.layout.owner is None]
+        tensors += [bucket.shard for bucket in copies] if masters else []
+        self._moved += move_to_host(filter(torch.is_tensor, tensors), pin_memory=pin_memory)
+        self._is_offloaded |= states or masters
+
+    def reload_states(self) -> None:
+        """Move back what `offload_states` moved."""
+        move_back(self._moved)
+        self._moved, self._is_offloaded = [], False
+
+    def _refuse_offloaded(self, call: str) -> None:
+        if self._is_offloaded:
+            raise RuntimeError(f"the optimizer's state is in host memory; call reload_states() before {call}")
+
+    def _restore_views(self) -> None:
+        for bucket in self.buckets:
+            bucket.restore_views(self._parameters)
 
     def close(self) -> None:
         """Remove the hooks; the module's tensors and the optimizer's shards are unchanged."""
@@ -352,8 +324,6 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def shard_parts(self, *, owned: bool) -> list[ShardPart]:
-        """`Bucket.parts` of all held buckets, with the module's current values. What a rank steps it owns."""
-        for bucket in self.buckets:
-            if bucket.layout.is_whole:
-                self._restore_views(bucket)
-        return [part for bucket in self.held for part in bucket.parts()]
+        """Parts of all held buckets, with the module's current values. What a rank steps it owns."""
+        self._restore_views()
+        return [part for bucket in self.held for part in shard_parts(bucket)]

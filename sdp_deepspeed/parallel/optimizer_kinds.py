@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from sdp_deepspeed.masking.mask import Mask
 
 # Class names, or DeepSpeed's `optimizer.type`, in lower case.
 # fmt: off
@@ -51,6 +57,39 @@ def groups_of_whole_tensors(optimizer: torch.optim.Optimizer) -> set[int]:
         return set()
     # DeepSpeed's class has a flag in each group: Muon or Adam
     return {index for index, group in enumerate(optimizer.param_groups) if group.get("use_muon", True)}
+
+
+def tensors_stepped_whole(
+    optimizer: torch.optim.Optimizer,
+    param_groups: Mapping[str, int],
+    mask: Mask,
+    *,
+    replicated: Collection[str],
+    is_divided: bool,
+) -> list[str]:
+    """Names of tensors that the optimizer must step as a whole.
+
+    Args:
+        param_groups: param group index of each trained tensor.
+        replicated: tensors that are equal on all tensor-parallel ranks.
+        is_divided: whether other tensors are divided among these ranks.
+
+    Raises:
+        ValueError: the same on all ranks: such a tensor is not a matrix, is cut, or is divided.
+    """
+    whole_groups = groups_of_whole_tensors(optimizer)
+    names = [name for name, index in param_groups.items() if index in whole_groups]
+    for name in names:
+        if len(mask.shapes[name]) < 2:  # DeepSpeed's Muon would apply the raw gradient
+            why = "is not a matrix; put it into a param group for AdamW (DeepSpeed's Muon: use_muon=False)"
+        elif mask.pieces[name][0][0].dim is not None:
+            why = "is cut into neurons or heads; use block units for it, or an elementwise optimizer"
+        elif is_divided and name not in replicated:
+            why = "is divided among tensor-parallel ranks; use an elementwise optimizer"
+        else:
+            continue
+        raise ValueError(f"{type(optimizer).__name__} updates whole matrices, and {name!r} {why}")
+    return names
 
 
 def _updates_whole_tensors(kind: type[torch.optim.Optimizer]) -> bool:

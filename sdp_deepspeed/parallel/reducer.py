@@ -1,22 +1,26 @@
 """Gradients: accumulation, and their average over the holders of each bucket, during backward or in the step.
 
-Hooks on accumulated gradients detect when a bucket is complete. Buckets are reduced in the order of collectives
-(optimizer.py); one that is complete early waits for its turn. At the end of a backward pass the remaining buckets are
-reduced, with zeros for missing gradients (experts without tokens, skipped branches).
-
-The time at which a bucket is reduced may differ between ranks, since only the order matters.
+The reducer owns what a step is waiting for: which tensors have a gradient, which buckets are complete, and the next one
+to be reduced. Hooks on accumulated gradients detect when a bucket is complete. Buckets are reduced in the order of
+collectives (optimizer.py); one that is complete early waits for its turn. At the end of a backward pass the remaining
+buckets are reduced, with zeros for missing gradients (experts without tokens, skipped branches). The time at which a
+bucket is reduced may differ between ranks, since only the order matters.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch import nn
 
-from sdp_deepspeed.parallel.buckets import Bucket, HeldTensor, coalesced
-from sdp_deepspeed.parallel.groups import reduce, reduce_scatter
+from sdp_deepspeed.parallel.buckets import Bucket, HeldTensor
+from sdp_deepspeed.parallel.groups import received_elements, reduce, reduce_scatter
+
+if TYPE_CHECKING:
+    from sdp_deepspeed.masking.mask import Mask
 
 
 class Reducer:
@@ -25,7 +29,7 @@ class Reducer:
 
     Args:
         mask: this rank's subnetwork.
-        names: names of all trained tensors, the same on all ranks.
+        parameters: all trained tensors by name; the names are the same on all ranks.
         tensors: those of which this rank holds slices, by name.
         buckets: those that this rank holds, in the order of collectives.
         stage: ZeRO stage.
@@ -37,13 +41,15 @@ class Reducer:
 
     Attributes:
         is_last_micro_step: whether the next backward pass is the last before the step. Set by the engine.
+        is_averaged: whether gradients of this step have been averaged, so that only all ranks together can drop them.
+            Equal on all ranks.
         overlap: the argument.
     """
 
     def __init__(
         self,
-        mask: Any,
-        names: Iterable[str],
+        mask: Mask,
+        parameters: Mapping[str, nn.Parameter],
         tensors: Mapping[str, HeldTensor],
         buckets: Sequence[Bucket],
         *,
@@ -54,17 +60,20 @@ class Reducer:
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         self.is_last_micro_step = True
-        self._mask, self._parameters = mask, {name: mask.parameters[name] for name in names}
-        self._tensors, self._buckets = tensors, buckets
-        self._stage, self._bucket_size, self.overlap = stage, bucket_size, overlap
+        self.is_averaged = False
+        self.overlap = overlap
+        self._mask, self._parameters, self._tensors, self._buckets = mask, parameters, tensors, buckets
+        self._stage, self._bucket_size = stage, bucket_size
         self._gradient_dtype, self._wire_dtype = gradient_dtype, wire_dtype
-        self._device = next(iter(self._parameters.values())).device
+        self._device = next(iter(parameters.values())).device
         self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
+        self._is_offloaded = self._device.type == "cuda" and any(bucket.offloaded is not None for bucket in buckets)
         self._next = 0  # index of the first bucket that has not been reduced
+        self._num_missing = [len(bucket.layout.names) for bucket in buckets]  # tensors without a gradient in this pass
         self._seen: set[str] = set()  # tensors with a gradient in this pass
+        self._filled: set[str] = set()  # tensors whose gradient was moved to their slots; `.grad` is None
         self._in_slots: set[str] = set()  # whole tensors whose `.grad` is their slot
         self._dropped: set[str] = set()  # those of `_in_slots` whose `.grad` was removed since
-        self._num_reduced_passes = 0  # backward passes of this step at whose end all buckets were reduced
         self._hooks = [
             tensor.parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._on_gradient(name))
             for name, tensor in tensors.items()
@@ -102,35 +111,32 @@ class Reducer:
             self._accumulate(name, tensor)
         if reduces_early:
             for index in tensor.buckets:
-                self._buckets[index].waits_for.discard(name)
-            while self._next < len(self._buckets) and not self._buckets[self._next].waits_for:
+                self._num_missing[index] -= 1
+            while self._next < len(self._buckets) and not self._num_missing[self._next]:
                 self._reduce([self._buckets[self._next]])
 
     def _accumulate(self, name: str, tensor: HeldTensor) -> None:
         """Move a gradient to its slots, or add it to their contents. If the gradient of a whole tensor has the slot's
         dtype, `.grad` becomes a view of the slot, in which autograd accumulates further gradients."""
-        parameter = tensor.parameter
         for index in tensor.buckets:
             self._buckets[index].place_gradients(self._gradient_dtype)
-        places = [(self._buckets[index], number) for index, number in tensor.slots]
-        slots = [bucket.gradient_slots[number] for bucket, number in places]
-        first, number = places[0]
-        assert parameter.grad is not None
-        if first.layout.is_whole and slots[0].dtype == parameter.grad.dtype:
-            if slots[0].data_ptr() != parameter.grad.data_ptr():
-                if name in self._in_slots and not parameter.grad.requires_grad:  # create_graph adds out of place
+        slots = [self._buckets[index].gradient_slots[number] for index, number in tensor.slots]
+        parameter = tensor.parameter
+        gradient = parameter.grad
+        assert gradient is not None
+        if tensor.dim is None and slots[0].dtype == gradient.dtype:
+            if slots[0].data_ptr() != gradient.data_ptr():
+                if name in self._in_slots and not gradient.requires_grad:  # create_graph adds out of place
                     self._dropped.add(name)
                 self._in_slots.add(name)
-                slots[0].copy_(parameter.grad)
+                slots[0].copy_(gradient)
                 parameter.grad = slots[0]
             return
-        gradients = tensor.slices(parameter.grad)
-        if first.filled[number]:
-            torch._foreach_add_(slots, list(gradients))
+        if name in self._filled:
+            torch._foreach_add_(slots, list(tensor.slices(gradient)))
         else:
-            torch._foreach_copy_(slots, list(gradients))
-            for bucket, number in places:
-                bucket.filled[number] = True
+            torch._foreach_copy_(slots, list(tensor.slices(gradient)))
+            self._filled.add(name)
         parameter.grad = None
 
     @torch.no_grad()
@@ -140,11 +146,11 @@ class Reducer:
         self._seen.clear()
         if self._stage == 2:
             self._reduce(self._buckets[self._next :])
-            self._num_reduced_passes += 1
+            self.is_averaged = True
             self._restart()
         elif self.overlap and self.is_last_micro_step:
             self._reduce(self._buckets[self._next :])
-            self._num_reduced_passes += 1
+            self.is_averaged = True
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -152,27 +158,21 @@ class Reducer:
         if self._stage < 2:
             self._refuse_dropped()
             self._reduce(self._buckets[self._next :])
-        elif not self._num_reduced_passes:
+        elif not self.is_averaged:
             self.finish_backward()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        if self._device.type == "cuda" and any(bucket.offloaded is not None for bucket in self._buckets):
+        if self._is_offloaded:
             torch.cuda.current_stream(self._device).synchronize()  # the CPU reads gradients next
 
     def _refuse_dropped(self) -> None:
         """Raise RuntimeError if every `.grad` was set to None since the last step, other than by a `zero_grad`: those
         of cut tensors were moved to buckets before, and would still count."""
         dropped = self._dropped | {name for name in self._in_slots if self._parameters[name].grad is None}
-        if dropped and dropped == self._in_slots and any(any(bucket.filled) for bucket in self._buckets):
+        if dropped and dropped == self._in_slots and self._filled:
             raise RuntimeError(
                 "every .grad was set to None, but other gradients are in buckets; to drop all, call engine.zero_grad()"
             )
-
-    @property
-    def is_averaged(self) -> bool:
-        """Whether gradients of this step have been averaged, so that only all ranks together can drop them. Equal on
-        all ranks."""
-        return self._num_reduced_passes > 0
 
     @torch.no_grad()
     def zero_grad(self, names: Collection[str] | None = None) -> None:
@@ -192,40 +192,36 @@ class Reducer:
             bucket.average = None
             bucket.set_gradients(None)
             bucket.drop_gradients()
-        self._num_reduced_passes = 0
+        self.is_averaged = False
         self._restart()
 
     def _drop(self, names: Collection[str]) -> None:
         """Drop the gradients of some tensors; buckets that were reduced stay reduced."""
-        if self._device.type == "cuda" and any(bucket.offloaded is not None for bucket in self._buckets):
+        if self._is_offloaded:
             torch.cuda.current_stream(self._device).synchronize()  # averages are on their way to host memory
-        self._in_slots.difference_update(names)
-        self._dropped.difference_update(names)
+        for marked in (self._filled, self._in_slots, self._dropped):
+            marked.difference_update(names)
         for name in names:
             self._parameters[name].grad = None
         for bucket in self._buckets:
-            dropped = [name in names for name, _ in bucket.places]
-            bucket.filled = [was and not now for was, now in zip(bucket.filled, dropped, strict=True)]
             bucket.zero_average(names)
 
     def _restart(self) -> None:
         self._next = 0
-        for names in (self._seen, self._in_slots, self._dropped):
-            names.clear()
-        for bucket in self._buckets:
-            bucket.waits_for.update(bucket.names)
-            bucket.filled = [False] * len(bucket.filled)
+        self._num_missing = [len(bucket.layout.names) for bucket in self._buckets]
+        for marked in (self._seen, self._filled, self._in_slots, self._dropped):
+            marked.clear()
 
     def has_gradients(self) -> bool:
         """Whether there are gradients of an unfinished step."""
-        return any(bucket.average is not None or any(bucket.filled) for bucket in self._buckets) or any(
-            parameter.grad is not None for parameter in self._parameters.values()
-        )
+        if self._filled or any(bucket.average is not None for bucket in self._buckets):
+            return True
+        return any(parameter.grad is not None for parameter in self._parameters.values())
 
     def gradient_tensors(self) -> list[torch.Tensor]:
         """Tensors of gradients besides `.grad`: averages and accumulation buffers."""
-        found = [tensor for bucket in self._buckets for tensor in (bucket.average, bucket.gradients)]
-        return [tensor for tensor in found if tensor is not None]
+        tensors = [tensor for bucket in self._buckets for tensor in (bucket.average, bucket.gradients)]
+        return [tensor for tensor in tensors if tensor is not None]
 
     # ---- reduction --------------------------------------------------------------------------------------------------
 
@@ -236,18 +232,20 @@ class Reducer:
             buckets: the next ones.
         """
         views: dict[str, Sequence[torch.Tensor]] = {}
-        for together in coalesced(buckets, self._bucket_size):
+        for together in posted_together(buckets, self._bucket_size):
             with self._on_side_stream():
                 for bucket in together:
                     self._pack(bucket, views)
-                first, groups, flats = together[0], [b.holder_group for b in together], self._to_wire(together)
-                averages = [self._own_shard(bucket) for bucket in together]
-                if first.layout.owner is not None:
-                    reduce(averages[0], flats[0], groups[0], first.layout.owner)
+                groups = [bucket.holder_group for bucket in together]
+                flats = self._to_wire(together)
+                averages = [self._memory_of_average(bucket) for bucket in together]
+                owner = together[0].layout.owner
+                if owner is not None:
+                    reduce(averages[0], flats[0], groups[0], owner)
                 else:
                     reduce_scatter(averages, flats, groups)
                 for bucket, flat, average in zip(together, flats, averages, strict=True):
-                    if flat.dtype != torch.float16:
+                    if flat.dtype != torch.float16:  # fp16 was divided before
                         average.div_(bucket.holder_group.size)
                     bucket.add_average(average)
                     if self._stage == 2:
@@ -263,10 +261,10 @@ class Reducer:
         """
         bucket.place_gradients(self._gradient_dtype)
         sources, targets, empty = [], [], []
-        for (name, place), slot, is_filled in zip(bucket.places, bucket.gradient_slots, bucket.filled, strict=True):
-            gradient = self._parameters[name].grad
-            if is_filled:
+        for (name, place), slot in zip(bucket.places, bucket.gradient_slots, strict=True):
+            if name in self._filled:
                 continue
+            gradient = self._parameters[name].grad
             if gradient is None:
                 empty.append(slot)
                 continue
@@ -285,7 +283,7 @@ class Reducer:
         assert bucket.gradients is not None
         bucket.gradients[bucket.layout.num_elements :].zero_()
         if self._stage == 2:
-            for name in bucket.names:
+            for name in bucket.layout.names:
                 if self._buckets[self._tensors[name].buckets[-1]] is bucket:
                     self._parameters[name].grad = None
 
@@ -303,7 +301,7 @@ class Reducer:
                 flat.div_(bucket.holder_group.size)
         return flats
 
-    def _own_shard(self, bucket: Bucket) -> torch.Tensor:
+    def _memory_of_average(self, bucket: Bucket) -> torch.Tensor:
         """Memory for the average of this rank's shard: that of its gradients, unless they are dropped earlier."""
         assert bucket.gradients is not None
         shard = bucket.shard_of(bucket.gradients)
@@ -319,3 +317,31 @@ class Reducer:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
+
+
+def posted_together(buckets: Sequence[Bucket], bucket_size: int, *, gathers: bool = False) -> Iterator[list[Bucket]]:
+    """Yield lists of consecutive buckets whose messages are posted together: over gloo, those whose holders exchange
+    shards point-to-point, so that a rank waits for others less often. Other buckets are sent one by one.
+
+    Args:
+        bucket_size: maximum number of elements that this rank receives for a list of several.
+        gathers: whether they are all-gathered, not reduce-scattered.
+    """
+    together: list[Bucket] = []
+    num_received = 0
+    for bucket in buckets:
+        group = bucket.holder_group
+        is_direct = group.gathers_directly if gathers else group.scatters_directly
+        is_alone = not is_direct or bucket.layout.owner is not None
+        count = received_elements(bucket.layout.size, group)
+        is_full = num_received + count > bucket_size
+        if together and (is_alone or is_full or bucket.layout.dtype != together[0].layout.dtype):
+            yield together
+            together, num_received = [], 0
+        together.append(bucket)
+        num_received += count
+        if is_alone:
+            yield together
+            together, num_received = [], 0
+    if together:
+        yield together

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from sdp_deepspeed.parallel.bucket_layouts import BucketLayout, plan_buckets
+from sdp_deepspeed.parallel.bucket_layouts import plan_buckets
+from sdp_deepspeed.parallel.buckets import BucketLayout
 from tests.helpers.sliced_models import SlicedModel, random_model, sliced_model
 
 
