@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -27,6 +27,8 @@ from benchmarks.learning.plans import Planner, build, dense_flops
 from benchmarks.learning.subjects import Study, Subject
 from benchmarks.learning.text import Corpus, digest_of, read_corpus, training_rows, validation_rows
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.reference.local_steps import LocalReference
+from sdp_deepspeed.reference.virtual_workers import Reference
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,10 @@ class _Training:
             "flops": self.flops,
             "curve": self.curve,
             "weights": self.model.state_dict(),
-            "optimizer": self.reference.optimizer.state_dict(),
+            "references": [
+                {"weights": own.model.state_dict(), "optimizer": own.optimizer.state_dict()} for own in self._references
+            ],
+            "outer": self.reference.outer.state_dict() if isinstance(self.reference, LocalReference) else None,
             "average": self.average.state_dict(),
             "cpu_seconds": cpu_seconds,
             "seconds": seconds,
@@ -167,7 +172,13 @@ class _Training:
         self.step, self.flops, self.curve = state["step"], state["flops"], state["curve"]
         self.model.load_state_dict(state["weights"])
         self.reference = self._make_reference()
-        self.reference.optimizer.load_state_dict(state["optimizer"])
+        for own, kept in zip(self._references, state["references"], strict=True):
+            own.model.load_state_dict(kept["weights"])
+            own.reset_masters()
+            own.optimizer.load_state_dict(kept["optimizer"])
+        if isinstance(self.reference, LocalReference):
+            self.reference.num_steps = self.step
+            self.reference.outer.load_state_dict(state["outer"])
         self.average.load_state_dict(state["average"])
         torch.set_rng_state(state["random"])
         if state["random_on_gpu"] is not None:
@@ -186,11 +197,13 @@ class _Training:
                 known, step_flops = (plan, is_grown), self.planner.step_flops(plan, is_grown=is_grown)
             if self._growth and self.step == self._growth:
                 add_layers(
-                    self.model, self.reference, self.subject.grown_from, build(self.subject.size, self.cell.seed)
+                    self.model, self._references[0], self.subject.grown_from, build(self.subject.size, self.cell.seed)
                 )
             self.train_step(plan)
             self.flops += num_tokens * step_flops
             self.step += 1
+            if isinstance(self.reference, LocalReference) and self.step == self.num_steps:
+                self.reference.finish()
             if self.step > 0.9 * self.num_steps:
                 self.average.update_parameters(self.model)
             if self.step in ends:
@@ -203,10 +216,11 @@ class _Training:
         return True
 
     def train_step(self, plan: Plan) -> None:
-        reference, step, seed = self.reference, self.step, self.cell.seed
-        reference.plan = plan
-        for group in reference.optimizer.param_groups:
-            group["lr"] = self.cell.rate * rate_share(step, self.num_steps, self.study.warm_up, self.subject.decay)
+        step, seed = self.step, self.cell.seed
+        for reference in self._references:
+            reference.plan = plan
+            for group in reference.optimizer.param_groups:
+                group["lr"] = self.cell.rate * rate_share(step, self.num_steps, self.study.warm_up, self.subject.decay)
         num_rows = self.study.tokens(self.subject) // self.study.reference.length
         rows = training_rows(self.corpus.train, seed, step, num_rows, self.subject.size.length)
         with ExitStack() as stack:
@@ -217,19 +231,28 @@ class _Training:
                 stack.enter_context(dropped(self.model, self.subject.dropping, num_rows, draw))
             if self.subject.dropout:
                 stack.enter_context(with_dropout(self.model, self.subject.dropout))
-            reference.step([[own] for own in rows.chunk(self.study.num_workers)])
+            self.reference.step([[own] for own in rows.chunk(self.study.num_workers)])
 
     @property
     def _growth(self) -> int:
         """The step from which all layers train; 0 for all steps."""
         return self.num_steps // 2 if self.subject.grown_from else 0
 
-    def _make_reference(self) -> BatchedReference:
+    @property
+    def _references(self) -> Sequence[Reference]:
+        """Of the teams, or the only one."""
+        return self.reference.teams if isinstance(self.reference, LocalReference) else [self.reference]
+
+    def _make_reference(self) -> BatchedReference | LocalReference:
         config, plan = next(self.planner.plans(self.num_steps))
         is_scaled = config.branch_scale == "training"
-        return BatchedReference(
-            self.model, plan, self._optimizer, self._losses, clip=self.study.clip, is_scaled=is_scaled
-        )
+
+        def make(model: nn.Module, ranks: Sequence[int] = ()) -> BatchedReference:
+            arguments = (model, plan, self._optimizer, self._losses, self.study.clip)
+            return BatchedReference(*arguments, is_scaled=is_scaled, ranks=ranks)
+
+        local_steps = self.subject.local_steps
+        return LocalReference(self.model, plan, local_steps, make) if local_steps else make(self.model)
 
     def _optimizer(self, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         matrices = [parameter for parameter in named.values() if parameter.dim() > 1]

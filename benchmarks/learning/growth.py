@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.learning.batched_workers import BatchedReference
+from sdp_deepspeed.reference.virtual_workers import Reference
 
 _OUTPUTS = ("o_proj.weight", "down_proj.weight")
 
@@ -36,7 +36,7 @@ def ends_alone(model: nn.Module, ends: int) -> Iterator[None]:
 
 
 @torch.no_grad()
-def add_layers(model: nn.Module, reference: BatchedReference, ends: int, initial: nn.Module) -> None:
+def add_layers(model: nn.Module, reference: Reference, ends: int, initial: nn.Module) -> None:
     """Give the middle layers their initial weights, but zero output, and fresh optimizer state.
 
     Args:

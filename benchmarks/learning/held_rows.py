@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from benchmarks.learning.row_sites import FrozenRows, MaskedGradient, MaskedInput, Rows, Site, SkippedRows
+from benchmarks.learning.row_sites import AbsentBranch, FrozenRows, MaskedGradient, MaskedInput, Rows, Site, SkippedRows
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
@@ -140,7 +140,9 @@ def _sites(
     held = torch.isin(subnetwork_of_row, subnetwork_of_row.new_tensor(plan.holders[index]))
     rows = Rows(held.nonzero().flatten(), (~held).nonzero().flatten())
     modules = tuple(model.get_submodule(name) for name in branch.modules)
-    if plan.regime == "forward":
+    if plan.regime == "forward" and not held.any():
+        yield AbsentBranch(model, branch)
+    elif plan.regime == "forward":
         yield SkippedRows(modules, rows, 1 / plan.coverage_of(index) if is_scaled else 1.0)
     else:
         caches = branch.description.inner.caches if branch.description.inner else ()

@@ -16,6 +16,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.masking.absent_blocks import skip_branch
+from sdp_deepspeed.masking.forwards import restore_forward
+
 
 class Site(Protocol):
     """A place of the model that runs differently for some rows."""
@@ -98,6 +102,18 @@ class SkippedRows:
 
 
 @dataclass(frozen=True)
+class AbsentBranch:
+    """A branch that runs for no row: as a worker that lacks it runs."""
+
+    model: nn.Module
+    branch: LocatedBranch
+
+    def install(self, stack: ExitStack) -> None:
+        for module in skip_branch(self.model, self.branch):
+            stack.callback(restore_forward, module)
+
+
+@dataclass(frozen=True)
 class _Replaced:
     """A module with a temporarily replaced forward."""
 
@@ -130,10 +146,11 @@ class FrozenRows(_Replaced):
             outputs = [
                 functional_call(self.module, weights, self.rows.of(args, rows), self.rows.of(kwargs, rows))
                 for weights, rows in (({}, self.rows.held), (frozen, self.rows.absent))
+                if len(rows)
             ]
         finally:
             self.module.forward = self.forward
-        return self.rows.merged(*outputs)
+        return self.rows.merged(*outputs) if len(outputs) == 2 else outputs[0]
 
 
 @dataclass(frozen=True)

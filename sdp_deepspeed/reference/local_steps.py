@@ -46,6 +46,7 @@ class LocalReference:
 
     Attributes:
         anchors: fp32 weights after the last synchronization, by dense name.
+        held: 0/1 masks of the elements of each team.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class LocalReference:
         ]
         self.anchors = {name: nn.Parameter(p.detach().float().clone()) for name, p in model.named_parameters()}
         self.outer = local_steps.outer_optimizer([*self.anchors.values()])
-        self._held = [held_mask(model, plan, subnetwork) for subnetwork in range(plan.num_subnetworks)]
+        self.held = [held_mask(model, plan, subnetwork) for subnetwork in range(plan.num_subnetworks)]
 
     def step(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[float]], list[float]]:
         """Run one step of each team, and a synchronization after every H-th.
@@ -89,12 +90,17 @@ class LocalReference:
             self.synchronize()
         return losses, norms
 
+    def finish(self) -> None:
+        """Synchronize after a last, shorter interval."""
+        if self.num_steps % self.local_steps.every:
+            self.synchronize()
+
     @torch.no_grad()
     def synchronize(self) -> None:
         """Average over the teams that hold an element, take the outer step, and start all teams from its result."""
         for name, anchor in self.anchors.items():
             count, total = torch.zeros_like(anchor), torch.zeros_like(anchor)
-            for team, held in zip(self.teams, self._held, strict=True):
+            for team, held in zip(self.teams, self.held, strict=True):
                 count += held[name]
                 total += (anchor - team.masters[name]) * held[name]
             anchor.grad = total / count
@@ -112,7 +118,7 @@ class LocalReference:
         """Units that a team does not train run at their anchors, which weight decay would change."""
         team = self.teams[subnetwork]
         for name, master in team.masters.items():
-            master.copy_(torch.where(self._held[subnetwork][name] > 0, master, self.anchors[name]))
+            master.copy_(torch.where(self.held[subnetwork][name] > 0, master, self.anchors[name]))
         team.refresh_weights()
 
     def _average_statistics(self) -> None:

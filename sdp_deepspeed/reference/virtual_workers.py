@@ -277,6 +277,12 @@ class Reference:
         self.optimizer = self.make_optimizer(self.masters)
         self.scheduler = self.make_scheduler(self.optimizer) if self.make_scheduler else None
 
+    @torch.no_grad()
+    def reset_masters(self) -> None:
+        """Set the fp32 masters to weights that were loaded into the model."""
+        for name, parameter in self.model.named_parameters():
+            self.masters[name].copy_(parameter)
+
     def step(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[float]], float]:
         """Run one step.
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import study as study_program
 from benchmarks.learning import cell as cell_module
@@ -18,10 +21,12 @@ from benchmarks.learning.cell import Cell, Resources, _Training, rate_share, run
 from benchmarks.learning.dropping import Dropping
 from benchmarks.learning.plans import Planner, dense_flops
 from benchmarks.learning.subjects import SETS, STUDIES, SUBJECTS, Size, Study, Subject
-from benchmarks.learning.text import Corpus
+from benchmarks.learning.text import Corpus, training_rows
 from benchmarks.quality import TUNING_SEED, tuned_rate
 from benchmarks.study import Store, cells, parse_arguments, work
 from sdp_deepspeed.estimate.flops import FlopCounter
+from sdp_deepspeed.reference.local_steps import LocalReference, LocalSteps
+from sdp_deepspeed.reference.virtual_workers import Reference
 
 SIZE = Size(width=64, depth=2, length=16)  # as many heads as a quarter of four workers needs
 STUDY = Study(num_workers=4, rows=2, num_validation_rows=4, points=2, reference=SIZE)
@@ -38,7 +43,14 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SUBJECTS, "half", Subject(SIZE, HALF))
 
 
-@pytest.mark.parametrize("subject", [Subject(SIZE, HALF), Subject(SIZE, dropout=0.1)], ids=["SDP", "dropout"])
+LOCAL, RATE = LocalSteps(4, 0.7, 0.6), 0.5
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [Subject(SIZE, HALF), Subject(SIZE, dropout=0.1), Subject(SIZE, {"coverage": 0.5}, local_steps=LOCAL)],
+    ids=["SDP", "dropout", "local steps"],
+)
 def test_a_cell_in_pieces_is_the_straight_one_bit_for_bit(
     subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +87,53 @@ def test_a_step_costs_the_operations_that_are_counted(subject: Subject) -> None:
     with FlopCounter() as counter:
         training.train_step(plan)
     assert counter.total == pytest.approx(STUDY.tokens(subject) * training.planner.step_flops(plan), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        None,
+        {"coverage": 0.5},
+        {"coverage": 0.5, "strategy": "neuron"},
+        {"coverage": 0.5, "regime": "backward"},
+        {"coverage": 0.5, "subnetworks": 2},
+    ],
+    ids=["dense", "block", "neuron", "backward", "replicas"],
+)
+def test_local_steps_are_those_of_the_reference(block: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of three steps synchronizes: the anchors, and all that teams run. SGD, since AdamW's first steps
+    enlarge rounding."""
+    monkeypatch.setattr(_Training, "_optimizer", lambda _, named: torch.optim.SGD(named.values(), lr=0.0))
+    subject = Subject(SIZE, block, local_steps=LocalSteps(2, 0.7, 0.6))
+    training = _Training(Cell("tiny", "any", 0, 8, RATE), STUDY, subject, Resources())
+    assert isinstance(training.reference, LocalReference)
+    _, plan = next(training.planner.plans(training.num_steps))
+
+    def mean_loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return training._losses(model, rows).mean()
+
+    def make_team(model: nn.Module, ranks: Sequence[int]) -> Reference:
+        return Reference(model, plan, training._optimizer, mean_loss, STUDY.clip, ranks=ranks)
+
+    reference = LocalReference(deepcopy(training.model), plan, training.reference.local_steps, make_team)
+    for step in range(3):
+        training.train_step(plan)
+        training.step += 1
+        for team in reference.teams:
+            for group in team.optimizer.param_groups:
+                group["lr"] = RATE * rate_share(step, training.num_steps, STUDY.warm_up)
+        rows = training_rows(CORPUS.train, 0, step, 8, SIZE.length)
+        reference.step([[own] for own in rows.chunk(4)])
+    assert_equal(training.model, reference.model)
+    for team, expected, held in zip(training.reference.teams, reference.teams, reference.held, strict=True):
+        assert_equal(team.model, expected.model, held if plan.regime == "forward" else None)
+
+
+def assert_equal(model: nn.Module, expected: nn.Module, held: dict[str, torch.Tensor] | None = None) -> None:
+    """To rounding of sums in another order."""
+    for (name, value), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):
+        kept = torch.ones_like(value) if held is None else held[name]
+        torch.testing.assert_close(value * kept, wanted * kept, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_a_budget_is_spent_and_not_more() -> None:
