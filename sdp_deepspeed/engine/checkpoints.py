@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepspeed.utils import log_dist
 
@@ -15,8 +15,13 @@ from sdp_deepspeed.engine.replan import follow_schedule, rank_state
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.consistency import run_on_all_ranks
 
+if TYPE_CHECKING:
+    from sdp_deepspeed.engine.engine import SubnetworkEngine
 
-def save(engine: Any, folder: Path, tag: str | None, client_state: Mapping[str, Any], **options: bool) -> None:
+
+def save(
+    engine: SubnetworkEngine, folder: Path, tag: str | None, client_state: Mapping[str, Any], **options: bool
+) -> None:
     """Save a checkpoint; collective. See `Checkpointer.save`.
 
     Args:
@@ -36,7 +41,7 @@ def save(engine: Any, folder: Path, tag: str | None, client_state: Mapping[str, 
 
 
 def load(
-    engine: Any, folder: Path, tag: str | None, *, module_only: bool, scheduler: bool, **options: bool
+    engine: SubnetworkEngine, folder: Path, tag: str | None, *, module_only: bool, scheduler: bool, **options: bool
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load a checkpoint; collective. See `Checkpointer.restore`.
 
@@ -83,7 +88,7 @@ def _refuse_foreign(folder: Path, tag: str | None) -> None:
         )
 
 
-def _restore_progress(engine: Any, counters: Mapping[str, int], scheduler: Any) -> None:
+def _restore_progress(engine: SubnetworkEngine, counters: Mapping[str, int], scheduler: Any) -> None:
     """Set counters and restart the current step, which may have a different number of micro-batches.
 
     Args:

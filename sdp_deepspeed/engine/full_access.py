@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from sdp_deepspeed.parallel.full_tensors import read_full, write_full
 
+if TYPE_CHECKING:
+    from sdp_deepspeed.engine.engine import SubnetworkEngine
 
-def install_full_access(parameter: nn.Parameter, name: str, engine: Any) -> None:
+
+def install_full_access(parameter: nn.Parameter, name: str, engine: SubnetworkEngine) -> None:
     """Install the attributes that DeepSpeed's functions use. Those functions are then collective.
 
     Args:
@@ -32,7 +35,7 @@ def install_full_access(parameter: nn.Parameter, name: str, engine: Any) -> None
 class _Access:
     """The methods of one Parameter. Holds weak references; a pickled Parameter has no engine."""
 
-    def __init__(self, engine: Any, name: str) -> None:
+    def __init__(self, engine: SubnetworkEngine | None, name: str) -> None:
         self._engine = (lambda: None) if engine is None else weakref.ref(engine)
         self._name = name
 

@@ -7,13 +7,16 @@ import math
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.profiling.flops_profiler.profiler import params_to_string
 
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.parallel.consistency import gather_objects
+
+if TYPE_CHECKING:
+    from sdp_deepspeed.engine.engine import SubnetworkEngine
 
 _DEFAULT_INTERVAL = 10  # steps
 
@@ -30,13 +33,13 @@ class StepEvents:
         interval: number of steps between two events, the same on all ranks. None: no events.
     """
 
-    def __init__(self, engine: Any, interval: int | None) -> None:
+    def __init__(self, engine: SubnetworkEngine, interval: int | None) -> None:
         self._engine, self._interval = engine, interval
         self._losses: list[torch.Tensor] = []
         self._are_shares = False
 
     @classmethod
-    def of(cls, engine: Any) -> StepEvents:
+    def of(cls, engine: SubnetworkEngine) -> StepEvents:
         """Create it with the interval of rank 0, which writes the events; collective."""
         enabled, given = gather_objects(
             (bool(engine.monitor.enabled), engine.steps_per_print()), engine.groups.control
@@ -73,7 +76,7 @@ class StepEvents:
         )
 
 
-def label_profile(engine: Any) -> None:
+def label_profile(engine: SubnetworkEngine) -> None:
     """Make DeepSpeed's flops profiler say that its "model" is a subnetwork."""
     show = engine.flops_profiler.print_model_profile
 

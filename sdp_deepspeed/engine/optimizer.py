@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
@@ -40,7 +41,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         *,
         skips_overflow: bool,
         reports_norm: bool,
-        process_group: Any,
+        process_group: dist.ProcessGroup,
         wait: Callable[[str], None],
         before_mode: Callable[[str], None],
     ) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.utils import log_dist
@@ -22,6 +22,9 @@ from sdp_deepspeed.engine.refusals import refuse_config
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.consistency import gather_objects, gather_results, run_on_all_ranks
 from sdp_deepspeed.schedule import FIXED, OF_SCHEDULE, Schedule, merged, with_stage
+
+if TYPE_CHECKING:
+    from sdp_deepspeed.engine.engine import SubnetworkEngine
 
 _STAGES = (0, 1, 2)
 
@@ -42,12 +45,12 @@ class Replanned:
         return f"re-planned in {self.seconds:.3g} s; a rank sent up to {self.sent_bytes:,} bytes of optimizer state"
 
 
-def rank_state(engine: Any) -> RankState:
+def rank_state(engine: SubnetworkEngine) -> RankState:
     """This rank's share of the model and optimizer state."""
     return RankState(engine.mask, engine.optimizer.sharded, engine.groups, engine.tensor_parallel.shards)
 
 
-def new_config(engine: Any, block: Mapping[str, Any], stage: int | None) -> dict[str, Any]:
+def new_config(engine: SubnetworkEngine, block: Mapping[str, Any], stage: int | None) -> dict[str, Any]:
     """The DeepSpeed config with changed keys of the block.
 
     Raises:
@@ -69,7 +72,7 @@ def new_config(engine: Any, block: Mapping[str, Any], stage: int | None) -> dict
     return with_stage({**engine.config, KEY: merged(engine.config[KEY], block)}, stage)
 
 
-def replan(engine: Any, config: Mapping[str, Any], stage: int | None) -> Replanned:
+def replan(engine: SubnetworkEngine, config: Mapping[str, Any], stage: int | None) -> Replanned:
     """Continue under the plan of another config. Collective, between two steps.
 
     Raises:
@@ -114,7 +117,7 @@ def replan(engine: Any, config: Mapping[str, Any], stage: int | None) -> Replann
     return result
 
 
-def follow_schedule(engine: Any, steps: int) -> None:
+def follow_schedule(engine: SubnetworkEngine, steps: int) -> None:
     """Re-plan if the next step is in another phase of `schedule`, or `redraw_interval` has passed. Collective.
 
     Args:
@@ -134,7 +137,7 @@ def follow_schedule(engine: Any, steps: int) -> None:
     engine.phase, engine.draw = phase, draw
 
 
-def check_schedule(engine: Any) -> None:
+def check_schedule(engine: SubnetworkEngine) -> None:
     """Check the later phases, and the first re-drawn assignment, at start-up. Collective; the module must be dense.
 
     Raises:
@@ -163,7 +166,8 @@ def _named(path: str) -> Iterator[None]:
         raise kind(f"{path}: {error}") from error
 
 
-def _stage_of(engine: Any, phase: int) -> int:
+def _stage_of(engine: SubnetworkEngine, phase: int) -> int:
+    assert engine.schedule is not None
     stage = engine.schedule.phases[phase].stage
     return int(engine.stage_of_config if stage is None else stage)
 
@@ -175,7 +179,7 @@ def _block_of(config: Mapping[str, Any]) -> SubnetworkConfig:
     return block
 
 
-def _refuse_run(engine: Any) -> None:
+def _refuse_run(engine: SubnetworkEngine) -> None:
     """Raise ValueError or RuntimeError if the state of the run does not allow re-planning."""
     engine.dense_view.end_evaluation()
     engine._known_parameters.check()
@@ -196,7 +200,7 @@ def _refuse_run(engine: Any) -> None:
         )
 
 
-def _set_stage(engine: Any, stage: int) -> None:
+def _set_stage(engine: SubnetworkEngine, stage: int) -> None:
     """Set the stage in DeepSpeed's config object, where its engine reads it."""
     config = engine._config
     config.zero_config.stage = stage

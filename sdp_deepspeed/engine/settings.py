@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 
+if TYPE_CHECKING:
+    from sdp_deepspeed.engine.engine import SubnetworkEngine
 
-def sharded_options(engine: Any) -> dict[str, Any]:
+
+def sharded_options(engine: SubnetworkEngine) -> dict[str, Any]:
     """Keyword arguments of `ShardedOptimizer`."""
     model_dtype, accumulation_dtype = engine.get_data_types()
     zero = engine._config.zero_config
@@ -31,7 +34,7 @@ def sharded_options(engine: Any) -> dict[str, Any]:
     }
 
 
-def skips_overflow(engine: Any) -> bool:
+def skips_overflow(engine: SubnetworkEngine) -> bool:
     """Whether steps with non-finite gradients are skipped, as in DeepSpeed: in fp16; in bf16 if the config says so; in
     fp32 only under ZeRO."""
     if engine.bfloat16_enabled():
@@ -40,7 +43,7 @@ def skips_overflow(engine: Any) -> bool:
     return under_zero or bool(engine.fp16_enabled())
 
 
-def loss_scaler(engine: Any) -> LossScalerBase:
+def loss_scaler(engine: SubnetworkEngine) -> LossScalerBase:
     """DeepSpeed's loss scaler: static, dynamic, or 1 without fp16."""
     return CreateLossScaler(
         engine.get_data_types()[0],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,9 @@ from sdp_deepspeed.config import KEY
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Unit
+
+if TYPE_CHECKING:
+    from sdp_deepspeed.masking.mask import Mask
 
 
 def check_plan(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch]) -> None:
@@ -103,7 +106,7 @@ def _check_norms(model: nn.Module, branch: LocatedBranch) -> None:
                 )
 
 
-def check_trained(mask: Any) -> None:
+def check_trained(mask: Mask) -> None:
     """Raise ValueError for ranks whose parameters are all frozen, while others train: their loss has no gradient."""
     trained = {holders for name, pieces in mask.pieces.items() if mask.trainable[name] for _, holders in pieces}
     idle = set(range(len(mask.plan.subnetwork_of_rank))).difference(*trained)

@@ -35,7 +35,7 @@ def running_statistics(mask: Mask) -> list[tuple[Piece, tuple[int, ...]]]:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def average_running_statistics(mask: Mask, group: Any, device: torch.device) -> None:
+def average_running_statistics(mask: Mask, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Average each running mean and variance over the ranks that run the norm; take the maximum of batch counts.
 
     Two all-reduces over the data-parallel ranks; none without running statistics. The mask must be applied. Sums are in
@@ -114,7 +114,9 @@ def estimate_statistics(
 
 
 @torch.no_grad()
-def write_statistics(found: Mapping[_BatchNorm, Sequence[torch.Tensor]], group: Any = None) -> None:
+def write_statistics(
+    found: Mapping[_BatchNorm, Sequence[torch.Tensor]], group: dist.ProcessGroup | None = None
+) -> None:
     """Set running means and variances to the means over the ranks of a group, which have run equally many batches, and
     set batch counts."""
     for norm, values in found.items():

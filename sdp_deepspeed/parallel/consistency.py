@@ -6,19 +6,25 @@ import itertools
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from sdp_deepspeed.messages import listed
+
+if TYPE_CHECKING:
+    from sdp_deepspeed.masking.mask import Mask
+    from sdp_deepspeed.parallel.groups import Groups
+    from sdp_deepspeed.plan.plan import Plan
 
 T = TypeVar("T")
 
 _KINDS = (ValueError, RuntimeError, OSError)  # types that are kept; all others become RuntimeErrors
 
 
-def gather_objects(value: object, group: Any = None) -> list[Any]:
+def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """All-gather a small picklable object over a group with a CPU backend, in rank order."""
     if not dist.is_initialized():
         return [value]
@@ -27,20 +33,20 @@ def gather_objects(value: object, group: Any = None) -> list[Any]:
     return found
 
 
-def raise_on_all_ranks(error: Exception | None, group: Any = None) -> None:
+def raise_on_all_ranks(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
     """Raise the first rank's error on every rank, if any rank has one; collective. The message names the ranks with an
     error unless all have one."""
     _raise_first(gather_objects(_report(error), group), error)
 
 
-def run_on_all_ranks(work: Callable[[], T], group: Any = None) -> T:
+def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run `work` on every rank of a group; an error on some of them is raised on all."""
     result, error = _attempt(work)
     raise_on_all_ranks(error, group)
     return result
 
 
-def gather_results(work: Callable[[], T], group: Any = None) -> list[T]:
+def gather_results(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """As `run_on_all_ranks`, but returns the results of all ranks in rank order; they must be small and picklable."""
     result, error = _attempt(work)
     found = gather_objects((_report(error), result), group)
@@ -48,7 +54,7 @@ def gather_results(work: Callable[[], T], group: Any = None) -> list[T]:
     return [of_rank for _, of_rank in found]
 
 
-def first_batches(batches: Iterable[Any], num_batches: int, group: Any) -> list[Any]:
+def first_batches(batches: Iterable[Any], num_batches: int, group: dist.ProcessGroup | None) -> list[Any]:
     """Take the first batches of this rank; collective.
 
     Args:
@@ -127,7 +133,9 @@ def refuse_difference(what: str, facts: Mapping[int, Sequence[str]]) -> None:
             )
 
 
-def check_same_parameters(model: Any, members: Collection[Sequence[int]], group: Any) -> None:
+def check_same_parameters(
+    model: nn.Module, members: Collection[Sequence[int]], group: dist.ProcessGroup | None
+) -> None:
     """Compare names, shapes and dtypes of parameters; collective. Run it before collectives whose sizes depend on
     these, which would otherwise crash or hang.
 
@@ -147,7 +155,7 @@ def check_same_parameters(model: Any, members: Collection[Sequence[int]], group:
         refuse_difference("model", {rank: every[rank] for rank in ranks})
 
 
-def check_same_plan(plan: Any, group: Any) -> None:
+def check_same_plan(plan: Plan, group: dist.ProcessGroup | None) -> None:
     """Compare the plan's hash, and the subnetwork of each rank, which the hash does not cover; collective.
 
     Raises:
@@ -161,14 +169,14 @@ def check_same_plan(plan: Any, group: Any) -> None:
         )
 
 
-def check_agreement(mask: Any, groups: Any) -> None:
+def check_agreement(mask: Mask, groups: Groups) -> None:
     """Compare the slices of parameters that data-parallel ranks store, bit by bit. Slow; for `check_agreement`.
 
     Raises:
         RuntimeError: two ranks have different values of a slice.
     """
     own = {
-        piece: zlib.crc32(mask.view(piece).contiguous().flatten().view(torch.uint8).cpu().numpy())
+        piece: zlib.crc32(mask.view(piece).contiguous().flatten().view(torch.uint8).cpu().numpy().data)
         for pieces in mask.pieces.values()
         for piece, _ in pieces
         if mask.stored(piece)

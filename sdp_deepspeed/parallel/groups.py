@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,11 +39,11 @@ class HolderGroup:
     """
 
     holders: Holders
-    process_group: Any
+    process_group: dist.ProcessGroup | None
     position: int
     scatters_directly: bool = False
     gathers_directly: bool = False
-    comm: Any = dist
+    comm: ModuleType = dist
 
     @property
     def size(self) -> int:
@@ -80,8 +81,8 @@ class Groups:
         *,
         ranks: Sequence[Sequence[int]] | None = None,
         nodes: Sequence[Hashable] | None = None,
-        control: Any = None,
-        comm: Any = dist,
+        control: dist.ProcessGroup | None = None,
+        comm: ModuleType = dist,
         timeout: timedelta | None = None,
     ) -> None:
         everyone, me = list(range(dist.get_world_size())), dist.get_rank()
@@ -113,7 +114,9 @@ class Groups:
                 self.data_parallel = self._groups[all_indices]
         self.num_groups = len({id(self.control), *map(id, self._created)})
 
-    def _process_group(self, ranks: list[int], everyone: list[int], timeout: timedelta | None) -> Any:
+    def _process_group(
+        self, ranks: list[int], everyone: list[int], timeout: timedelta | None
+    ) -> dist.ProcessGroup | None:
         if len(ranks) == 1:
             return None
         if ranks == everyone:
@@ -134,7 +137,7 @@ class Groups:
         self._created.clear()
 
 
-def group_of_one() -> Any:
+def group_of_one() -> dist.ProcessGroup:
     """A process group of this rank alone, created once per default group, for APIs that require a group."""
     known = dist.distributed_c10d._world.pg_map
     if not (_of_one and _of_one[-1] in known):
@@ -142,7 +145,7 @@ def group_of_one() -> Any:
     return _of_one[-1]
 
 
-_of_one: list[Any] = []
+_of_one: list[dist.ProcessGroup] = []
 
 
 def default_group_timeout() -> timedelta | None:
@@ -256,4 +259,5 @@ def broadcast(flat: torch.Tensor, group: HolderGroup, owner: int) -> None:
 
 
 def _global_rank(group: HolderGroup, owner: int) -> int:
+    assert group.process_group is not None
     return dist.get_global_rank(group.process_group, group.holders.index(owner))

@@ -65,7 +65,7 @@ class TensorParallel:
 
     branches: Sequence[LocatedBranch]
     shards: TensorParallelShards = UNDIVIDED
-    group: Any = None
+    group: dist.ProcessGroup | None = None
     partial_gradients: Sequence[str] = ()
 
     def replicated(self, parameters: Mapping[str, Any]) -> list[str]:
@@ -83,7 +83,7 @@ class TensorParallel:
         trained = [parameters[name] for name in sorted(self.partial_gradients) if parameters[name].requires_grad]
         return [parameter.register_hook(summed) for parameter in trained]
 
-    def check_replicated(self, tensors: Mapping[str, torch.Tensor], control: Any) -> None:
+    def check_replicated(self, tensors: Mapping[str, torch.Tensor], control: dist.ProcessGroup | None) -> None:
         """Compare replicated tensors over the group; a collective of all ranks of the job.
 
         Args:
@@ -104,7 +104,9 @@ class TensorParallel:
             )
 
 
-def of_autotp(model: nn.Module, whole: WholeModel, group: Any, control: Any) -> TensorParallel:
+def of_autotp(
+    model: nn.Module, whole: WholeModel, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None
+) -> TensorParallel:
     """This rank's part of a model that AutoTP has divided; a collective of all ranks of the job.
 
     Args:
@@ -136,7 +138,7 @@ def of_autotp(model: nn.Module, whole: WholeModel, group: Any, control: Any) -> 
     return TensorParallel(branches, shards, group, _partial_gradients(parameters, branches, divisions))
 
 
-def of_author(model: nn.Module, group: Any, control: Any) -> TensorParallel:
+def of_author(model: nn.Module, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None) -> TensorParallel:
     """This rank's part of a model that its author has divided; a collective of all ranks of the job.
 
     Divided parameters have the attribute `model_parallel` or `tensor_model_parallel`, as for ZeRO-1, and optionally
@@ -163,7 +165,7 @@ def of_author(model: nn.Module, group: Any, control: Any) -> TensorParallel:
     return TensorParallel(branches, TensorParallelShards(dist.get_rank(group), len(every), divisions), group)
 
 
-def _of_group(values: Sequence[Any], group: Any) -> list[Any]:
+def _of_group(values: Sequence[Any], group: dist.ProcessGroup | None) -> list[Any]:
     """The values of a group's ranks, from one value per rank."""
     return [values[rank] for rank in dist.get_process_group_ranks(group)] if group is not None else []
 

@@ -23,7 +23,7 @@ class WholeStateDicts:
         group: tensor-parallel process group.
     """
 
-    def __init__(self, model: nn.Module, shards: TensorParallelShards, group: Any) -> None:
+    def __init__(self, model: nn.Module, shards: TensorParallelShards, group: dist.ProcessGroup) -> None:
         self._shards, self._group, self._are_whole = shards, group, False
         names = {id(p): name for name, p in model.named_parameters() if name in shards.divisions}
         for module in model.modules():
