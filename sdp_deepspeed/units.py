@@ -47,6 +47,10 @@ class Piece:
             return tensor
         return tensor.narrow(self.dim, self.start, self.length)
 
+    def offsets(self, num_dims: int) -> tuple[int, ...]:
+        """Index of the first element in the dense tensor."""
+        return tuple(self.start if dim == self.dim else 0 for dim in range(num_dims))
+
     def num_elements(self, shape: Iterable[int]) -> int:
         """Number of elements of this piece in a dense tensor of `shape`."""
         count = 1

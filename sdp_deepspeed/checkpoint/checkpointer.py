@@ -1,7 +1,7 @@
 """Save and load checkpoints: the implementation of `save_checkpoint` and `load_checkpoint` of both hosts.
 
-Besides the boxes of boxes.py, a checkpoint contains `common` (one for the run: counters, LR scheduler, loss scale,
-client state, facts of the optimizer) and `rank/N` (random state and buffers of each rank). Both are bytes of
+Besides the tensors of saved_tensors.py, a checkpoint contains `common` (one for the run: counters, LR scheduler, loss
+scale, client state, facts of the optimizer) and `rank/N` (random state and buffers of each rank). Both are bytes of
 `torch.save` in uint8 tensors and are read with `weights_only=True`, so loading a checkpoint does not execute code.
 """
 
@@ -24,12 +24,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sdp_deepspeed.checkpoint import files
-from sdp_deepspeed.checkpoint.boxes import Targets, make_targets, written_state
 from sdp_deepspeed.checkpoint.hugging_face import model_facts, tied_names
 from sdp_deepspeed.checkpoint.optimizer_state import group_facts, optimizer_facts, restore_optimizer
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, SavePlanner, State, add_box, on_host
 from sdp_deepspeed.checkpoint.random_state import random_state, restore_random_state
 from sdp_deepspeed.checkpoint.rank_state import RankState, live_buffers, restore_buffers
+from sdp_deepspeed.checkpoint.saved_tensors import Targets, make_targets, written_state
 from sdp_deepspeed.parallel.consistency import gather_objects, gather_results, run_on_all_ranks
 
 logger = logging.getLogger("sdp_deepspeed")

@@ -27,7 +27,7 @@ from sdp_deepspeed.checkpoint.checkpointer import COMMON, COUNTERS, add_bytes, p
 from sdp_deepspeed.checkpoint.planners import SavePlanner, State, add_box
 from sdp_deepspeed.checkpoint.rank_state import WEIGHT
 from sdp_deepspeed.messages import quoted
-from sdp_deepspeed.parallel.shard_parts import row_major_boxes
+from sdp_deepspeed.parallel.boxes import row_major_boxes
 
 _OPTIMIZERS, _MODELS = "*zero_pp_rank_*_optim_states.pt", "*mp_rank_00_model_states.pt"
 _MOMENTS, _STEP = ("exp_avg", "exp_avg_sq"), "step"

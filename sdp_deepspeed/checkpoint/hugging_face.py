@@ -30,11 +30,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from sdp_deepspeed.atomic_files import sync
-from sdp_deepspeed.checkpoint.boxes import make_targets, written_state
 from sdp_deepspeed.checkpoint.files import Reader, new_folder
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, State, add_box
 from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState, names_of_persistent_buffers, persistent_buffers
 from sdp_deepspeed.checkpoint.reshard import BoxDirectory, fill
+from sdp_deepspeed.checkpoint.saved_tensors import make_targets, written_state
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.consistency import run_on_all_ranks
 

@@ -25,7 +25,7 @@ _ALIKE = {
 }
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")  # options that do not change results
 Facts = dict[str, Any]
-Moments = dict[torch.nn.Parameter, dict[str, torch.Tensor]]  # by parameter of the optimizer
+Moments = dict[torch.Tensor, dict[str, torch.Tensor]]  # by parameter of the optimizer
 
 
 class GroupFacts(NamedTuple):
@@ -107,23 +107,27 @@ def new_moments(state: RankState, stored: Mapping[str, Any], facts: Facts) -> Mo
         if kind != WEIGHT:
             kinds_of.setdefault(name, set()).add(kind)
     result: Moments = {}
-    for part in state.optimizer.shard_parts(owned=False):
-        name = part.piece.parameter
+    for name, parameter in _stepped(state):
         kinds = kinds_of.get(state.key("", name)[1:], set())
-        if part.parameter not in result:
-            result[part.parameter] = {
+        if parameter not in result:
+            result[parameter] = {
                 kind: torch.zeros_like(
-                    part.parameter.detach(),
-                    dtype=_dtype_of_moment(optimizer, part.parameter, stored[state.key(kind, name)].properties.dtype),
+                    parameter.detach(),
+                    dtype=_dtype_of_moment(optimizer, parameter, stored[state.key(kind, name)].properties.dtype),
                 )
                 for kind in sorted(kinds)
             }
-        if kinds != (others := result[part.parameter].keys()):
+        if kinds != (others := result[parameter].keys()):
             raise ValueError(
                 f"the checkpoint has optimizer state {sorted(kinds)} of {name!r}, but {sorted(others)} of others in "
                 "its shard; load without optimizer states"
             )
     return result
+
+
+def _stepped(state: RankState) -> list[tuple[str, torch.Tensor]]:
+    """Dense name and parameter of the optimizer of each tensor that this rank steps elements of."""
+    return list(dict.fromkeys((box.name, box.tensor) for box in state.boxes() if box.is_stepped))
 
 
 def _dtype_of_moment(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, stored: torch.dtype) -> torch.dtype:
@@ -136,7 +140,7 @@ def restore_optimizer(state: RankState, moments: Moments, facts: Facts) -> None:
     """Load moments and step counts, and options of param groups if both runs have the same groups."""
     optimizer = state.optimizer.optimizer
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    name_of = {part.parameter: part.piece.parameter for part in state.optimizer.shard_parts(owned=False)}
+    name_of = {parameter: name for name, parameter in _stepped(state)}
     states: dict[int, dict[str, Any]] = {}
     for index, parameter in enumerate(parameters):
         group = facts["groups"].get(name_of.get(parameter))

@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.parallel.boxes import Box, box_of_piece
 from sdp_deepspeed.parallel.groups import Groups
 from sdp_deepspeed.plan.tensor_parallel import UNDIVIDED, TensorParallelShards
 from sdp_deepspeed.units import Piece
 
-WEIGHT = "weight"  # kind of key, see boxes.py
-
-
-class Stepped(Protocol):
-    """Elements of a slice in a parameter of the optimizer."""
-
-    @property
-    def parameter(self) -> torch.nn.Parameter: ...
-
-    @property
-    def piece(self) -> Piece: ...
-
-    def boxes(self, tensor: torch.Tensor, *, flat: bool = False) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """See `ShardPart`."""
-
-
-class UnsteppedBox(NamedTuple):
-    """Elements of a slice that the optimizer does not step.
-
-    Args:
-        is_written: whether this rank saves them.
-        offsets: offsets in the slice.
-        values: a view.
-    """
-
-    piece: Piece
-    is_written: bool
-    offsets: tuple[int, ...]
-    values: torch.Tensor
+WEIGHT = "weight"  # kind of key, see saved_tensors.py
 
 
 class SteppedModel(Protocol):
@@ -53,7 +26,7 @@ class SteppedModel(Protocol):
     @property
     def param_groups(self) -> Mapping[str, int]: ...
 
-    def shard_parts(self, *, owned: bool) -> Sequence[Stepped]: ...
+    def boxes(self, flat: Collection[str] = ()) -> Sequence[Box]: ...
 
     def gather_weights(self) -> None: ...
 
@@ -84,15 +57,22 @@ class RankState:
         """Number of each param group; with FSDP2 several groups may have the same number."""
         return list(range(len(self.optimizer.optimizer.param_groups)))
 
-    def unstepped(self) -> Iterator[UnsteppedBox]:
-        """Yield the parts of untrained parameters and persistent buffers that this rank stores."""
-        names = [name for name in self.mask.parameters if name not in self.optimizer.param_groups]
-        tensors: dict[str, torch.Tensor] = {name: self.mask.parameters[name] for name in names}
-        for name, tensor in (tensors | self.live_buffers()).items():
+    def boxes(self) -> Iterator[Box]:
+        """Yield all that this rank stores of the model, once: masters of what it steps, untrained parameters, and
+        persistent buffers. With tensor parallelism, tensors that are divided in an unknown way are vectors."""
+        unknown = [name for name in self.mask.shapes if not self.is_known(name)]
+        yield from self.optimizer.boxes(unknown)
+        for name, tensor in self.unstepped().items():
             for piece, holders in self.mask.pieces_of(name):
                 if self.mask.stored(piece):
                     values = _view(self.mask, piece, tensor)
-                    yield UnsteppedBox(piece, holders[0] == self.mask.rank, (0,) * values.dim(), values)
+                    values = values.view(-1) if name in unknown else values
+                    yield box_of_piece(piece, values, is_written=holders[0] == self.mask.rank)
+
+    def unstepped(self) -> dict[str, torch.Tensor]:
+        """Untrained parameters and persistent buffers by dense name."""
+        frozen = {name: p for name, p in self.mask.parameters.items() if name not in self.optimizer.param_groups}
+        return frozen | self.live_buffers()
 
     def live_buffers(self) -> dict[str, torch.Tensor]:
         """Current persistent buffers by name; modules may have replaced them."""
@@ -132,12 +112,10 @@ class RankState:
         """Whether this tensor-parallel rank saves its part; of replicated tensors only the first rank does."""
         return name in self.shards.divisions or self.groups.tensor_parallel_rank == 0
 
-    def offsets(self, piece: Piece) -> list[int]:
-        """Offsets of a piece in the dense tensor."""
-        division = self.shards.divisions.get(piece.parameter)
-        num_dims = len(self.shape(piece.parameter))
-        offsets = [piece.start if dim == piece.dim else 0 for dim in range(num_dims)]
-        if division is not None:
+    def offsets(self, box: Box) -> list[int]:
+        """Offsets of a box in the tensor of the dense model."""
+        offsets = list(box.offsets)
+        if (division := self.shards.divisions.get(box.name)) is not None:
             offsets[division.dim] += sum(division.lengths[: self.shards.index])
         return offsets
 
@@ -150,9 +128,9 @@ def _view(mask: Mask, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def live_buffers(state: RankState) -> dict[str, torch.Tensor]:
-    """This rank's persistent buffers, whose values may differ between ranks."""
-    others = (other for other in state.unstepped() if other.piece.kind == "buffer")
-    return {f"{other.piece.parameter}@{other.piece.start}": other.values for other in others}
+    """This rank's persistent buffers, whose values may differ between ranks, by name and start of each slice."""
+    boxes = [box for box in state.boxes() if box.name in state.mask.buffers]
+    return {f"{box.name}@{sum(box.offsets)}": box.view() for box in boxes}
 
 
 def restore_buffers(state: RankState, buffers: Mapping[str, torch.Tensor]) -> None:

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from sdp_deepspeed.checkpoint.boxes import make_targets, written_state
 from sdp_deepspeed.checkpoint.optimizer_state import Facts, group_facts, optimizer_facts, restore_optimizer
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, State
 from sdp_deepspeed.checkpoint.rank_state import RankState, live_buffers, restore_buffers
+from sdp_deepspeed.checkpoint.saved_tensors import make_targets, written_state
 from sdp_deepspeed.parallel.consistency import gather_objects, gather_results, run_on_all_ranks
 
 _BYTES = 2**28  # of dense tensors per exchange

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,23 +26,10 @@ from sdp_deepspeed.fsdp.state_dicts import PartsDict
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward, set_data
 from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, set_sizes, split_layer
+from sdp_deepspeed.parallel.boxes import Box
 from sdp_deepspeed.units import Holders, Piece
 
 PARTS = "sdp_parts"  # child of a layer that contains the parts of its branches
-
-
-class Box(NamedTuple):
-    """A box of elements of a slice, in one rank's shard of a parameter.
-
-    Args:
-        piece: the slice of a dense tensor.
-        offsets: index of the first element in the slice.
-        inside: index of the box in the shard.
-    """
-
-    piece: Piece
-    offsets: tuple[int, ...]
-    inside: tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -73,21 +60,27 @@ class Part:
             return 0, self.shape[0]
         return chunk(self.shape[0], self.holders.index(rank), len(self.holders))
 
-    def boxes(self, rank: int) -> Iterator[Box]:
-        """The boxes of each piece in a holder's shard."""
+    def boxes(self, rank: int, tensor: torch.Tensor, *, is_stepped: bool) -> Iterator[Box]:
+        """The boxes of a holder's shard; rank 0 saves ignored parameters.
+
+        Args:
+            tensor: the parameter.
+        """
         start, stop = self.rows(rank)
-        first, others = 0, self.shape[1:]
+        first, is_written = 0, self.is_sharded or rank == 0
         for piece in self.pieces:
-            columns = [(0, size) for size in others]
+            columns = [(0, size) for size in self.shape[1:]]
             low, high = start, stop
             if self.dim == 0:
                 low, high = max(start, first), min(stop, first + piece.length)
             elif self.dim is not None:
                 columns[self.dim - 1] = (first, first + piece.length)
             if low < high and all(a < b for a, b in columns):
-                inside = (slice(low - start, high - start), *(slice(a, b) for a, b in columns))
-                offsets = (low - first if self.dim == 0 else low, *(0 for _ in others))
-                yield Box(piece, offsets, inside)
+                offsets = list(piece.offsets(len(self.shape)))
+                offsets[0] += low - first if self.dim == 0 else low
+                ranges = ((low - start, high - start), *columns)
+                sizes, inside = tuple(b - a for a, b in ranges), tuple(slice(a, b) for a, b in ranges)
+                yield Box(self.name, tuple(offsets), sizes, tensor, inside, is_stepped, is_written)
             first += piece.length if self.dim is not None else 0
 
 

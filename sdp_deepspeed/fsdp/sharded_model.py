@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from sdp_deepspeed.accelerate_fsdp import SHARDED
 from sdp_deepspeed.config import SubnetworkConfig
@@ -19,6 +18,7 @@ from sdp_deepspeed.fsdp.parts import Part
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.running_statistics import average_running_statistics
+from sdp_deepspeed.parallel.boxes import local_of
 from sdp_deepspeed.parallel.consistency import CallBarrier
 from sdp_deepspeed.parallel.groups import Groups
 from sdp_deepspeed.parallel.zero_grad import extend_zero_grad
@@ -144,12 +144,6 @@ class ShardedModel:
         if self.has_trained:
             average_running_statistics(self.mask, self.groups.data_parallel.process_group, self.device)
             self.has_trained = False
-
-
-def local_of(tensor: Any) -> torch.Tensor:
-    """The local part of a DTensor, or the tensor itself; detached."""
-    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach()
 
 
 def attach(sharded: ShardedModel) -> None:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from sdp_deepspeed.messages import listed
+from sdp_deepspeed.parallel.boxes import Box, shard_boxes
 from sdp_deepspeed.parallel.consistency import gather_objects
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
-from sdp_deepspeed.parallel.shard_parts import ShardPart, shard_parts
 
 Kind = Literal["weight", "gradient", "state"]
 
@@ -37,10 +37,8 @@ def read_full(optimizer: ShardedOptimizer, name: str, kind: Kind = "weight", key
     _prepare(optimizer, kind, key)
     like = optimizer.mask.parameters[name]
     dense = torch.zeros(optimizer.mask.shapes[name], dtype=torch.float32, device=like.device)
-    for part, values in _values(optimizer, name, kind, key):
-        flat = dense.new_zeros(part.slice.num_elements)
-        flat[part.start : part.stop] = values.to(flat)
-        part.slice.piece.narrow(dense).add_(flat.view(part.slice.shape))
+    for box, values in _values(optimizer, name, kind, key):
+        box.of(dense).copy_(values)
     group = optimizer.groups.data_parallel
     if group.size > 1:
         dist.all_reduce(dense, group=group.process_group)
@@ -62,8 +60,8 @@ def write_full(
             f"{name!r} has shape {expected}, the value {tuple(value.shape)}; pass the whole parameter's values"
         )
     _prepare(optimizer, kind, key)
-    for part, values in _values(optimizer, name, kind, key):
-        values.copy_(part.slice.piece.narrow(value).reshape(-1)[part.start : part.stop])
+    for box, values in _values(optimizer, name, kind, key):
+        values.copy_(box.of(value))
     for piece, _ in optimizer.mask.pieces[name] if kind == "weight" else ():
         if optimizer.mask.stored(piece):
             optimizer.mask.view(piece).copy_(piece.narrow(value))
@@ -77,21 +75,20 @@ def _prepare(optimizer: ShardedOptimizer, kind: Kind, key: str) -> None:
     elif kind == "state":
         parameters = [parameter for bucket in optimizer.held for parameter in bucket.parameters]
         states = [(parameter, optimizer.optimizer.state.get(parameter, {})) for parameter in parameters]
-        own = {k for p, state in states for k, v in state.items() if torch.is_tensor(v) and v.shape == p.shape}
-        known = sorted(set().union(*gather_objects(own, optimizer.groups.control)))
+        keys = {k for p, state in states for k, v in state.items() if torch.is_tensor(v) and v.shape == p.shape}
+        known = sorted(set().union(*gather_objects(keys, optimizer.groups.control)))
         if key not in known:
             words = f"it has {listed(known)}" if known else "before the first step there is none"
             raise ValueError(f"the optimizer has no state {key!r} with one value per element: {words}")
 
 
-def _values(optimizer: ShardedOptimizer, name: str, kind: Kind, key: str) -> Iterator[tuple[ShardPart, torch.Tensor]]:
-    """Yield flat views of what this rank owns of a parameter; nothing for missing state."""
-    for bucket in optimizer.held:
-        if name in bucket.layout.names:
-            if kind == "gradient":
-                bucket.set_gradients(bucket.average)
-            for part in shard_parts(bucket):
-                state = optimizer.optimizer.state.get(part.parameter, {})
-                tensor = {"weight": part.parameter, "gradient": part.parameter.grad, "state": state.get(key)}[kind]
-                if part.slice.piece.parameter == name and tensor is not None:
-                    yield part, part.of(tensor)
+def _values(optimizer: ShardedOptimizer, name: str, kind: Kind, key: str) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield the boxes that this rank owns of a parameter, with views of their values; nothing for missing state."""
+    for bucket in (bucket for bucket in optimizer.held if name in bucket.layout.names):
+        if kind == "gradient":
+            bucket.set_gradients(bucket.average)
+        for box in shard_boxes(bucket):
+            state = optimizer.optimizer.state.get(box.tensor, {})
+            tensor = {"weight": box.tensor, "gradient": box.tensor.grad, "state": state.get(key)}[kind]
+            if box.name == name and tensor is not None:
+                yield box, box.view(tensor)

@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from sdp_deepspeed.parallel.boxes import Box, shard_boxes
 from sdp_deepspeed.parallel.bucket_layouts import BUCKET_SIZE, plan_buckets
 from sdp_deepspeed.parallel.buckets import Bucket, held_tensors
 from sdp_deepspeed.parallel.groups import Groups, all_gather, broadcast
@@ -52,7 +53,6 @@ from sdp_deepspeed.parallel.offload import Moved, move_back, move_to_host
 from sdp_deepspeed.parallel.optimizer_kinds import tensors_stepped_whole
 from sdp_deepspeed.parallel.param_groups import prefer_fused, replace_parameters
 from sdp_deepspeed.parallel.reducer import Reducer, posted_together
-from sdp_deepspeed.parallel.shard_parts import ShardPart, shard_parts
 from sdp_deepspeed.parallel.weight_gathers import plan_gathers
 
 if TYPE_CHECKING:
@@ -323,7 +323,11 @@ class ShardedOptimizer:
     # ---- state, for checkpoints and re-planning --------------------------------------------------------------------
 
     @torch.no_grad()
-    def shard_parts(self, *, owned: bool) -> list[ShardPart]:
-        """Parts of all held buckets, with the module's current values. What a rank steps it owns."""
+    def boxes(self, flat: Collection[str] = ()) -> list[Box]:
+        """What this rank steps, with the module's current values. What a rank steps it owns.
+
+        Args:
+            flat: see `shard_boxes`.
+        """
         self._restore_views()
-        return [part for bucket in self.held for part in shard_parts(bucket)]
+        return [box for bucket in self.held for box in shard_boxes(bucket, flat)]

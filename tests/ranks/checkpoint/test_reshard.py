@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sdp_deepspeed.checkpoint.boxes import written_state
+from sdp_deepspeed.checkpoint.saved_tensors import written_state
 from sdp_deepspeed.engine.replan import rank_state
 from tests.helpers.core_training import dense_of, dense_tensors
 from tests.helpers.models import batches, config

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from transformers import AutoModelForCausalLM
 
-from sdp_deepspeed.checkpoint.boxes import written_state
+from sdp_deepspeed.checkpoint.saved_tensors import written_state
 from sdp_deepspeed.fsdp import full_state_dict, save_pretrained, sharded_model_of
-from sdp_deepspeed.fsdp.checkpoints import state_of
+from sdp_deepspeed.fsdp.checkpoint_manager import state_of
 from sdp_deepspeed.plan.tensors import named_tensors
 from tests.helpers.core_training import dense_of
 from tests.helpers.models import llama, scrambled

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from sdp_deepspeed.checkpoint import files
 from sdp_deepspeed.checkpoint.planners import Boxes, LoadPlanner, add_box
-from sdp_deepspeed.parallel.shard_parts import row_major_boxes
+from sdp_deepspeed.parallel.boxes import row_major_boxes
 
 
 def save(folder: Path, tag: str, content: str, **options: Any) -> None:

@@ -8,7 +8,7 @@ holder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,9 @@ import torch
 
 from sdp_deepspeed.checkpoint.optimizer_state import Facts, Moments, moment_names, new_moments
 from sdp_deepspeed.checkpoint.planners import State, add_box
-from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState, Stepped, UnsteppedBox, persistent_buffers
+from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState, persistent_buffers
 from sdp_deepspeed.messages import quoted
-from sdp_deepspeed.units import Piece
+from sdp_deepspeed.parallel.boxes import Box
 
 # ---- save -----------------------------------------------------------------------------------------------------------
 
@@ -30,37 +30,19 @@ def written_state(state: RankState, *, exclude_frozen: bool = False) -> State:
         exclude_frozen: whether to leave out parameters that do not require gradients.
     """
     result: State = {}
-    for part in state.optimizer.shard_parts(owned=True):
-        if state.writes(part.piece.parameter):
-            _add_part(result, state, WEIGHT, part, part.parameter)
-            own = state.optimizer.optimizer.state.get(part.parameter, {})
-            for key in moment_names(own, part.parameter):
-                _add_part(result, state, key, part, own[key])
-    for other in state.unstepped():
-        piece, name = other.piece, other.piece.parameter
-        is_left_out = exclude_frozen and piece.kind == "parameter" and not state.mask.trainable[name]
-        if state.writes(name) and other.is_written and not is_left_out:
-            _add_unstepped(result, state, other)
+    for box in state.boxes():
+        is_left_out = exclude_frozen and not state.mask.trainable.get(box.name, True)
+        if box.is_written and state.writes(box.name) and not is_left_out:
+            _add(result, state, WEIGHT, box, box.tensor)
+            moments = state.optimizer.optimizer.state.get(box.tensor, {}) if box.is_stepped else {}
+            for kind in moment_names(moments, box.tensor):
+                _add(result, state, kind, box, moments[kind])
     return result
 
 
-def _add_unstepped(result: State, state: RankState, other: UnsteppedBox) -> None:
-    """Add a box of a weight or a buffer."""
-    is_known = state.is_known(other.piece.parameter)
-    values, offsets = (other.values, other.offsets) if is_known else (other.values.view(-1), (0,))
-    _add(result, state, WEIGHT, other.piece, offsets, values)
-
-
-def _add_part(result: State, state: RankState, key: str, part: Stepped, tensor: torch.Tensor) -> None:
-    """Add the boxes of a stepped parameter, or of its moment."""
-    for offsets, values in part.boxes(tensor, flat=not state.is_known(part.piece.parameter)):
-        _add(result, state, key, part.piece, offsets, values)
-
-
-def _add(result: State, state: RankState, key: str, piece: Piece, offsets: Sequence[int], values: torch.Tensor) -> None:
-    name, origin = piece.parameter, state.offsets(piece)
-    offsets = [a + b for a, b in zip(origin, offsets, strict=True)]
-    add_box(result, state.key(key, name), state.shape(name), offsets, values)
+def _add(result: State, state: RankState, kind: str, box: Box, tensor: torch.Tensor) -> None:
+    """Add the elements of a box in its tensor, or in a moment of that."""
+    add_box(result, state.key(kind, box.name), state.shape(box.name), state.offsets(box), box.view(tensor))
 
 
 # ---- load -----------------------------------------------------------------------------------------------------------
@@ -92,14 +74,12 @@ def make_targets(state: RankState, stored: Mapping[str, Any], facts: Facts | Non
     """
     _check_names(state, stored, strict=strict)
     boxes: State = {}
-    for other in state.unstepped():
-        _add_unstepped(boxes, state, other)
     moments = None if facts is None else new_moments(state, stored, facts)
-    for part in state.optimizer.shard_parts(owned=False):
-        _add_part(boxes, state, WEIGHT, part, part.parameter)
-        for key, flat in (moments or {}).get(part.parameter, {}).items():
-            _add_part(boxes, state, key, part, flat)
-    return Targets({key: found for key, found in boxes.items() if key in stored}, moments)
+    for box in state.boxes():
+        _add(boxes, state, WEIGHT, box, box.tensor)
+        for kind, tensor in (moments or {}).get(box.tensor, {}).items():
+            _add(boxes, state, kind, box, tensor)
+    return Targets({key: wanted for key, wanted in boxes.items() if key in stored}, moments)
 
 
 def _check_names(state: RankState, stored: Mapping[str, Any], *, strict: bool) -> None:
@@ -113,14 +93,13 @@ def _check_names(state: RankState, stored: Mapping[str, Any], *, strict: bool) -
             f"checkpoint of another model: it lacks {len(missing)} tensors ({quoted(missing)}), and "
             f"{len(unknown)} of its tensors are not in the model ({quoted(unknown)})"
         )
-    for name, found in ((name, stored[key]) for name, key in key_of.items() if key in stored):
-        if tuple(found.size) != state.shape(name):
+    for name, info in ((name, stored[key]) for name, key in key_of.items() if key in stored):
+        shape, dtype = tuple(info.size), info.properties.dtype
+        if shape != state.shape(name):
             raise ValueError(
-                f"checkpoint of another model: {name!r} has shape {tuple(found.size)}, but {state.shape(name)} in the "
-                "model"
+                f"checkpoint of another model: {name!r} has shape {shape}, but {state.shape(name)} in the model"
             )
-        if tensors[name].is_floating_point() and not found.properties.dtype.is_floating_point:
+        if tensors[name].is_floating_point() and not dtype.is_floating_point:
             raise ValueError(
-                f"checkpoint of another model: {name!r} has {found.properties.dtype}, but {tensors[name].dtype} in the "
-                "model"
+                f"checkpoint of another model: {name!r} has {dtype}, but {tensors[name].dtype} in the model"
             )

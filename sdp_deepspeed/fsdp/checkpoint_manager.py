@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,28 +13,11 @@ from torch import nn
 from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from sdp_deepspeed.checkpoint.hugging_face import load_pretrained
 from sdp_deepspeed.checkpoint.optimizer_state import NUMBER, group_facts
-from sdp_deepspeed.checkpoint.rank_state import RankState, UnsteppedBox
-from sdp_deepspeed.fsdp.parts import Box
-from sdp_deepspeed.fsdp.sharded_model import ShardedModel, local_of, sharded_model_of
+from sdp_deepspeed.checkpoint.rank_state import RankState
+from sdp_deepspeed.fsdp.sharded_model import ShardedModel, sharded_model_of
+from sdp_deepspeed.parallel.boxes import Box, local_of
 from sdp_deepspeed.parallel.consistency import gather_objects, run_on_all_ranks
 from sdp_deepspeed.parallel.optimizer_kinds import groups_of_whole_tensors, is_elementwise
-from sdp_deepspeed.units import Piece
-
-
-class SteppedBox(NamedTuple):
-    """A box of a slice, and the parameter of the optimizer that contains it."""
-
-    parameter: nn.Parameter
-    box: Box
-
-    @property
-    def piece(self) -> Piece:
-        return self.box.piece
-
-    def boxes(self, tensor: Any, *, flat: bool = False) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield the offsets in the slice, and a view into a tensor that is sharded like the parameter."""
-        assert not flat
-        yield self.box.offsets, local_of(tensor)[self.box.inside]
 
 
 class SteppedShards:
@@ -73,20 +56,15 @@ class SteppedShards:
                     )
         return result
 
-    def shard_parts(self, *, owned: bool) -> list[SteppedBox]:
-        """The boxes that this rank steps. Each element is owned by one rank; rank 0 owns ignored parameters."""
-        return [
-            SteppedBox(parameter, box)
-            for parameter, box, is_owned in self.boxes()
-            if box.piece.parameter in self.param_groups and (is_owned or not owned)
-        ]
-
-    def boxes(self) -> Iterator[tuple[Any, Box, bool]]:
-        """Yield for each box of this rank the parameter, the box, and whether the rank owns it."""
+    def boxes(self, flat: Collection[str] = ()) -> list[Box]:
+        """What this rank has of the parameters, trained or not."""
+        assert not flat
         sharded = self.sharded
-        for part in sharded.held_parts():
-            parameter, is_owned = sharded.parameter(part), part.is_sharded or sharded.rank == 0
-            yield from ((parameter, box, is_owned) for box in part.boxes(sharded.rank))
+        return [
+            box
+            for part in sharded.held_parts()
+            for box in part.boxes(sharded.rank, sharded.parameter(part), is_stepped=part.name in self.param_groups)
+        ]
 
     def gather_weights(self) -> None:
         """Does nothing: the optimizer steps the weights themselves."""
@@ -103,22 +81,14 @@ class ShardedState(RankState):
         return self.optimizer.sharded.dense.module  # of the original class, without wrappers
 
     def current_buffers(self) -> dict[str, torch.Tensor]:
-        return self.optimizer.sharded.dense.current_buffers()
+        return {name: local_of(buffer) for name, buffer in self.optimizer.sharded.dense.current_buffers().items()}
 
     @property
     def group_numbers(self) -> list[int]:
         return self.optimizer.group_numbers
 
-    def unstepped(self) -> Iterator[UnsteppedBox]:
-        sharded = self.optimizer.sharded
-        for parameter, box, is_owned in self.optimizer.boxes():
-            if box.piece.parameter not in self.optimizer.param_groups:
-                yield UnsteppedBox(box.piece, is_owned, box.offsets, local_of(parameter)[box.inside])
-        for name, buffer in self.live_buffers().items():
-            for piece, holders in self.mask.pieces_of(name):
-                if self.mask.is_held(piece):
-                    values = self.mask.view(piece, local_of(buffer))
-                    yield UnsteppedBox(piece, holders[0] == sharded.rank, (0,) * values.dim(), values)
+    def unstepped(self) -> dict[str, torch.Tensor]:
+        return self.live_buffers()  # `boxes` of the optimizer has all parameters
 
 
 def state_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> ShardedState:
