@@ -22,6 +22,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import TypeAdapter, ValidationError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, TrainingArguments
+from transformers.utils import is_timm_available
 
 import sdp_deepspeed
 from sdp_deepspeed import recipe as recipes
@@ -35,7 +36,8 @@ class Recipe:
     """The sections of a recipe.
 
     Attributes:
-        model: `model_type` and other keys of the Transformers config, or the `name` of a config (folder or hub).
+        model: `model_type` and other keys of the Transformers config, or the `name` of a config (folder or hub); for
+            images also the name of a `timm` model and `model_args`.
         data: fields of the program's data class.
         training: fields of `TrainingArguments`.
         deepspeed: the DeepSpeed config with the block; None without this section.
@@ -133,6 +135,8 @@ def model_config(recipe: Recipe, **defaults: Any) -> PretrainedConfig:
     try:
         if kind is not None and kind not in CONFIG_MAPPING:
             recipes.check_keys([kind], CONFIG_MAPPING, "model.model_type")
+        if kind == "timm_wrapper" and not is_timm_available():
+            fail("model: timm is not installed; run pip install timm")
         plain = AutoConfig.from_pretrained(name) if kind is None else AutoConfig.for_model(kind)
         recipes.check_keys(values, [key for key in dir(plain) if not key.startswith("_")], "model")
         values = defaults | values

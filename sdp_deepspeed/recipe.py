@@ -33,7 +33,8 @@ _Loader.add_implicit_resolver(
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = (), sections: Sequence[str] | None = None) -> dict[str, Any]:
-    """Read a recipe, replace a DeepSpeed config that is a path by the file's content, and apply overrides.
+    """Read a recipe, replace a DeepSpeed config that is a path by the file's content, and apply overrides. `model.timm`
+    is short for the architecture of Transformers' wrapper of timm.
 
     Args:
         path: YAML file.
@@ -62,6 +63,8 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), sections: Sequence[st
     for name in sections:
         if not isinstance(found.get(name), dict):
             raise ValueError(f"{path}: section {name}: got {found.get(name)!r}, expected a mapping")
+    if "timm" in found.get("model", {}):
+        found["model"] |= {"model_type": "timm_wrapper", "architecture": found["model"].pop("timm")}
     return found
 
 

@@ -8,21 +8,25 @@ from torch import nn
 from sdp_deepspeed.architectures.branch import Branch
 from sdp_deepspeed.architectures.convolutional import CONVOLUTIONAL
 from sdp_deepspeed.architectures.decoders import DECODERS
+from sdp_deepspeed.architectures.diffusers_models import DIFFUSERS
 from sdp_deepspeed.architectures.encoder_decoders import ENCODER_DECODERS
 from sdp_deepspeed.architectures.encoders import ENCODERS
 from sdp_deepspeed.architectures.falcon import FALCON
 from sdp_deepspeed.architectures.mixtures import MIXTURES
 from sdp_deepspeed.architectures.own_forward import is_in_its_source, is_wrapper_of_its_class
 from sdp_deepspeed.architectures.registry import branches_of, described_as
+from sdp_deepspeed.architectures.timm_models import TIMM
 from sdp_deepspeed.architectures.torchvision_models import TORCHVISION
 from sdp_deepspeed.architectures.vision import VISION
 
 FAMILIES: dict[str, tuple[Branch, ...]] = {
     **CONVOLUTIONAL,
     **DECODERS,
+    **DIFFUSERS,
     **ENCODERS,
     **ENCODER_DECODERS,
     **MIXTURES,
+    **TIMM,
     **TORCHVISION,
     **VISION,
     "transformers.models.falcon.modeling_falcon.FalconDecoderLayer": FALCON,
@@ -30,7 +34,14 @@ FAMILIES: dict[str, tuple[Branch, ...]] = {
 
 
 # Files whose modules may occur inside the layers of any family.
-_COMMON = ("torch.nn.", "torchvision.ops.", "transformers.activations", "transformers.pytorch_utils")
+_COMMON = (
+    "torch.nn.",
+    "diffusers.models.",
+    "timm.layers.",
+    "torchvision.ops.",
+    "transformers.activations",
+    "transformers.pytorch_utils",
+)
 
 
 def is_of_package(layer: nn.Module) -> bool:

@@ -67,7 +67,8 @@ def image_shape(model: nn.Module) -> tuple[int, int, int]:
     """Channels, height and width of a model's images."""
     config: Any = getattr(model, "config", None)
     first = _first_with_weights(model)
-    size: Any = getattr(config, "image_size", None) or getattr(model, "image_size", None) or _DEFAULT_SIZE
+    of_timm = next((module.img_size for module in model.modules() if hasattr(module, "img_size")), None)
+    size: Any = getattr(config, "image_size", None) or getattr(model, "image_size", None) or of_timm or _DEFAULT_SIZE
     height, width = (size, size) if isinstance(size, int) else size
     channels: Any = getattr(config, "num_channels", None) or getattr(first, "in_channels", 3)
     return int(channels), int(height), int(width)

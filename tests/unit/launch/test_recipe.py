@@ -152,3 +152,15 @@ def test_our_own_recipes_are_valid(path: Path) -> None:
         section_of(TrainingArguments, recipe.training | {"use_cpu": True}, "training")
     section_of(Data if "sources" in recipe.data else Images, recipe.data, "data")
     model_config(recipe)
+
+
+def test_a_model_of_timm_is_transformers_wrapper(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = read(model={"timm": "resnet18", "model_args": {"drop_path_rate": 0.1}})
+    assert recipe.model == {
+        "model_type": "timm_wrapper",
+        "architecture": "resnet18",
+        "model_args": {"drop_path_rate": 0.1},
+    }
+    monkeypatch.setattr("recipe.is_timm_available", lambda: False)
+    with pytest.raises(SystemExit):
+        model_config(recipe)
