@@ -12,40 +12,41 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from deepspeed import comm as deepspeed_comm  # so that its comms logger records averages and gathered weights
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
-from deepspeed.utils import log_dist, logger
-from deepspeed.utils.bwc import (
-    bwc_pipeline_parallel_world_size,
-    bwc_tensor_model_parallel_group,
-    bwc_tensor_model_parallel_world_size,
-)
+from deepspeed.utils import log_dist
 from torch import nn
 
-from sdp_deepspeed.architectures import locate_branches, unit_costs
+from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from sdp_deepspeed.checkpoint.hugging_face import load_pretrained, save_pretrained
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.engine.checkpoints import load, save
 from sdp_deepspeed.engine.dense_view import DenseView
+from sdp_deepspeed.engine.earlier_engines import make_whole, record_engine
 from sdp_deepspeed.engine.full_access import install_full_access
-from sdp_deepspeed.engine.monitor import StepEvents, label_profile
+from sdp_deepspeed.engine.model_parallel import (
+    check_autotp,
+    check_mpu,
+    explained_autotp,
+    find_tensor_parallel,
+    refuse_stage,
+)
+from sdp_deepspeed.engine.monitor import StepEvents, announce, label_profile
 from sdp_deepspeed.engine.optimizer import SubnetworkOptimizer
-from sdp_deepspeed.engine.refusals import refuse_config
+from sdp_deepspeed.engine.refusals import refuse_config, refuse_frozen
 from sdp_deepspeed.engine.replan import (
     Replanned,
     check_schedule,
+    find_schedule,
     follow_schedule,
     new_config,
     rank_state,
@@ -55,7 +56,7 @@ from sdp_deepspeed.engine.settings import loss_scaler, sharded_options, skips_ov
 from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.masking.check import check_trained
 from sdp_deepspeed.masking.compiled import compile_in_place
-from sdp_deepspeed.masking.mask import Mask, is_masked
+from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.replaced import KnownParameters
 from sdp_deepspeed.masking.running_statistics import (
     average_running_statistics,
@@ -64,7 +65,6 @@ from sdp_deepspeed.masking.running_statistics import (
     write_statistics,
 )
 from sdp_deepspeed.masking.scale import describe_scale
-from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.consistency import (
     CallBarrier,
     check_agreement,
@@ -72,15 +72,14 @@ from sdp_deepspeed.parallel.consistency import (
     check_same_plan,
     first_batches,
     gather_objects,
-    refuse_difference,
     run_on_all_ranks,
 )
 from sdp_deepspeed.parallel.groups import CONTROL, Groups
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
-from sdp_deepspeed.parallel.param_groups import param_group_indices
+from sdp_deepspeed.parallel.param_groups import agreed_param_groups
 from sdp_deepspeed.parallel.refused_models import refuse_model
-from sdp_deepspeed.parallel.tensor_parallel import TensorParallel, WholeModel, of_author, of_autotp
+from sdp_deepspeed.parallel.tensor_parallel import TensorParallel, WholeModel
 from sdp_deepspeed.parallel.whole_state_dicts import WholeStateDicts
 from sdp_deepspeed.parallel.zero_grad import extend_zero_grad
 from sdp_deepspeed.plan.plan import Plan
@@ -117,7 +116,6 @@ class SubnetworkEngine(DeepSpeedEngine):
     phase = draw = stage_of_config = 0
     _before_autotp: WholeModel | None = None
     _deferred: DeferredWeights | None = None  # of a model built under `Init`
-    _state_dicts: WholeStateDicts | None = None  # under tensor parallelism
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **options: Any) -> None:
         """
@@ -127,12 +125,12 @@ class SubnetworkEngine(DeepSpeedEngine):
         self._control = dist.new_group(backend="gloo", group_desc=CONTROL)
 
         def prepare() -> nn.Module:
-            self._frozen_before = _make_whole(model)
+            self._frozen_before = make_whole(model)
             refuse_config(options["config"], options["config_class"])
             refuse_model(model)
             if options.get("mesh_device") is not None:
                 raise ValueError(f"{KEY}: mesh_param (sequence parallelism) is not supported; remove it")
-            _check_mpu(options.get("mpu"))
+            check_mpu(options.get("mpu"))
             if DeferredWeights.are_in(model):
                 self._deferred = DeferredWeights(model)
                 options["dont_change_device"] = True
@@ -142,7 +140,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         super().__init__(args, model, *rest, **options)
         if self.optimizer is None:
             raise ValueError(f"{KEY} needs an optimizer: name one in the config, or pass one to deepspeed.initialize")
-        _engines[model] = weakref.ref(self)
+        record_engine(model, self)
         extend_zero_grad(model, self._drop_gradients)
         self._step_events = StepEvents.of(self)
         if self.flops_profiler_enabled():
@@ -153,6 +151,30 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     # ---- construction -------------------------------------------------------------------------------------------
 
+    def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
+        check_autotp(int(self.autotp_size()), is_deferred=self._deferred is not None)
+        self._before_autotp = WholeModel.of(model)
+        with explained_autotp(model):
+            return super()._configure_tensor_parallel(model, tp_config)
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        super()._configure_distributed_model(model)
+        self.tensor_parallel = find_tensor_parallel(
+            self.module, self.mpu, self._before_autotp, self.seq_data_parallel_group, self._control
+        )
+        self._state_dicts = WholeStateDicts(self.module, self.tensor_parallel.shards, self.tensor_parallel.group)
+        self.stage_of_config = int(self.zero_optimization_stage())
+        refuse_stage(self.stage_of_config, self.tensor_parallel)
+        if self.stage_of_config == 0:
+            log_dist(f"{KEY}: ZeRO stage 0 runs as stage 1, which sends the same and shards more", ranks=[0])
+        self._barrier = CallBarrier(f"sdp_deepspeed/barrier/{next(_numbers)}")
+        self.schedule = find_schedule(self)
+        check_schedule(self)
+        self.plan, self.mask = self.plan_and_mask(self.block)
+        if self.mask.scaled and dist.get_rank() == 0:
+            by_init = self._deferred is not None
+            announce(f"{KEY}.{describe_scale(self.module, self.mask.branches, self.mask.scaled, by_init=by_init)}")
+
     def _broadcast_model(self) -> None:
         check_same_parameters(self.module, self._every_members(), self._control)
         if self._deferred is not None:
@@ -161,36 +183,6 @@ class SubnetworkEngine(DeepSpeedEngine):
             if not parameter.is_contiguous() or (parameter.dim() and parameter.stride(-1) != 1):
                 parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         super()._broadcast_model()
-
-    def _configure_distributed_model(self, model: nn.Module) -> None:
-        super()._configure_distributed_model(model)
-        self.tensor_parallel = self._find_tensor_parallel()
-        self.stage_of_config = int(self.zero_optimization_stage())
-        self.refuse_stage(self.stage_of_config)
-        if self.stage_of_config == 0:
-            log_dist(f"{KEY}: ZeRO stage 0 runs as stage 1, which sends the same and shards more", ranks=[0])
-        self._barrier = CallBarrier(f"sdp_deepspeed/barrier/{next(_numbers)}")
-        self.schedule = run_on_all_ranks(self._find_schedule, self._control)
-        check_schedule(self)
-        self.plan, self.mask = self.plan_and_mask(self.block)
-        if self.mask.scaled and dist.get_rank() == 0:
-            by_init = self._deferred is not None
-            _announce(f"{KEY}.{describe_scale(self.module, self.mask.branches, self.mask.scaled, by_init=by_init)}")
-
-    def refuse_stage(self, stage: int) -> None:
-        """Raise ValueError for a ZeRO stage in which tensor-parallel ranks would have different buckets."""
-        uneven = [name for name, division in self.tensor_parallel.shards.divisions.items() if not division.is_even]
-        if uneven and stage == 2:
-            raise ValueError(
-                f"zero_optimization.stage: got 2, but tensor-parallel ranks do not divide {uneven[0]!r} evenly; pad "
-                "the vocabulary (resize_token_embeddings), or use stage 1"
-            )
-
-    def _find_schedule(self) -> Schedule | None:
-        schedule = Schedule.of(self.config, KEY)
-        if schedule is not None:
-            schedule.check_first(self.stage_of_config)
-        return schedule
 
     def plan_and_mask(self, block: SubnetworkConfig, *, logs: bool = True) -> tuple[Plan, Mask]:
         """Compute the plan of a block and this rank's mask, without applying it. Collective; the module must be dense.
@@ -213,49 +205,12 @@ class SubnetworkEngine(DeepSpeedEngine):
             for warning in warnings if logs else ():
                 log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
             if logs and dist.get_rank() == 0:
-                _announce(f"{KEY}\n{plan.table(unit_costs(self.module, local.units))}")
+                announce(f"{KEY}\n{plan.table(unit_costs(self.module, local.units))}")
             return plan, mask
 
         plan, mask = run_on_all_ranks(make, self._control)
         check_same_plan(plan, self._control)
         return plan, mask
-
-    def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
-        size = int(self.autotp_size())
-        if dist.get_world_size() % size:
-            raise ValueError(
-                f"tensor_parallel.autotp_size: got {size}, which does not divide the {dist.get_world_size()} ranks"
-            )
-        if self._deferred is not None:
-            raise ValueError("tensor_parallel needs initialized weights; build the model without sdp_deepspeed.Init")
-        self._before_autotp = WholeModel.of(model)
-        try:
-            return super()._configure_tensor_parallel(model, tp_config)
-        except AssertionError as error:
-            raise ValueError(
-                f"tensor_parallel.autotp_size: DeepSpeed's AutoTP cannot divide a {type(model).__name__}: {error}. Use "
-                "a Llama, Mistral, Qwen2, Qwen3 or GPT-NeoX, or remove tensor_parallel"
-            ) from error
-
-    def _find_tensor_parallel(self) -> TensorParallel:
-        """Find this rank's part of the model under AutoTP or an `mpu` object."""
-        mpu, control = self.mpu, self._control
-        if mpu is None or bwc_tensor_model_parallel_world_size(mpu) < 2:
-            return TensorParallel(locate_branches(self.module))
-        group, members = bwc_tensor_model_parallel_group(mpu), dist.get_world_size(self.seq_data_parallel_group)
-        if members * dist.get_world_size(group) != dist.get_world_size():
-            raise ValueError(
-                f"mpu: got {members} data-parallel x {dist.get_world_size(group)} tensor-parallel ranks, expected "
-                f"{dist.get_world_size()} ranks in all"
-            )
-        whole = self._before_autotp
-        if whole is None:
-            found = of_author(self.module, group, control)
-        else:
-            found = of_autotp(self.module, whole, group, control)
-        found.check_replicated(dict(self.module.named_parameters()), control)
-        self._state_dicts = WholeStateDicts(self.module, found.shards, group)
-        return found
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """As in DeepSpeed; an error of one rank is raised on all."""
@@ -272,7 +227,9 @@ class SubnetworkEngine(DeepSpeedEngine):
         given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         frozen = [name for name, p in self.mask.parameters.items() if id(p) in given and not self.mask.trainable[name]]
         self._known_parameters = KnownParameters(self.module, self.mask.parameters, frozen)
-        self._param_group_of = self._param_groups(optimizer)
+        allow = bool(self.block.allow_optimizer or self.zero_allow_untested_optimizer())
+        run_on_all_ranks(lambda: check_optimizer(type(optimizer), allow=allow), self._control)
+        self._param_group_of = agreed_param_groups(optimizer, self.mask, self._frozen_before, self._control)
         return SubnetworkOptimizer(
             self._apply(self.block, self.plan, self.mask, optimizer),
             loss_scaler(self),
@@ -335,25 +292,6 @@ class SubnetworkEngine(DeepSpeedEngine):
         """`_members` of each tensor-parallel rank; collective."""
         return sorted({tuple(ranks) for ranks in gather_objects(self._members(), self._control)})
 
-    def _param_groups(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-        """Param group index of each trained parameter, by dense name; the same on all ranks."""
-        allow = bool(self.block.allow_optimizer or self.zero_allow_untested_optimizer())
-
-        def find() -> dict[str, int]:
-            check_optimizer(type(optimizer), allow=allow)
-            return param_group_indices(optimizer, self.mask.parameters, self.mask.trainable)
-
-        found = run_on_all_ranks(find, self._control)
-        every = {name: index for other in gather_objects(found, self._control) for name, index in other.items()}
-        # An optimizer that was built while an earlier engine's mask was applied lacks the parameters that the mask had
-        # frozen.
-        found |= {name: index for name, index in every.items() if name in self._frozen_before}
-        found = {name: found[name] for name in self.mask.parameters if name in found}
-        options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        facts = [f"{type(optimizer).__name__} {options}", *(f"{item}" for item in found.items())]
-        refuse_difference("param groups", dict(enumerate(gather_objects(facts, self._control))))
-        return found
-
     # ---- training -----------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -364,24 +302,6 @@ class SubnetworkEngine(DeepSpeedEngine):
         """
         self.mask.check_shapes()
         return super().forward(*inputs, **kwargs)
-
-    def _backward_prologue(self) -> None:
-        is_last = self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
-        self.optimizer.sharded.reducer.is_last_micro_step = is_last
-        super()._backward_prologue()
-
-    def _backward_epilogue(self) -> None:
-        if self.inside_no_sync_ctxt:  # DeepSpeed does not call `allreduce_gradients`
-            self.optimizer.sharded.reducer.finish_backward()
-        super()._backward_epilogue()
-
-    def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Called by DeepSpeed's engine after each backward pass. Stage 2 reduces gradients here; stage 1 does so at the
-        accumulation boundary with `overlap_comm`, otherwise in `step`."""
-        self.optimizer.sharded.reducer.finish_backward()
-
-    def clip_fp32_gradients(self) -> None:
-        """Does nothing: the sharded optimizer clips by the norm of the averaged dense gradient."""
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **options: Any
@@ -397,20 +317,21 @@ class SubnetworkEngine(DeepSpeedEngine):
         self._step_events.note(loss, is_share=not scale_wrt_gas)
         return super().backward(loss, retain_graph, scale_wrt_gas, **options)
 
-    def zero_grad(self) -> None:
-        """As in DeepSpeed; see `SubnetworkOptimizer.zero_grad`. `zero_grad` of the module calls it, too."""
-        self.optimizer.zero_grad()
-        super().zero_grad()
+    def _backward_prologue(self) -> None:
+        """Called by DeepSpeed before each backward pass, in which the reducer's hooks receive the gradients."""
+        is_last = self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
+        self.optimizer.sharded.reducer.is_last_micro_step = is_last
+        super()._backward_prologue()
 
-    def _before_mode(self, call: str) -> None:
-        self._refuse_dense(call)
-        self._barrier.wait(call)
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Called by DeepSpeed's engine after each backward pass. Stage 2 reduces gradients here; stage 1 does so at the
+        accumulation boundary with `overlap_comm`, otherwise in `step`."""
+        self.optimizer.sharded.reducer.finish_backward()
 
-    def _drop_gradients(self, parameters: set[int]) -> None:
-        """Drop the gradients of trained parameters with these ids."""
-        sharded = self.optimizer.sharded
-        if names := {name for name in sharded.param_groups if id(self.mask.parameters[name]) in parameters}:
-            self.optimizer.drop_gradients(names)
+    def _backward_epilogue(self) -> None:
+        if self.inside_no_sync_ctxt:  # DeepSpeed does not call `allreduce_gradients`
+            self.optimizer.sharded.reducer.finish_backward()
+        super()._backward_epilogue()
 
     def step(self, lr_kwargs: Any = None) -> None:
         """As in DeepSpeed; collective at the accumulation boundary. DeepSpeed's `step` calls, through
@@ -428,7 +349,7 @@ class SubnetworkEngine(DeepSpeedEngine):
                 self._barrier.wait("engine.step")
             self._barrier.record_progress()
             self._known_parameters.check()
-            self._refuse_frozen()
+            refuse_frozen(self)
         before = self.global_steps
         super().step(lr_kwargs)
         if self.global_steps > before:
@@ -438,6 +359,24 @@ class SubnetworkEngine(DeepSpeedEngine):
             held = self.held_tensors()
             run_on_all_ranks(lambda: self.tensor_parallel.check_replicated(held, self._control), self._control)
         follow_schedule(self, self.global_steps)
+
+    def clip_fp32_gradients(self) -> None:
+        """Does nothing: the sharded optimizer clips by the norm of the averaged dense gradient."""
+
+    def zero_grad(self) -> None:
+        """As in DeepSpeed; see `SubnetworkOptimizer.zero_grad`. `zero_grad` of the module calls it, too."""
+        self.optimizer.zero_grad()
+        super().zero_grad()
+
+    def _before_mode(self, call: str) -> None:
+        self._refuse_dense(call)
+        self._barrier.wait(call)
+
+    def _drop_gradients(self, parameters: set[int]) -> None:
+        """Drop the gradients of trained parameters with these ids."""
+        sharded = self.optimizer.sharded
+        if names := {name for name in sharded.param_groups if id(self.mask.parameters[name]) in parameters}:
+            self.optimizer.drop_gradients(names)
 
     def replan(self, block: Mapping[str, Any], *, stage: int | None = None) -> Replanned:
         """Continue training under another plan. Collective, between two steps, with equal arguments on all ranks.
@@ -501,7 +440,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         if custom_load_fn is not None:
             raise ValueError("load_checkpoint: custom_load_fn is not supported; use load_module_strict=False")
         self._before_checkpoint("load_checkpoint")
-        found = load(
+        loaded = load(
             self,
             Path(load_dir),
             None if tag is None else str(tag),
@@ -511,7 +450,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             strict=load_module_strict,
         )
         follow_schedule(self, self.global_steps)
-        return found
+        return loaded
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Load weights from a local folder in Hugging Face format (safetensors). Collective; each rank reads what it
@@ -556,12 +495,9 @@ class SubnetworkEngine(DeepSpeedEngine):
         Raises:
             RuntimeError: Parameters were replaced, for example by `load_state_dict(assign=True)`.
         """
-        with self.dense_view.resident(), self._whole_state_dicts():
+        with self.dense_view.resident(), self._state_dicts.whole():
             yield
             self._known_parameters.check()
-
-    def _whole_state_dicts(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._state_dicts is None else self._state_dicts.whole()
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
         """Export the dense model with the module's `save_pretrained`; without one, write its state dict to safetensors
@@ -574,11 +510,12 @@ class SubnetworkEngine(DeepSpeedEngine):
         """
 
         def write() -> None:
-            state = {} if self._state_dicts is None else {"state_dict": self.module.state_dict()}  # a collective
+            is_divided = self.tensor_parallel.group is not None
+            state = {"state_dict": self.module.state_dict()} if is_divided else {}  # a collective
             if dist.get_rank() == 0:
                 save_pretrained(self.module, Path(folder), tokenizer, **state, **options)
 
-        with self.dense_view.resident("save_pretrained"), self._whole_state_dicts():
+        with self.dense_view.resident("save_pretrained"), self._state_dicts.whole():
             run_on_all_ranks(write, self._control)
 
     def save_16bit_model(
@@ -586,7 +523,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     ) -> bool:
         """As in DeepSpeed, for the dense model; collective."""
         save = super().save_16bit_model
-        with self.dense_view.resident("save_16bit_model"), self._whole_state_dicts():
+        with self.dense_view.resident("save_16bit_model"), self._state_dicts.whole():
             run_on_all_ranks(lambda: save(save_dir, save_filename, exclude_frozen_parameters), self._control)
         return True
 
@@ -599,27 +536,14 @@ class SubnetworkEngine(DeepSpeedEngine):
 
         with unchanged_random_state(), self.dense_view.resident("reestimate_batch_norm"):  # may draw numbers
             taken = first_batches(batches, num_batches, self._control)
-            found = run_on_all_ranks(lambda: estimate_statistics(self.module, taken), self._control)
-            write_statistics(found, self.seq_data_parallel_group)
+            statistics = run_on_all_ranks(lambda: estimate_statistics(self.module, taken), self._control)
+            write_statistics(statistics, self.seq_data_parallel_group)
         return len(norms)
 
     def _refuse_dense(self, call: str) -> None:
         self.dense_view.end_evaluation()
         if self.dense_view.is_resident:
             raise RuntimeError(f"{call} inside engine.dense(): leave the context first, on all ranks")
-
-    def _refuse_frozen(self) -> None:
-        """Raise RuntimeError for parameters that were frozen after the start, at stage 0 in fp32: DeepSpeed does not
-        step them there. In its other stages and precisions momentum and decay keep changing them, as here in every
-        stage."""
-        sharded = self.optimizer.sharded
-        if self.zero_optimization_stage() == 0 and self.get_data_types()[0] == torch.float32:
-            names = dict.fromkeys(name for bucket in sharded.held for name in bucket.layout.names)
-            if frozen := [name for name in names if not self.mask.parameters[name].requires_grad]:
-                raise RuntimeError(
-                    f"frozen after deepspeed.initialize: {quoted(frozen)}; at ZeRO stage 0 momentum and weight decay "
-                    "would still change them, so freeze them before"
-                )
 
     def release(self) -> None:
         """Turn the module into the dense model again, for another engine. Collective; ends this engine."""
@@ -637,55 +561,3 @@ class SubnetworkEngine(DeepSpeedEngine):
         """Parameters and buffers that this rank stores, by dense name."""
         tensors: dict[str, torch.Tensor] = {**self.mask.parameters, **self.mask.buffers}
         return {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
-
-
-_engines: WeakKeyDictionary[nn.Module, weakref.ref[SubnetworkEngine]] = WeakKeyDictionary()  # by their module
-
-
-def _make_whole(model: nn.Module) -> frozenset[str]:
-    """Make a model dense again that an earlier engine has masked, and end that engine.
-
-    Returns:
-        Names of parameters that only the earlier mask had frozen on this rank.
-
-    Raises:
-        ValueError: the model is a copy, or a part, of a masked model.
-    """
-    earlier = _engines.pop(model, lambda: None)()
-    frozen: frozenset[str] = frozenset()
-    if earlier is not None:
-        mask = earlier.mask
-        frozen = frozenset(n for n, p in mask.parameters.items() if mask.trainable[n] and not p.requires_grad)
-        earlier.release()
-    refuse_masked(model)
-    return frozen
-
-
-def refuse_masked(model: nn.Module) -> None:
-    """Raise ValueError for a masked model."""
-    if any(map(is_masked, model.modules())):
-        raise ValueError(
-            f"{KEY}: an earlier engine reduced this model to a subnetwork; build a new one, or use copy.deepcopy "
-            "inside `with engine.dense():`"
-        )
-
-
-def _check_mpu(mpu: Any) -> None:
-    """Raise ValueError for an `mpu` object with pipeline or sequence parallelism."""
-    sizes = {"pipeline": 1 if mpu is None else bwc_pipeline_parallel_world_size(mpu)}
-    sizes["sequence"] = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
-    for what, size in sizes.items():
-        if size > 1:
-            raise ValueError(
-                f"{KEY}: mpu has {size} {what}-parallel ranks; only tensor and data parallelism are supported"
-            )
-
-
-def _announce(text: str) -> None:
-    """Print a text at DeepSpeed's and the Trainer's default log level, warning, but not at a higher level."""
-    own = logger.getChild("sdp_deepspeed")
-    if not own.handlers:
-        own.propagate = False
-        own.addHandler(logging.StreamHandler(sys.stdout))
-    own.setLevel(logging.INFO if logger.level <= logging.WARNING else logger.level)
-    own.info(text)

@@ -98,7 +98,8 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
 
     from sdp_deepspeed.config import KEY
     from sdp_deepspeed.engine.agreed_block import agreed_block
-    from sdp_deepspeed.engine.engine import SubnetworkEngine, refuse_masked
+    from sdp_deepspeed.engine.earlier_engines import refuse_masked
+    from sdp_deepspeed.engine.engine import SubnetworkEngine
 
     block = agreed_block(kwargs.get("config"), kwargs)
     if block is None:

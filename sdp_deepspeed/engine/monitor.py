@@ -3,7 +3,9 @@ writes, and a label for its flops profiler."""
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.profiling.flops_profiler.profiler import params_to_string
+from deepspeed.utils import logger
 
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.parallel.consistency import gather_objects
@@ -74,6 +77,16 @@ class StepEvents:
         engine.monitor.write_events(
             [(f"Train/Samples/{name}", float(v), engine.global_samples) for name, v in values.items() if v is not None]
         )
+
+
+def announce(text: str) -> None:
+    """Print a text at DeepSpeed's and the Trainer's default log level, warning, but not at a higher level."""
+    child = logger.getChild("sdp_deepspeed")
+    if not child.handlers:
+        child.propagate = False
+        child.addHandler(logging.StreamHandler(sys.stdout))
+    child.setLevel(logging.INFO if logger.level <= logging.WARNING else logger.level)
+    child.info(text)
 
 
 def label_profile(engine: SubnetworkEngine) -> None:

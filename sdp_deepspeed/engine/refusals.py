@@ -1,16 +1,22 @@
 """Settings that the engine refuses before it is built, because it would not do what they request.
 
 Settings that do not change the result are accepted: those without an effect at the run's ZeRO stage or precision, and
-those that only tune DeepSpeed's own reduction.
+those that only tune DeepSpeed's own reduction. Of a running engine, parameters that were frozen later are refused.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from sdp_deepspeed.config import KEY
+from sdp_deepspeed.messages import quoted
+
+if TYPE_CHECKING:
+    from sdp_deepspeed.engine.engine import SubnetworkEngine
 
 _AVERAGE = "gradients are averaged over their holders; remove the key"
 _MASTERS = "masters and optimizer state are fp32; remove the key"
@@ -126,3 +132,16 @@ def _lookup(tree: Any, path: str) -> Any:
     for key in path.split("."):
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree
+
+
+def refuse_frozen(engine: SubnetworkEngine) -> None:
+    """Raise RuntimeError for parameters that were frozen after the start, at stage 0 in fp32: DeepSpeed does not step
+    them there. In its other stages and precisions momentum and decay keep changing them, as here in every stage."""
+    if engine.zero_optimization_stage() > 0 or engine.get_data_types()[0] != torch.float32:
+        return
+    held = [name for bucket in engine.optimizer.sharded.held for name in bucket.layout.names]
+    if frozen := [name for name in dict.fromkeys(held) if not engine.mask.parameters[name].requires_grad]:
+        raise RuntimeError(
+            f"frozen after deepspeed.initialize: {quoted(frozen)}; at ZeRO stage 0 momentum and weight decay "
+            "would still change them, so freeze them before"
+        )

@@ -18,6 +18,7 @@ from deepspeed.utils import log_dist
 from sdp_deepspeed.checkpoint.rank_state import RankState
 from sdp_deepspeed.checkpoint.reshard import collect_state, load_state
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.engine.model_parallel import refuse_stage
 from sdp_deepspeed.engine.refusals import refuse_config
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.consistency import gather_objects, gather_results, run_on_all_ranks
@@ -85,7 +86,7 @@ def replan(engine: SubnetworkEngine, config: Mapping[str, Any], stage: int | Non
 
     def check() -> tuple[SubnetworkConfig, int]:
         _refuse_run(engine)
-        engine.refuse_stage(after)
+        refuse_stage(after, engine.tensor_parallel)
         found = _block_of(config)
         refuse_config(config, engine._config)
         return found, after
@@ -137,6 +138,22 @@ def follow_schedule(engine: SubnetworkEngine, steps: int) -> None:
     engine.phase, engine.draw = phase, draw
 
 
+def find_schedule(engine: SubnetworkEngine) -> Schedule | None:
+    """The plans over time, from the config; None if the plan is fixed. Collective.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+
+    def find() -> Schedule | None:
+        schedule = Schedule.of(engine.config, KEY)
+        if schedule is not None:
+            schedule.check_first(engine.stage_of_config)
+        return schedule
+
+    return run_on_all_ranks(find, engine._control)
+
+
 def check_schedule(engine: SubnetworkEngine) -> None:
     """Check the later phases, and the first re-drawn assignment, at start-up. Collective; the module must be dense.
 
@@ -152,7 +169,7 @@ def check_schedule(engine: SubnetworkEngine) -> None:
             config = schedule.config_after(steps)
             block = _block_of(config)
             run_on_all_ranks(lambda: refuse_config(config, engine._config), engine._control)  # noqa: B023
-            engine.refuse_stage(_stage_of(engine, phase))
+            refuse_stage(_stage_of(engine, phase), engine.tensor_parallel)
             engine.plan_and_mask(block, logs=False)
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from sdp_deepspeed.parallel.consistency import gather_objects, refuse_difference, run_on_all_ranks
+
+if TYPE_CHECKING:
+    from sdp_deepspeed.masking.mask import Mask
 
 
 def param_group_indices(
@@ -41,6 +47,33 @@ def param_group_indices(
     return {name: indices[name] for name in parameters if name in indices and trainable[name]}
 
 
+def agreed_param_groups(
+    optimizer: torch.optim.Optimizer, mask: Mask, frozen_before: Collection[str], control: dist.ProcessGroup
+) -> dict[str, int]:
+    """Param group index of each trained tensor, by dense name, the same on all ranks. Collective.
+
+    Args:
+        mask: this rank's subnetwork.
+        frozen_before: names of parameters that an earlier engine's mask had frozen on this rank. An optimizer that was
+            built meanwhile lacks them; other ranks have them.
+        control: gloo group of all ranks.
+
+    Raises:
+        ValueError: as `param_group_indices`, on all ranks.
+        RuntimeError: on all ranks, if param groups differ.
+    """
+    indices = run_on_all_ranks(lambda: param_group_indices(optimizer, mask.parameters, mask.trainable), control)
+    for of_rank in gather_objects(indices, control):
+        for name, index in of_rank.items():
+            if name in frozen_before:
+                indices[name] = index
+    indices = {name: indices[name] for name in mask.parameters if name in indices}
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    facts = [f"{type(optimizer).__name__} {options}", *(f"{item}" for item in indices.items())]
+    refuse_difference("param groups", dict(enumerate(gather_objects(facts, control))))
+    return indices
+
+
 def _was_stepped(state: Mapping[str, Any]) -> bool:
     """Whether the state is of an earlier step. Adagrad has state with step 0 at construction."""
     return bool(state) and float(state.get("step", 1)) > 0
@@ -57,13 +90,14 @@ def replace_parameters(optimizer: torch.optim.Optimizer, shards: Sequence[Sequen
     """
     states = dict(optimizer.state)
     optimizer.state.clear()
-    for group, own in zip(optimizer.param_groups, shards, strict=True):
+    for group, of_group in zip(optimizer.param_groups, shards, strict=True):
         initial: Mapping[str, Any] = next(
             (states[p] for p in group["params"] if states.get(p) and _has_values(states[p])), {}
         )
-        group["params"] = list(own)
-        for shard in own if initial else ():
-            optimizer.state[shard] = {key: _initial_value(value, shard) for key, value in initial.items()}
+        group["params"] = list(of_group)
+        if initial:
+            for shard in of_group:
+                optimizer.state[shard] = {key: _initial_value(value, shard) for key, value in initial.items()}
 
 
 def _has_values(state: Mapping[str, Any]) -> bool:

@@ -18,12 +18,12 @@ class WholeStateDicts:
     """Hooks that gather tensors in `state_dict` and narrow them in `load_state_dict`, of a model and its submodules.
 
     Args:
-        model: divided.
+        model: divided, or not.
         shards: the part of each tensor on each rank.
-        group: tensor-parallel process group.
+        group: tensor-parallel process group; None without tensor parallelism.
     """
 
-    def __init__(self, model: nn.Module, shards: TensorParallelShards, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, shards: TensorParallelShards, group: dist.ProcessGroup | None) -> None:
         self._shards, self._group, self._are_whole = shards, group, False
         names = {id(p): name for name, p in model.named_parameters() if name in shards.divisions}
         for module in model.modules():
