@@ -41,7 +41,6 @@ from sdp_deepspeed.engine.model_parallel import (
     refuse_stage,
 )
 from sdp_deepspeed.engine.monitor import StepEvents, announce, label_profile
-from sdp_deepspeed.engine.optimizer import SubnetworkOptimizer
 from sdp_deepspeed.engine.refusals import refuse_config, refuse_frozen
 from sdp_deepspeed.engine.replan import (
     Replanned,
@@ -53,6 +52,7 @@ from sdp_deepspeed.engine.replan import (
     replan,
 )
 from sdp_deepspeed.engine.settings import loss_scaler, sharded_options, skips_overflow
+from sdp_deepspeed.engine.zero_optimizer import SubnetworkOptimizer
 from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.masking.check import check_trained
 from sdp_deepspeed.masking.compiled import compile_in_place
@@ -334,8 +334,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         super()._backward_epilogue()
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """As in DeepSpeed; collective at the accumulation boundary. DeepSpeed's `step` calls, through
-        `SubnetworkOptimizer`, `ShardedOptimizer.step` (parallel/optimizer.py), which communicates.
+        """As in DeepSpeed; collective at the accumulation boundary. Through DeepSpeed's `step` it calls
+        `SubnetworkOptimizer.step`, and that `ShardedOptimizer.step` (parallel/optimizer.py), which communicates.
 
         Raises:
             RuntimeError: inside `dense`; a Parameter was replaced, or frozen (stage 0); at stage 2, if the caller sets

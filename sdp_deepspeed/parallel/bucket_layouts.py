@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -50,21 +50,35 @@ def plan_buckets(
     """
     owners = _deal({name: pieces[name][0] for name in pieces if name in param_groups and name in stepped_whole})
     backward_order = [name for name in reversed([*pieces]) if name in param_groups]
-    ranges = _depth_ranges(backward_order, pieces, shapes, bucket_size)
     layouts: list[BucketLayout] = []
-    for depth_range, names in enumerate(ranges):
-        members: defaultdict[tuple[Any, ...], list[tuple[int, Piece]]] = defaultdict(list)
+    for depth_range, names in enumerate(_depth_ranges(backward_order, pieces, shapes, bucket_size)):
+        members: defaultdict[_Kind, list[tuple[int, Piece]]] = defaultdict(list)
         for depth, name in enumerate(names):
             for piece, holders in pieces[name]:
                 is_whole = piece.dim is None
-                key = holders, param_groups[name], dtypes[name], is_whole, name in replicated, owners.get(name)
-                members[key].append((depth, piece))
-        in_order = sorted(members.items(), key=lambda item: (item[1][-1][0], *item[0][:2], str(item[0][2:])))
-        layouts += [
-            BucketLayout(depth_range, *key, _slices([piece for _, piece in found], shapes))  # type: ignore[call-arg]
-            for key, found in in_order
-        ]
+                kind = _Kind(holders, param_groups[name], dtypes[name], is_whole, name in replicated, owners.get(name))
+                members[kind].append((depth, piece))
+        for kind, placed in sorted(members.items(), key=_order):
+            slices = _slices([piece for _, piece in placed], shapes)
+            layouts.append(BucketLayout(depth_range, *kind, slices))
     return layouts
+
+
+class _Kind(NamedTuple):
+    """What the slices of a bucket have in common; see `BucketLayout`."""
+
+    holders: Holders
+    param_group: int
+    dtype: torch.dtype
+    is_whole: bool
+    is_replicated: bool
+    owner: int | None
+
+
+def _order(bucket: tuple[_Kind, Sequence[tuple[int, Piece]]]) -> tuple[int, Holders, int, str]:
+    """Sort key: depth at which the last gradient is ready, then the kind."""
+    kind, placed = bucket
+    return placed[-1][0], kind.holders, kind.param_group, str(kind[2:])
 
 
 def _depth_ranges(

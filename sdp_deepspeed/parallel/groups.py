@@ -96,21 +96,15 @@ class Groups:
             nodes = [""] * len(everyone)
             dist.all_gather_object(nodes, socket.gethostname(), group=self.control)
         self._groups: dict[Holders, HolderGroup] = {}
-        for tensor_parallel_rank, members in enumerate(ranks):
+        for tensor_parallel_rank, members in enumerate(self.ranks):
             all_indices = tuple(range(len(members)))
             for holders in sorted({all_indices, *holder_sets}):
                 global_ranks = [members[index] for index in holders]
-                group = self._process_group(global_ranks, everyone, timeout)
-                if me in members:
-                    self.rank, self.tensor_parallel_rank = list(members).index(me), tensor_parallel_rank
+                process_group = self._process_group(global_ranks, everyone, timeout)
                 if me in global_ranks:
-                    on_node = Counter(nodes[rank] for rank in global_ranks)
-                    most = 1 if len(on_node) == 1 else max(on_node.values())  # ranks of one of several nodes
-                    is_gloo = group is not None and dist.get_backend(group) == "gloo"
-                    directly = is_gloo and most <= 2, is_gloo and most == 1
-                    position = global_ranks.index(me)
-                    self._groups[holders] = HolderGroup(holders, group, position, *directly, comm)
+                    self._groups[holders] = _holder_group(holders, global_ranks, process_group, nodes, comm)
             if me in members:
+                self.rank, self.tensor_parallel_rank = members.index(me), tensor_parallel_rank
                 self.data_parallel = self._groups[all_indices]
         self.num_groups = len({id(self.control), *map(id, self._created)})
 
@@ -137,6 +131,23 @@ class Groups:
         self._created.clear()
 
 
+def _holder_group(
+    holders: Holders,
+    ranks: list[int],
+    process_group: dist.ProcessGroup | None,
+    nodes: Sequence[Hashable],
+    comm: ModuleType,
+) -> HolderGroup:
+    position = ranks.index(dist.get_rank())
+    if process_group is None or dist.get_backend(process_group) != "gloo":
+        return HolderGroup(holders, process_group, position, comm=comm)
+    num_on_node = Counter(nodes[rank] for rank in ranks)
+    most = 1 if len(num_on_node) == 1 else max(num_on_node.values())  # ranks of one of several nodes
+    return HolderGroup(
+        holders, process_group, position, scatters_directly=most <= 2, gathers_directly=most == 1, comm=comm
+    )
+
+
 def group_of_one() -> dist.ProcessGroup:
     """A process group of this rank alone, created once per default group, for APIs that require a group."""
     known = dist.distributed_c10d._world.pg_map
@@ -157,7 +168,7 @@ def default_group_timeout() -> timedelta | None:
 
 
 class Messages(NamedTuple):
-    """Tensors that a holder receives from each position of its group, and sends to it; its own are unused."""
+    """Tensors that a holder receives from each position of its group, and sends to it; none at its own position."""
 
     arriving: Sequence[torch.Tensor]
     leaving: Sequence[torch.Tensor]
@@ -170,13 +181,16 @@ def exchange(messages: Sequence[Messages]) -> None:
     Receives are posted first. Gloo's all-to-all posts sends first, so one direction waits for the other.
     """
     works = []
-    for post in ("irecv", "isend"):
-        for arriving, leaving, group in messages:
-            ranks = dist.get_process_group_ranks(group.process_group)
-            tensors, call = arriving if post == "irecv" else leaving, getattr(group.comm, post)
-            for step in range(1, group.size):  # staggered, so that not all send to the same rank
-                peer = (group.position + (step if post == "isend" else -step)) % group.size
-                works.append(call(tensors[peer], ranks[peer], group.process_group, _TAG))
+    for arriving, _, group in messages:
+        ranks = dist.get_process_group_ranks(group.process_group)
+        for step in range(1, group.size):
+            source = (group.position - step) % group.size
+            works.append(group.comm.irecv(arriving[source], ranks[source], group.process_group, _TAG))
+    for _, leaving, group in messages:
+        ranks = dist.get_process_group_ranks(group.process_group)
+        for step in range(1, group.size):  # staggered, so that not all send to the same rank
+            target = (group.position + step) % group.size
+            works.append(group.comm.isend(leaving[target], ranks[target], group.process_group, _TAG))
     for work in works:
         work.wait()
 
@@ -188,34 +202,41 @@ def reduce_scatter(
     of the outputs, or none. All flat tensors have one dtype.
 
     Args:
-        outputs: [shard size] each, of any dtype; may be this holder's part of the flat tensor.
+        outputs: [shard size] each, of any dtype; may be this holder's shard of the flat tensor.
         flats: [holders * shard size] each, in the communication dtype.
     """
-    if not groups[0].scatters_directly:
-        for output, flat, group in zip(outputs, flats, groups, strict=True):
-            same = output if output.dtype == flat.dtype else torch.empty_like(output, dtype=flat.dtype)
-            if group.size > 1:
-                single = getattr(group.comm, "reduce_scatter_single", None)  # torch 2.13
-                (single or group.comm.reduce_scatter_tensor)(same, flat, group=group.process_group)
-            elif same.data_ptr() != flat.data_ptr():
-                same.copy_(flat)
-            if same is not output:
-                output.copy_(same)
+    if groups[0].scatters_directly:
+        _reduce_scatter_directly(outputs, flats, groups)
         return
+    for output, flat, group in zip(outputs, flats, groups, strict=True):
+        summed = output if output.dtype == flat.dtype else torch.empty_like(output, dtype=flat.dtype)
+        if group.size > 1:
+            single = getattr(group.comm, "reduce_scatter_single", None)  # torch 2.13
+            (single or group.comm.reduce_scatter_tensor)(summed, flat, group=group.process_group)
+        elif summed.data_ptr() != flat.data_ptr():
+            summed.copy_(flat)
+        if summed is not output:
+            output.copy_(summed)
+
+
+def _reduce_scatter_directly(
+    outputs: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], groups: Sequence[HolderGroup]
+) -> None:
     counts = [received_elements(flat.numel(), group) for flat, group in zip(flats, groups, strict=True)]
-    received = flats[0].new_empty(sum(counts)).split(counts)
-    messages = []
-    for output, flat, group, own in zip(outputs, flats, groups, received, strict=True):
+    buffers = flats[0].new_empty(sum(counts)).split(counts)
+    messages, received = [], []
+    for output, flat, group, buffer in zip(outputs, flats, groups, buffers, strict=True):
         leaving = flat.view(group.size, -1).unbind()
         if output.data_ptr() != leaving[group.position].data_ptr():
             output.copy_(leaving[group.position])
-        arriving = list(own.view(group.size - 1, -1).unbind())
-        arriving.insert(group.position, output)  # unused
+        shards = list(buffer.view(group.size - 1, -1).unbind())
+        received.append(shards)
+        arriving = [*shards[: group.position], output, *shards[group.position :]]
         messages.append(Messages(arriving, leaving, group))
     exchange(messages)
-    for output, own, group in zip(outputs, received, groups, strict=True):
-        for part in own.view(group.size - 1, -1).unbind():
-            output.add_(part)
+    for output, shards in zip(outputs, received, strict=True):
+        for shard in shards:
+            output.add_(shard)
 
 
 def received_elements(size: int, group: HolderGroup) -> int:
@@ -225,18 +246,18 @@ def received_elements(size: int, group: HolderGroup) -> int:
 
 def all_gather(flats: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], groups: Sequence[HolderGroup]) -> None:
     """All-gather shards into flat tensors [ranks * shard size], in one exchange if all groups exchange directly. A
-    shard may be this rank's part of the flat tensor."""
+    shard may be a view of the flat tensor."""
     messages = []
     for flat, shard, group in zip(flats, shards, groups, strict=True):
         if group.size > 1 and not group.gathers_directly:
             single = getattr(group.comm, "all_gather_single", None)  # torch 2.13
             (single or group.comm.all_gather_into_tensor)(flat, shard, group=group.process_group)
             continue
-        parts = flat.view(group.size, -1).unbind()
-        if parts[group.position].data_ptr() != shard.data_ptr():
-            parts[group.position].copy_(shard)
+        arriving = flat.view(group.size, -1).unbind()
+        if arriving[group.position].data_ptr() != shard.data_ptr():
+            arriving[group.position].copy_(shard)
         if group.size > 1:
-            messages.append(Messages(parts, [shard] * group.size, group))
+            messages.append(Messages(arriving, [shard] * group.size, group))
     exchange(messages)
 
 

@@ -97,18 +97,19 @@ def plan_gathers(buckets: Sequence[Bucket], num_ranks: int, rank: int) -> list[G
 
 
 def _plan_range(buckets: Sequence[Bucket], num_ranks: int, rank: int) -> GatheredRange:
-    counts = [0] * num_ranks
-    all_spans, starts = [], []
+    counts = [0] * num_ranks  # elements of each rank's message so far
+    spans_of_buckets, starts = [], []
     for bucket in buckets:
-        layout, spans = bucket.layout, list[Span]()
+        layout = bucket.layout
         owners = layout.holders if layout.owner is None else (layout.owner,)
         starts.append(counts[rank])
+        spans: list[Span] = []
         for position, owner in enumerate(owners):
-            start, last = counts[owner], spans[-1] if spans else None
-            if last is not None and (last.rank + last.length, last.start) == (owner, start):
+            last = spans[-1] if spans else None
+            if last is not None and last.rank + last.length == owner and last.start == counts[owner]:
                 spans[-1] = last._replace(length=last.length + 1)
             else:
-                spans.append(Span(position, owner, 1, start))
+                spans.append(Span(position, owner, 1, counts[owner]))
             counts[owner] += layout.size // layout.num_shards
-        all_spans.append(spans)
-    return GatheredRange(buckets, all_spans, starts, max(counts))
+        spans_of_buckets.append(spans)
+    return GatheredRange(buckets, spans_of_buckets, starts, max(counts))

@@ -1,4 +1,4 @@
-"""The interface of DeepSpeed's ZeRO optimizers, on top of the sharded optimizer of `parallel`."""
+"""What DeepSpeed's engine calls on a ZeRO optimizer, passed on to the sharded optimizer (parallel/optimizer.py)."""
 
 from __future__ import annotations
 
