@@ -11,7 +11,6 @@ Order of construction:
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,13 +47,13 @@ from sdp_deepspeed.engine.replan import (
     find_schedule,
     follow_schedule,
     new_config,
+    plan_and_mask,
     rank_state,
     replan,
 )
 from sdp_deepspeed.engine.settings import loss_scaler, sharded_options, skips_overflow
 from sdp_deepspeed.engine.zero_optimizer import SubnetworkOptimizer
 from sdp_deepspeed.init import DeferredWeights
-from sdp_deepspeed.masking.check import check_trained
 from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.replaced import KnownParameters
@@ -69,7 +68,6 @@ from sdp_deepspeed.parallel.consistency import (
     CallBarrier,
     check_agreement,
     check_same_parameters,
-    check_same_plan,
     first_batches,
     gather_objects,
     run_on_all_ranks,
@@ -83,7 +81,6 @@ from sdp_deepspeed.parallel.tensor_parallel import TensorParallel, WholeModel
 from sdp_deepspeed.parallel.whole_state_dicts import WholeStateDicts
 from sdp_deepspeed.parallel.zero_grad import extend_zero_grad
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.schedule import Schedule
 
 _numbers = itertools.count()  # of engines; all ranks build them together, so the counts agree
@@ -170,7 +167,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         self._barrier = CallBarrier(f"sdp_deepspeed/barrier/{next(_numbers)}")
         self.schedule = find_schedule(self)
         check_schedule(self)
-        self.plan, self.mask = self.plan_and_mask(self.block)
+        self.plan, self.mask = plan_and_mask(self, self.block)
         if self.mask.scaled and dist.get_rank() == 0:
             by_init = self._deferred is not None
             announce(f"{KEY}.{describe_scale(self.module, self.mask.branches, self.mask.scaled, by_init=by_init)}")
@@ -183,34 +180,6 @@ class SubnetworkEngine(DeepSpeedEngine):
             if not parameter.is_contiguous() or (parameter.dim() and parameter.stride(-1) != 1):
                 parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         super()._broadcast_model()
-
-    def plan_and_mask(self, block: SubnetworkConfig, *, logs: bool = True) -> tuple[Plan, Mask]:
-        """Compute the plan of a block and this rank's mask, without applying it. Collective; the module must be dense.
-
-        Args:
-            logs: whether to log the plan and warnings.
-
-        Raises:
-            ValueError: on all ranks, if the block does not fit the model or the number of ranks.
-        """
-        branches, shards = self.tensor_parallel.branches, self.tensor_parallel.shards
-        members = self._members()
-
-        def make() -> tuple[Plan, Mask]:
-            plan, warnings = plan_model(self.module, block, len(members), branches=branches, shards=shards)
-            local = shards.local_plan(plan)
-            rank, is_scaled = members.index(dist.get_rank()), block.branch_scale == "training"
-            mask = Mask(self.module, local, rank, branches=branches, is_scaled=is_scaled)
-            check_trained(mask)
-            for warning in warnings if logs else ():
-                log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
-            if logs and dist.get_rank() == 0:
-                announce(f"{KEY}\n{plan.table(unit_costs(self.module, local.units))}")
-            return plan, mask
-
-        plan, mask = run_on_all_ranks(make, self._control)
-        check_same_plan(plan, self._control)
-        return plan, mask
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """As in DeepSpeed; an error of one rank is raised on all."""
@@ -284,13 +253,13 @@ class SubnetworkEngine(DeepSpeedEngine):
         # A backward pass through a graph of the earlier plan would be silently incomplete: let autograd refuse it.
         torch.autograd.graph.increment_version(list(mask.parameters.values()))
 
-    def _members(self) -> list[int]:
+    def members(self) -> list[int]:
         """Global ranks of this rank's data-parallel group."""
         return dist.get_process_group_ranks(self.seq_data_parallel_group)
 
     def _every_members(self) -> list[tuple[int, ...]]:
-        """`_members` of each tensor-parallel rank; collective."""
-        return sorted({tuple(ranks) for ranks in gather_objects(self._members(), self._control)})
+        """`members` of each tensor-parallel rank; collective."""
+        return sorted({tuple(ranks) for ranks in gather_objects(self.members(), self._control)})
 
     # ---- training -----------------------------------------------------------------------------------------------
 

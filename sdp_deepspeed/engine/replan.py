@@ -1,11 +1,13 @@
-"""Re-planning: continue a live run under another plan, as if a checkpoint were saved and loaded, but in memory.
+"""The plans of an engine: the first one, and re-planning, by a schedule or a call.
 
+Re-planning continues a live run under another plan, as if a checkpoint were saved and loaded, but in memory.
 All checks run before anything is changed. During the exchange, each rank has the dense weights in the run's precision.
 The user's engine, optimizer, param groups, schedulers and Parameters stay the same objects.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,15 +15,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.utils import log_dist
 
+from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.checkpoint.rank_state import RankState
 from sdp_deepspeed.checkpoint.reshard import collect_state, load_state
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.engine.model_parallel import refuse_stage
+from sdp_deepspeed.engine.monitor import announce
 from sdp_deepspeed.engine.refusals import refuse_config
+from sdp_deepspeed.masking.check import check_trained
+from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.messages import quoted
-from sdp_deepspeed.parallel.consistency import gather_objects, gather_results, run_on_all_ranks
+from sdp_deepspeed.parallel.consistency import check_same_plan, gather_objects, gather_results, run_on_all_ranks
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.schedule import FIXED, OF_SCHEDULE, Schedule, merged, with_stage
 
 if TYPE_CHECKING:
@@ -49,6 +58,71 @@ class Replanned:
 def rank_state(engine: SubnetworkEngine) -> RankState:
     """This rank's share of the model and optimizer state."""
     return RankState(engine.mask, engine.optimizer.sharded, engine.groups, engine.tensor_parallel.shards)
+
+
+def plan_and_mask(engine: SubnetworkEngine, block: SubnetworkConfig, *, logs: bool = True) -> tuple[Plan, Mask]:
+    """Compute the plan of a block and this rank's mask, without applying it. Collective; the module must be dense.
+
+    Args:
+        logs: whether to log the plan and warnings.
+
+    Raises:
+        ValueError: on all ranks, if the block does not fit the model or the number of ranks.
+    """
+    branches, shards = engine.tensor_parallel.branches, engine.tensor_parallel.shards
+    members = engine.members()
+
+    def make() -> tuple[Plan, Mask]:
+        plan, warnings = plan_model(engine.module, block, len(members), branches=branches, shards=shards)
+        local = shards.local_plan(plan)
+        rank, is_scaled = members.index(dist.get_rank()), block.branch_scale == "training"
+        mask = Mask(engine.module, local, rank, branches=branches, is_scaled=is_scaled)
+        check_trained(mask)
+        if logs:
+            for warning in warnings:
+                log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
+            if dist.get_rank() == 0:
+                announce(f"{KEY}\n{plan.table(unit_costs(engine.module, local.units))}")
+        return plan, mask
+
+    plan, mask = run_on_all_ranks(make, engine._control)
+    check_same_plan(plan, engine._control)
+    return plan, mask
+
+
+def find_schedule(engine: SubnetworkEngine) -> Schedule | None:
+    """The plans over time, from the config; None if the plan is fixed. Collective.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+
+    def find() -> Schedule | None:
+        schedule = Schedule.of(engine.config, KEY)
+        if schedule is not None:
+            schedule.check_first(engine.stage_of_config)
+        return schedule
+
+    return run_on_all_ranks(find, engine._control)
+
+
+def check_schedule(engine: SubnetworkEngine) -> None:
+    """Check the later phases, and the first re-drawn assignment, at start-up. Collective; the module must be dense.
+
+    Raises:
+        ValueError, RuntimeError: on all ranks; the message begins with the phase.
+    """
+    schedule: Schedule | None = engine.schedule
+    if schedule is None:
+        return
+    for steps in schedule.turns[1:]:
+        phase = schedule.phase_after(steps)
+        with _named(schedule.path_of(phase)):
+            config = schedule.config_after(steps)
+            block = _block_of(config)
+            run_on_all_ranks(lambda: refuse_config(config, engine._config), engine._control)  # noqa: B023
+            refuse_stage(_stage_of(engine, phase), engine.tensor_parallel)
+            plan_and_mask(engine, block, logs=False)
 
 
 def new_config(engine: SubnetworkEngine, block: Mapping[str, Any], stage: int | None) -> dict[str, Any]:
@@ -87,12 +161,12 @@ def replan(engine: SubnetworkEngine, config: Mapping[str, Any], stage: int | Non
     def check() -> tuple[SubnetworkConfig, int]:
         _refuse_run(engine)
         refuse_stage(after, engine.tensor_parallel)
-        found = _block_of(config)
+        changed = _block_of(config)
         refuse_config(config, engine._config)
-        return found, after
+        return changed, after
 
     asked = gather_results(check, control)
-    if other := [rank for rank, found in enumerate(asked) if found != asked[0]]:
+    if other := [rank for rank, others in enumerate(asked) if others != asked[0]]:
         texts = [f"{block!r}, stage {after}" for block, after in (asked[other[0]], asked[0])]
         raise ValueError(
             f"engine.replan: rank {other[0]} got {texts[0]}, rank 0 got {texts[1]}; pass equal arguments on all ranks"
@@ -102,7 +176,7 @@ def replan(engine: SubnetworkEngine, config: Mapping[str, Any], stage: int | Non
     engine.dense_view.make_resident("engine.replan")
     try:
         _set_stage(engine, after)
-        plan, mask = engine.plan_and_mask(block)
+        plan, mask = plan_and_mask(engine, block)
     except Exception:
         _set_stage(engine, before)
         engine.dense_view.end()
@@ -136,41 +210,6 @@ def follow_schedule(engine: SubnetworkEngine, steps: int) -> None:
         with _named(schedule.path_of(phase)):
             replan(engine, schedule.config_after(steps), _stage_of(engine, phase))
     engine.phase, engine.draw = phase, draw
-
-
-def find_schedule(engine: SubnetworkEngine) -> Schedule | None:
-    """The plans over time, from the config; None if the plan is fixed. Collective.
-
-    Raises:
-        ValueError: on all ranks.
-    """
-
-    def find() -> Schedule | None:
-        schedule = Schedule.of(engine.config, KEY)
-        if schedule is not None:
-            schedule.check_first(engine.stage_of_config)
-        return schedule
-
-    return run_on_all_ranks(find, engine._control)
-
-
-def check_schedule(engine: SubnetworkEngine) -> None:
-    """Check the later phases, and the first re-drawn assignment, at start-up. Collective; the module must be dense.
-
-    Raises:
-        ValueError, RuntimeError: on all ranks; the message begins with the phase.
-    """
-    schedule: Schedule | None = engine.schedule
-    if schedule is None:
-        return
-    for steps in schedule.turns[1:]:
-        phase = schedule.phase_after(steps)
-        with _named(schedule.path_of(phase)):
-            config = schedule.config_after(steps)
-            block = _block_of(config)
-            run_on_all_ranks(lambda: refuse_config(config, engine._config), engine._control)  # noqa: B023
-            refuse_stage(_stage_of(engine, phase), engine.tensor_parallel)
-            engine.plan_and_mask(block, logs=False)
 
 
 @contextmanager

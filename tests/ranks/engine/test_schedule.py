@@ -252,7 +252,7 @@ def a_turn_that_fails_leaves_the_phase(rank: Rank) -> None:
     engine = start(GROWING)
     for steps in range(2):
         train_step(engine, samples_of(steps, rank.size)[rank.rank])
-    with mock.patch.object(type(engine), "plan_and_mask", side_effect=ValueError("no")):
+    with mock.patch("sdp_deepspeed.engine.replan.plan_and_mask", side_effect=ValueError("no")):
         refusal(ValueError, lambda: train_step(engine, samples_of(2, rank.size)[rank.rank]), "schedule[1]: no")
     assert (engine.phase, engine.zero_optimization_stage()) == (0, 1)
 
