@@ -56,7 +56,8 @@ class BatchedReference(Reference):
             for _ in range(_num_rows(micro))
         ]
         prepared = self._prepare(tuple(rank_of_row))
-        self.model.zero_grad(set_to_none=True)
+        for parameter in self.weights.values():
+            parameter.grad = None
         with prepared.rows.applied():
             of_rows = self.loss_of(self.model, _joined(micro_batches))
             losses = torch.stack([own.mean() for own in of_rows.split(sizes)])
@@ -71,7 +72,7 @@ class BatchedReference(Reference):
             name: torch.zeros_like(parameter, dtype=torch.float32)
             if parameter.grad is None
             else parameter.grad.float() / counts[name]
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in self.weights.items()
         }
 
     def _prepare(self, rank_of_row: tuple[int, ...]) -> _Prepared:

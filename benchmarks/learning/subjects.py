@@ -14,6 +14,7 @@ from sdp_deepspeed.reference.local_steps import LocalSteps
 
 Block = Mapping[str, Any]
 HEAD_WIDTH = 16
+OUTER = [(1.0, 0.0), (0.5, 0.5), (0.7, 0.6), (0.7, 0.8), (0.7, 0.9), (1.0, 0.5), (1.5, 0.0), (2.0, 0.0)]
 UNSCALED = {"branch_scale": "none"}  # the paper's method
 
 
@@ -181,15 +182,16 @@ def _axes() -> dict[str, Subject]:
 
 def _local_steps() -> dict[str, Subject]:
     """Workers that average their weights every H steps, with an outer rate and momentum."""
-    whole, scaled = Subject(), _scales()
-    subjects = {"C=1": whole} | {c: scaled[f"{c}, whole ends, scaled in training"] for c in ("C=1/2", "C=1/4")}
+    scaled = _scales()
+    subjects = {"C=1": Subject(), "64x4": Subject(Size(64, 4))}
+    subjects |= {name: scaled[f"{name}, whole ends, scaled in training"] for name in ("C=1/2", "C=1/4")}
     return {
         f"{name}, H={every}, outer {rate:g}/{momentum:g}": replace(
             subject, local_steps=LocalSteps(every, rate, momentum)
         )
         for name, subject in subjects.items()
         for every in (5, 10, 30, 100)
-        for rate, momentum in ((1.0, 0.0), (0.5, 0.5), (0.7, 0.6), (0.7, 0.9), (1.0, 0.5))
+        for rate, momentum in OUTER
     }
 
 

@@ -269,18 +269,20 @@ class Reference:
     ranks: Sequence[int] = ()
     num_steps: int = field(default=0, init=False)
     buffers: list[dict[str, torch.Tensor]] = field(default_factory=list, init=False)
+    weights: dict[str, nn.Parameter] = field(init=False, repr=False)
     masters: dict[str, nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
         self.ranks = self.ranks or range(len(self.plan.subnetwork_of_rank))
-        self.masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in self.model.named_parameters()}
+        self.weights = dict(self.model.named_parameters())
+        self.masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in self.weights.items()}
         self.optimizer = self.make_optimizer(self.masters)
         self.scheduler = self.make_scheduler(self.optimizer) if self.make_scheduler else None
 
     @torch.no_grad()
     def reset_masters(self) -> None:
         """Set the fp32 masters to weights that were loaded into the model."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.weights.items():
             self.masters[name].copy_(parameter)
 
     def step(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[float]], float]:
@@ -313,7 +315,7 @@ class Reference:
     @torch.no_grad()
     def refresh_weights(self) -> None:
         """Cast the fp32 masters to the model's weights."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.weights.items():
             parameter.copy_(self.masters[name])
 
     def averaged_gradients(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
