@@ -6,7 +6,9 @@ import fnmatch
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +58,10 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, what in TIERS.items():
         config.addinivalue_line("markers", f"{name}: {what} (set by folder)")
     config.addinivalue_line(
+        "markers",
+        "world(*sizes, slow=(), gpu_backend=...): a test with the argument `rank` runs on so many forked ranks",
+    )
+    config.addinivalue_line(
         "markers", "checks(sizes, maker, slow=()): a test for each check that maker(size, config) lists; slow: patterns"
     )
 
@@ -82,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"--gpu: {reason}")
         return
     for item in items:
-        if item.get_closest_marker("gpu") and "place" not in getattr(item, "fixturenames", ()):
+        if item.get_closest_marker("gpu") and not {"place", "rank"} & {*getattr(item, "fixturenames", ())}:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: --gpu"))
 
 
@@ -97,10 +103,18 @@ Maker = Callable[[int, pytest.Config], Iterable[tuple[str, Any]]]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`@pytest.mark.checks(size, maker)` on a test with the argument `outcome`: a test per check, one set of ranks.
+    """A test for each size of a world.
+
+    `@pytest.mark.checks(size, maker)` on a test with the argument `outcome`: a test per check, one set of ranks.
 
     Checks are slow by a mark of the function, or where "size-name" matches a pattern of `slow`.
     """
+    world = metafunc.definition.get_closest_marker("world")
+    named = [str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize")]
+    if world is not None and "rank" in metafunc.fixturenames and not any("'rank'" in names for names in named):
+        slow = world.kwargs.get("slow", ())
+        sizes = [pytest.param(size, marks=[pytest.mark.slow] if size in slow else []) for size in world.args]
+        metafunc.parametrize("rank", sizes)
     marker = metafunc.definition.get_closest_marker("checks")
     if marker is None:
         return
@@ -136,6 +150,58 @@ class _Run:
 _RUNS: dict[tuple[int, Maker], _Run] = {}
 
 
+@dataclass(frozen=True)
+class World:
+    """Ranks that tests of a file share.
+
+    Args:
+        backend: of their default group on a GPU; None for ranks on the CPU.
+    """
+
+    file: Path
+    size: int
+    backend: str | None
+
+
+_WORLDS: dict[World, _Run] = {}
+
+
+def _world_of(item: Any) -> World | None:
+    """Of a test with the argument `rank`."""
+    arguments = item.callspec.params if hasattr(item, "callspec") else {}
+    if "rank" not in arguments:
+        return None
+    mark = item.get_closest_marker("world")
+    is_on_gpu = item.config.getoption("--gpu") and item.get_closest_marker("gpu")
+    backend = mark.kwargs.get("gpu_backend", "staged") if mark else "staged"
+    return World(item.path, arguments["rank"], backend if is_on_gpu else None)
+
+
+def _check_of(item: Any) -> tuple[str, Callable[..., None]]:
+    from tests.helpers.ranks import call_on_rank
+
+    arguments = {name: value for name, value in item.callspec.params.items() if name != "rank"}
+    return item.name, partial(call_on_rank, item.function, arguments)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """All tests of a world run when the first of them is asked for; what was not selected does not."""
+    from tests.helpers.ranks import CPU, GPU, each_outcome
+
+    world = _world_of(pyfuncitem)
+    if world is None:
+        return None
+    if world not in _WORLDS:
+        checks = [_check_of(item) for item in pyfuncitem.session.items if _world_of(item) == world]
+        place = CPU if world.backend is None else replace(GPU, backend=world.backend)
+        _WORLDS[world] = _Run(each_outcome(world.size, checks, place=place))
+    why = _WORLDS[world].outcome(pyfuncitem.name)
+    if why is not None:
+        pytest.fail(why, pytrace=False)
+    return True
+
+
 @pytest.fixture
 def place(request: pytest.FixtureRequest) -> Any:
     """Where this test's ranks are."""
@@ -164,7 +230,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    for run in _RUNS.values():
+    for run in (*_RUNS.values(), *_WORLDS.values()):
         run.outcomes.close()  # type: ignore[attr-defined]  # a run that was interrupted leaves no ranks behind
     if not hasattr(session.config, "workerinput"):
         sweep_segments()

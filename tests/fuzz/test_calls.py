@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ import pytest
 import torch
 
 from tests.helpers.models import SPECIMENS, VOCABULARY, batches
-from tests.helpers.ranks import Check, Rank
+from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, micro_step, sgd
 
+pytestmark = pytest.mark.world(2)
 NUM_STEPS = 4
 MODELS = ("llama", "gpt2", "gpt_neox_parallel", "llama_tied")
 PROMPT = torch.arange(4)[None] % VOCABULARY
@@ -121,7 +121,12 @@ def settings_of(draw: random.Random, size: int) -> dict[str, Any]:
     return result
 
 
-def training_is_as_without(seed: int, rank: Rank) -> None:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    first, count = (metafunc.config.getoption(f"fuzz_{name}") for name in ("seed", "sequences"))
+    metafunc.parametrize("seed", range(first, first + count))
+
+
+def test_training_is_as_without(rank: Rank, seed: int) -> None:
     draw = random.Random(seed)
     settings, model = settings_of(draw, rank.size), draw.choice(MODELS)
     calm, busy = (engine_of(settings, SPECIMENS[model].build()) for _ in range(2))
@@ -146,14 +151,3 @@ def training_is_as_without(seed: int, rank: Rank) -> None:
         assert_identical(dense_state(busy), dense_state(calm))
     except AssertionError as different:
         raise AssertionError(told) from different
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
-    first, count = options.getoption("fuzz_seed"), options.getoption("fuzz_sequences")
-    for seed in range(first, first + count):
-        yield f"seed_{seed}", partial(training_is_as_without, seed)
-
-
-@pytest.mark.checks(2, _cases)
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

@@ -400,13 +400,3 @@ def tensor_tolerance(case: Case, expected: torch.Tensor, moved: torch.Tensor) ->
     if case.precision == "fp32":
         return drift(case) * float(moved) + NUM_STEPS * rounding(case) * size
     return rounding(case) * (size + 0.05 * 2**8 * float(moved))
-
-
-@dataclass(frozen=True)
-class CaseCheck:
-    """A case as a check that can be sent to a rank."""
-
-    case: Case
-
-    def __call__(self, rank: Rank) -> None:
-        check_case(self.case, rank)

@@ -1,8 +1,13 @@
-"""Ranks for tests: one set of them per world size, many checks inside, hard time limits.
+"""Ranks for tests: one set of them per file and world size, many tests inside, hard time limits.
 
-A check is a function of one `Rank` argument that every rank runs. One that fails ends these ranks, which may be out of
-step after it; its traceback is shown whole, and the checks after it run in ranks that are started anew. So no check may
-lean on what an earlier one left in its process.
+A test with the argument `rank` runs on every rank of a world, whose size a mark says:
+
+    @pytest.mark.world(2)
+    def test_the_sum_is_that_of_all(rank: Rank) -> None: ...
+
+`world(2, 4)` runs it in both. One that fails ends these ranks, which may be out of step after it; its traceback is
+shown whole, and the tests after it run in ranks that are started anew. So no test may lean on what an earlier one left
+in its process. One that leaves something behind which disturbs others comes last in its file.
 
 A file lists its checks for each world size:
 
@@ -27,6 +32,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -85,6 +91,11 @@ GPU = Place("staged", ON_A_GPU)  # all on the machine's first
 
 Check = Callable[[Rank], None]
 Named = tuple[str, Check]
+
+
+def call_on_rank(function: Callable[..., None], arguments: Mapping[str, Any], rank: Rank) -> None:
+    """A test with what it was parametrized with."""
+    function(rank=rank, **arguments)
 
 
 def run_ranks(
@@ -257,7 +268,7 @@ def _rank_main(rank: int, size: int, folder: str, checks: Sequence[Named], repor
             backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
         )
         for name, check in checks:
-            own = Path(folder) / name.replace("/", "_")
+            own = Path(folder) / re.sub(r"\W+", "_", name)
             own.mkdir(exist_ok=True)
             check(Rank(rank, size, own))
             reports.send((name, None))

@@ -175,7 +175,7 @@ class Divided:
         more = ["own-specs"] * ("tensor_parallel" in self.settings)
         return "-".join([self.model, self.block["regime"], strategy, f"zero{self.stage}", *more])
 
-    def __call__(self, rank: Rank) -> None:
+    def check(self, rank: Rank) -> None:
         """The same losses, norms and clipped steps, and the same dense model in evaluation and state dict."""
         dense = build(self.model)
         engine = self.start()

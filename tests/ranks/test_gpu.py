@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sdp_deepspeed.config import MODES
+from sdp_deepspeed.config import MODES, Mode
 from tests.helpers.checkpointed_runs import settings_of, stepped
-from tests.helpers.oracle import CaseCheck
+from tests.helpers.oracle import check_case
 from tests.helpers.oracle_grid import AXES, Case, possible
 from tests.helpers.ranks import CPU, Place, Rank, run_ranks
 from tests.helpers.training import assert_identical, dense_state, engine_of, train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.gpu, pytest.mark.world(4)]
 
 
 def every_combination(size: int) -> Iterator[Case]:
@@ -34,32 +34,25 @@ def every_combination(size: int) -> Iterator[Case]:
             yield case
 
 
-@dataclass(frozen=True)
-class WithFlashAttention:
-    """A case in which no other kernel of attention may run; both the engine and the reference use it."""
-
-    case: Case
-
-    def __call__(self, rank: Rank) -> None:
-        model: Any = self.case.specimen.build()
-        assert model.config._attn_implementation == "sdpa"
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            CaseCheck(self.case)(rank)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """On the CPU a sample of the combinations is in reference/test_oracle.py."""
+    if metafunc.function is test_agrees_with_the_reference:
+        cases = list(every_combination(4)) if metafunc.config.getoption("--gpu") else []
+        metafunc.parametrize("case", cases, ids=str)
 
 
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for mode in MODES:
-        case = Case(size, size // 2, *mode, precision="bf16", optimizer="SGD")
-        yield f"flash-{case}", WithFlashAttention(case)
-    if options.getoption("--gpu"):  # on the CPU a sample of these is in reference/test_oracle.py
-        for case in every_combination(size):
-            yield str(case), CaseCheck(case)
+@pytest.mark.parametrize("mode", MODES, ids="-".join)
+def test_flash_attention_agrees_with_the_reference(rank: Rank, mode: Mode) -> None:
+    """No other kernel of attention may run, in the engine and in the reference."""
+    case = Case(rank.size, rank.size // 2, *mode, precision="bf16", optimizer="SGD")
+    model: Any = case.specimen.build()
+    assert model.config._attn_implementation == "sdpa"
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        check_case(case, rank)
 
 
-@pytest.mark.gpu
-@pytest.mark.checks(4, _cases)
-def test_agrees_with_the_reference(outcome: str | None) -> None:
-    assert outcome is None, outcome
+def test_agrees_with_the_reference(rank: Rank, case: Case) -> None:
+    check_case(case, rank)
 
 
 @dataclass(frozen=True)
@@ -93,7 +86,6 @@ def on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-@pytest.mark.gpu
 def test_checkpoints_go_from_the_cpu_to_the_gpu_and_back(place: Place, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("first", "second", "third")]
     on_gpu = None if place is CPU else "cuda"

@@ -6,15 +6,14 @@ it was written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
-from sdp_deepspeed.config import MODES
-from tests.helpers.oracle import CaseCheck
+from sdp_deepspeed.config import MODES, Mode
+from tests.helpers.oracle import check_case
 from tests.helpers.oracle_grid import Case
 from tests.helpers.ranks import Place, Rank, run_ranks
 from tests.helpers.staged_gloo import StagedGloo
@@ -38,22 +37,18 @@ class WithLateStreams:
             mock.patch.object(StagedGloo, "is_late", True),
             mock.patch.object(StagedGloo, "is_waited_for", self.is_waited_for),
         ):
-            CaseCheck(self.case)(rank)
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    if not options.getoption("--gpu"):
-        return
-    for mode in MODES:
-        for stage, accumulation in ((0, 1), (1, 1), (2, 3)):
-            case = Case(size, size // 2, *mode, stage=stage, overlap=True, accumulation=accumulation, buckets="many")
-            yield str(case), WithLateStreams(case)
+            check_case(self.case, rank)
 
 
 @pytest.mark.gpu
-@pytest.mark.checks(4, _cases)
-def test_on_real_streams(outcome: str | None) -> None:
-    assert outcome is None, outcome
+@pytest.mark.world(4)
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 1), (2, 3)])
+@pytest.mark.parametrize("mode", MODES, ids="-".join)
+def test_on_real_streams(rank: Rank, mode: Mode, stage: int, accumulation: int) -> None:
+    if not torch.cuda.is_available():
+        return  # these streams are a GPU's
+    case = Case(4, 2, *mode, stage=stage, overlap=True, accumulation=accumulation, buckets="many")
+    WithLateStreams(case)(rank)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,22 +30,17 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import dense_tensors
 from tests.helpers.checkpointed_runs import settings_of, stepped
 from tests.helpers.models import batches, config, llama
-from tests.helpers.oracle import CaseCheck
+from tests.helpers.oracle import check_case
 from tests.helpers.oracle_grid import AXES, Case, possible
-from tests.helpers.ranks import CPU, Place, Rank
+from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, micro_step, train
 
-pytestmark = pytest.mark.slow
+# One rank may have a GPU's own collectives.
+pytestmark = [pytest.mark.slow, pytest.mark.gpu, pytest.mark.world(1, gpu_backend="nccl")]
 
 BF16 = {"bf16": {"enabled": True}}
 FAKE_RANK, FAKE_SIZE = 3, 8
 BUCKET = 100_000
-
-
-@pytest.fixture
-def place(place: Place) -> Place:
-    """One rank may have a GPU's own collectives."""
-    return place if place is CPU else replace(place, backend="nccl")
 
 
 def settings_of_one_rank() -> Iterator[Case]:
@@ -63,23 +57,31 @@ def cases_of_one_rank() -> list[Case]:
     return [case for case in settings_of_one_rank() if possible(case)]
 
 
-@dataclass(frozen=True)
-class Resumed:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """On the CPU some of them."""
+    on_gpu, cases = metafunc.config.getoption("--gpu"), cases_of_one_rank()
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", cases if on_gpu else cases[:: len(cases) // 3], ids=str)
+    if "mode" in metafunc.fixturenames:
+        metafunc.parametrize("mode", MODES if on_gpu else MODES[3:], ids="-".join)
+
+
+def test_agrees_with_the_reference(rank: Rank, case: Case) -> None:
+    check_case(case, rank)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_resumes(rank: Rank, mode: Mode, stage: int) -> None:
     """Saved and loaded by another engine, bit for bit, which goes on as the first one does."""
-
-    stage: int
-    mode: Mode
-
-    def __call__(self, rank: Rank) -> None:
-        settings = settings_of(self.stage, "bf16+fp32" if self.stage else "fp32", **self.mode._asdict())
-        engines = [engine_of(settings) for _ in range(2)]
-        train(engines[0], num_steps=2)
-        engines[0].save_checkpoint(str(rank.folder))
-        assert not torch.equal(*(dense_state(engine)["lm_head.weight"] for engine in engines))
-        engines[1].load_checkpoint(str(rank.folder))
-        assert_identical(*(dense_state(engine) | stepped(engine) for engine in engines))
-        losses = [train(engine, num_steps=2, first=2) for engine in engines]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # a GPU may add up in another order
+    settings = settings_of(stage, "bf16+fp32" if stage else "fp32", **mode._asdict())
+    engines = [engine_of(settings) for _ in range(2)]
+    train(engines[0], num_steps=2)
+    engines[0].save_checkpoint(str(rank.folder))
+    assert not torch.equal(*(dense_state(engine)["lm_head.weight"] for engine in engines))
+    engines[1].load_checkpoint(str(rank.folder))
+    assert_identical(*(dense_state(engine) | stepped(engine) for engine in engines))
+    losses = [train(engine, num_steps=2, first=2) for engine in engines]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # a GPU may add up in another order
 
 
 def alike(settings: dict[str, Any], build: Callable[[], nn.Module]) -> tuple[Any, Any]:
@@ -105,13 +107,13 @@ def alike(settings: dict[str, Any], build: Callable[[], nn.Module]) -> tuple[Any
     return engine, other
 
 
-def trained_alike(mode: Mode, rank: Rank) -> None:
+def test_models_built_under_init_train_alike(rank: Rank, mode: Mode) -> None:
     engines = alike(config(coverage=1.0, **mode._asdict()) | BF16, llama)
     losses = [train(engine, num_steps=1) for engine in engines]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def compiled(rank: Rank) -> None:
+def test_compiled(rank: Rank) -> None:
     """By inductor: the values of an engine that is not."""
     for stage, mode in zip((0, 1, 2, 2), MODES, strict=True):
         settings = settings_of(stage, **mode._asdict())
@@ -119,24 +121,6 @@ def compiled(rank: Rank) -> None:
         engines[0].compile()
         losses = [train(engine, num_steps=3) for engine in engines]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    on_gpu, cases = options.getoption("--gpu"), cases_of_one_rank()
-    for case in cases if on_gpu else cases[:: len(cases) // 3]:
-        yield str(case), CaseCheck(case)
-    for stage, mode in itertools.product((0, 1, 2), MODES) if on_gpu else [(2, MODES[3])]:
-        yield f"resumed-zero{stage}-{mode}", Resumed(stage, mode)
-    for mode in MODES if on_gpu else MODES[:1]:
-        yield f"built under Init-{mode}", partial(trained_alike, mode)
-    if on_gpu:
-        yield "compiled", compiled
-
-
-@pytest.mark.gpu
-@pytest.mark.checks(1, _cases)
-def test_one_rank(outcome: str | None) -> None:
-    assert outcome is None, outcome
 
 
 def stores_what_the_plan_says(engine: Any, dense: nn.Module) -> None:
@@ -182,7 +166,7 @@ def as_estimated(mode: Mode, stage: int, precision: str) -> weakref.ref[Any]:
     return weakref.ref(engine)
 
 
-def rank_3_of_8(rank: Rank) -> None:
+def test_a_rank_of_a_world_that_is_not_there(rank: Rank) -> None:
     """All modes in one world: DeepSpeed never forgets its groups."""
     dist.destroy_process_group()
     try:
@@ -195,13 +179,3 @@ def rank_3_of_8(rank: Rank) -> None:
             assert [engine() for engine in engines] == [None] * 5, "who measures several ranks has the memory of one"
     finally:  # for whoever started this rank
         dist.init_process_group("gloo", init_method=f"file://{rank.folder}/again", rank=0, world_size=1)
-
-
-def _of_eight(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    yield "rank 3 of 8", partial(rank_3_of_8)
-
-
-@pytest.mark.gpu
-@pytest.mark.checks(1, _of_eight)
-def test_a_rank_of_a_world_that_is_not_there(outcome: str | None) -> None:
-    assert outcome is None, outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import staged_gloo
-from tests.helpers.oracle import CaseCheck
+from tests.helpers.oracle import check_case
 from tests.helpers.oracle_grid import Case
 from tests.helpers.ranks import Check, Place, Rank, run_ranks
 
@@ -82,7 +83,7 @@ def late_ones_do_the_same(rank: Rank) -> None:
         mock.patch.object(staged_gloo, "cuda", mock.MagicMock()) as cuda,
         mock.patch.object(staged_gloo.StagedGloo, "is_late", True),
     ):
-        CaseCheck(case)(rank)
+        check_case(case, rank)
         num_streams, waits = cuda.Stream.call_count, cuda.current_stream().wait_stream.call_count
         assert 0 < num_streams == waits
         with mock.patch.object(staged_gloo.StagedGloo, "is_waited_for", False):
@@ -95,8 +96,10 @@ CHECKS: dict[str, Check] = {
     "fills_in_when_it_is_waited_for": fills_in_when_it_is_waited_for,
     "objects_and_messages": objects_and_messages,
     "late_ones_do_the_same": late_ones_do_the_same,
-    "forward": CaseCheck(Case(2, 1, "forward", "neuron", stage=2, overlap=True, accumulation=3)),
-    "backward": CaseCheck(Case(2, 1, "backward", "block", "gpt2", stage=0, precision="bf16", optimizer="SGD")),
+    "forward": partial(check_case, Case(2, 1, "forward", "neuron", stage=2, overlap=True, accumulation=3)),
+    "backward": partial(
+        check_case, Case(2, 1, "backward", "block", "gpt2", stage=0, precision="bf16", optimizer="SGD")
+    ),
 }
 
 

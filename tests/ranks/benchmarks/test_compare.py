@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +18,8 @@ from benchmarks.common.split import split_step
 from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.config import MODES
 from tests.helpers.ranks import Rank
+
+pytestmark = pytest.mark.world(2)
 
 SHAPE = NARROW | {"num_hidden_layers": 2}
 WHOLE = 4 * num_parameters(SHAPE)  # bytes of all fp32 parameters
@@ -35,7 +36,7 @@ def options(**changed: Any) -> argparse.Namespace:
     return argparse.Namespace(**few | changed)
 
 
-def contestants_hold_and_send_what_they_must(_rank: Rank) -> None:
+def test_contestants_hold_and_send_what_they_must(rank: Rank) -> None:
     """Losses of C = 1 are compared with DDP's inside."""
     rows = [DDP, Contestant(1), FSDP2, Contestant(1, MODES[0], 1.0), HALF, Contestant(3, MODES[0], 0.5, host="FSDP2")]
     found = compare.measure(rows, options())
@@ -60,7 +61,7 @@ def contestants_hold_and_send_what_they_must(_rank: Rank) -> None:
     assert all(len(row["seconds"]) == 2 and len(row["splits"]) == 1 for row in found.values())
 
 
-def a_run_goes_on(rank: Rank) -> None:
+def test_a_run_goes_on(rank: Rank) -> None:
     """What is in the file is not measured again; a file of another run is refused."""
     few = {"only": ["^forward x neuron, stage 1"], "modes": [str(MODES[1])], "output": str(rank.folder / "raw.json")}
     result = compare.measure_groups(options(**few, coverages=[1, 0.75, 0.5]))
@@ -74,7 +75,7 @@ def a_run_goes_on(rank: Rank) -> None:
         compare.measure_groups(options(**few | {"only": ["nobody"], "output": f"{few['output']}.new"}))
 
 
-def collectives_are_counted(rank: Rank) -> None:
+def test_collectives_are_counted(rank: Rank) -> None:
     """Bytes that this rank must send, by hand."""
     others, num_bytes, vector = rank.size - 1, 48, torch.ones(12)
     cases = {
@@ -103,7 +104,7 @@ def collectives_are_counted(rank: Rank) -> None:
     assert (counter.total, counter.num_collectives) == (num_bytes, 1)
 
 
-def measuring_changes_nothing(_rank: Rank) -> None:
+def test_measuring_changes_nothing(rank: Rank) -> None:
     """Neither the memory measurement nor the split of a step."""
     batch = torch.arange(8)[None]
     losses = []
@@ -120,18 +121,3 @@ def measuring_changes_nothing(_rank: Rank) -> None:
             train(engine, batch)
         losses.append(float(train(engine, batch)))
     assert losses[0] == losses[1]
-
-
-def _cases(_size: int, _options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (
-        contestants_hold_and_send_what_they_must,
-        a_run_goes_on,
-        collectives_are_counted,
-        measuring_changes_nothing,
-    ):
-        yield check.__name__, check
-
-
-@pytest.mark.checks(2, _cases)
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

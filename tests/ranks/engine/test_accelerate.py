@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,9 +11,11 @@ import torch
 from sdp_deepspeed.masking.placeholders import PartialTensor
 from tests.helpers.hosts import deepspeed_config, loaded, mean_loss, rows
 from tests.helpers.live_tensors import stored_absent
-from tests.helpers.models import llama
+from tests.helpers.models import MIXED, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, refusal
+
+pytestmark = pytest.mark.world(2)
 
 
 def prepared(block: Mapping[str, Any], *, accumulation: int = 2, seed: int = 0) -> tuple[Any, ...]:
@@ -57,7 +58,8 @@ def evaluated(accelerator: Any, engine: Any) -> float:
     return float(accelerator.gather_for_metrics(torch.cat(losses)).mean())
 
 
-def saves_the_dense_model(block: Mapping[str, Any], rank: Rank) -> None:
+@pytest.mark.parametrize("block", [{"strategy": "neuron"}, {"regime": "backward", "strategy": "neuron"}])
+def test_saves_the_dense_model(block: Mapping[str, Any], rank: Rank) -> None:
     """With the state dict that Accelerate gathers, by the engine, and by the module's own call in `dense()`."""
     accelerator, engine, *rest = prepared(block)
     train(accelerator, engine, *rest)
@@ -81,8 +83,9 @@ def saves_the_dense_model(block: Mapping[str, Any], rank: Rank) -> None:
     assert not stored_absent(engine)
 
 
-def resumes(block: Mapping[str, Any], rank: Rank) -> None:
+def test_resumes(rank: Rank) -> None:
     """From `save_state`, with another model's weights before it."""
+    block = {"strategy": MIXED}
     first = prepared(block)
     train(*first)
     first[0].save_state(str(rank.folder / "state"))
@@ -94,7 +97,7 @@ def resumes(block: Mapping[str, Any], rank: Rank) -> None:
     assert_identical(dense_state(again[1]), dense_state(first[1]))
 
 
-def state_dicts_that_nobody_reads(rank: Rank) -> None:
+def test_state_dicts_that_nobody_reads(rank: Rank) -> None:
     """As Lightning does before each checkpoint: it takes a state dict on all ranks, drops it, and has the engine save.
     Of rank 0 alone too, at once: no rank waits."""
     accelerator, engine, *rest = prepared({})
@@ -109,15 +112,3 @@ def state_dicts_that_nobody_reads(rank: Rank) -> None:
     _, state = engine.load_checkpoint(str(rank.folder / "one.ckpt"), load_lr_scheduler_states=False)
     assert state == {"epoch": 1}
     refusal(RuntimeError, lambda: torch.save(engine.module.state_dict(), rank.folder / "x.pt"), "partial", "on all")
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    yield "saves neuron", partial(saves_the_dense_model, {"strategy": "neuron"})
-    yield "saves backward", partial(saves_the_dense_model, {"regime": "backward", "strategy": "neuron"})
-    yield "resumes", partial(resumes, {"strategy": {"attention": "neuron", "mlp": "block"}})
-    yield "state_dicts_that_nobody_reads", state_dicts_that_nobody_reads
-
-
-@pytest.mark.checks(2, _cases)
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

@@ -23,11 +23,12 @@ from tests.helpers.batch_norms import Net, batches, means, settings, statistics_
 from tests.helpers.models import batches as tokens_of
 from tests.helpers.models import inputs_of, llama
 from tests.helpers.more_models import SPECIMENS
-from tests.helpers.ranks import Check, Rank
+from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal
 from tests.helpers.training import train as train_on_tokens
 
 SIZE, NUM = 3, 3
+pytestmark = pytest.mark.world(SIZE)
 ROUNDING = 2.0**-23  # fp64 sums in another order, rounded to fp32
 
 
@@ -43,7 +44,7 @@ def assert_means(found: dict[str, torch.Tensor], before: list[dict[str, torch.Te
         assert all(torch.equal(value, values[0]) for value in values), name
 
 
-def in_the_dense_view(rank: Rank) -> None:
+def test_in_the_dense_view(rank: Rank) -> None:
     """Norms of held units over their holders, shared ones over all ranks; in the backward regime all run everything."""
     for regime, stage, momentum in (("forward", 1, 0.1), ("forward", 0, None), ("backward", 2, 0.1)):
         config = settings(holders=2, regime=regime, check_agreement=True) | {"zero_optimization": {"stage": stage}}
@@ -61,7 +62,7 @@ def in_the_dense_view(rank: Rank) -> None:
         assert (len(held) == len([n for n, _ in engine.module.named_buffers() if n.startswith("layers")])) == has_all
 
 
-def in_an_evaluation_between_steps(rank: Rank) -> None:
+def test_in_an_evaluation_between_steps(rank: Rank) -> None:
     """Also where micro-steps have come since the last step: the dense model is one, and training goes on with it."""
     engine = engine_of(settings(holders=2, accumulation=2), Net())
     train(engine, rank.rank, num_steps=3)
@@ -80,7 +81,7 @@ def in_an_evaluation_between_steps(rank: Rank) -> None:
     train(engine, rank.rank, num_steps=1)
 
 
-def in_checkpoints(rank: Rank) -> None:
+def test_in_checkpoints(rank: Rank) -> None:
     """Of what all ranks share there is one value, in the middle of a step too, which other layouts resume."""
     engine = engine_of(settings(holders=2, accumulation=2), Net())
     train(engine, rank.rank, num_steps=3)
@@ -126,7 +127,7 @@ def compare(engine: Any, expected: dict[str, torch.Tensor]) -> None:
         assert_identical(first, other)
 
 
-def is_that_of_the_dense_model(rank: Rank) -> None:
+def test_is_that_of_the_dense_model(rank: Rank) -> None:
     """In both regimes; weights stay, and training goes on."""
     for regime in ("forward", "backward"):
         block = {"holders": 2, "regime": regime, "check_agreement": True}
@@ -149,7 +150,7 @@ def is_that_of_the_dense_model(rank: Rank) -> None:
         train(engine, rank.rank, num_steps=1)
 
 
-def wherever_the_dense_model_is(rank: Rank) -> None:
+def test_wherever_the_dense_model_is(rank: Rank) -> None:
     """Outside of it and inside, in training and in evaluation mode, of tensors, tuples, lists and dicts of arguments:
     the same bits."""
     engine = engine_of(settings(holders=2), Net())
@@ -170,7 +171,8 @@ def wherever_the_dense_model_is(rank: Rank) -> None:
     compare(engine, oracle(state))
 
 
-def of_resnets(rank: Rank) -> None:
+@pytest.mark.slow
+def test_of_resnets(rank: Rank) -> None:
     """In all modes: vectors that are cut are written to each piece's holders, in halves too."""
     for regime, strategy in MODES:
         block = {"holders": 2, "regime": regime, "strategy": strategy, "neuron_groups": 3}
@@ -208,7 +210,7 @@ def settings_of(model: nn.Module) -> dict[str, Any]:
     return {name: (module.training, getattr(module, "momentum", "")) for name, module in model.named_modules()}
 
 
-def leaves_everything_else(rank: Rank) -> None:
+def test_leaves_everything_else(rank: Rank) -> None:
     """Modes, also of single modules, and random numbers."""
     engine = engine_of(settings(holders=2), Net(momentum=None))
     train(engine, rank.rank, num_steps=1)
@@ -234,7 +236,8 @@ def drawing(rank: Rank) -> Iterator[torch.Tensor]:
         yield images
 
 
-def mistakes(rank: Rank) -> None:
+@pytest.mark.slow
+def test_mistakes(rank: Rank) -> None:
     """One error on all ranks, and the statistics are those of before."""
     for regime in ("forward", "backward"):
         engine = engine_of(settings(holders=2, regime=regime), Net())
@@ -255,32 +258,10 @@ def mistakes(rank: Rank) -> None:
         train(engine, rank.rank, num_steps=1)
 
 
-def where_there_is_nothing_to_do(rank: Rank) -> None:
+def test_where_there_is_nothing_to_do(rank: Rank) -> None:
     """Asks nobody; other models are refused."""
     engine = engine_of(settings(holders=2), llama())
     with mock.patch("sdp_deepspeed.engine.dense_view.DenseView.make_resident", side_effect=AssertionError):
         assert engine.reestimate_batch_norm([], num_batches=1) == 0
     with pytest.raises(ValueError, match=r"got Net, expected the engine .*fully_shard"):
         sdp_deepspeed.reestimate_batch_norm(Net(), [], num_batches=1)
-
-
-CHECKS: list[Check] = [
-    in_the_dense_view,
-    in_an_evaluation_between_steps,
-    in_checkpoints,
-    is_that_of_the_dense_model,
-    wherever_the_dense_model_is,
-    of_resnets,
-    leaves_everything_else,
-    mistakes,
-    where_there_is_nothing_to_do,
-]
-
-
-def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
-    return [(check.__name__, check) for check in CHECKS]
-
-
-@pytest.mark.checks(SIZE, _checks, slow=["3-of_resnets", "3-mistakes"])
-def test_statistics(outcome: str | None) -> None:
-    assert outcome is None, outcome

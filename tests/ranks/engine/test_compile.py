@@ -5,7 +5,7 @@ Backends that are quick on a CPU: "eager" runs what was traced as it is, "aot_ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +17,8 @@ from sdp_deepspeed.config import MODES, Mode
 from tests.helpers.models import SPECIMENS, batches, llama, loss_of
 from tests.helpers.ranks import Rank
 from tests.helpers.training import dense_state, engine_of, sgd, train
+
+pytestmark = pytest.mark.world(2)
 
 
 def layers_of(model: Any) -> Any:
@@ -58,7 +60,8 @@ def compare(compiled: Any, expected: Any) -> None:
         torch.testing.assert_close(own[name], value, rtol=1e-4, atol=1e-6)
 
 
-def engine_compile(rank: Rank) -> None:
+@pytest.mark.slow
+def test_engine_compile(rank: Rank) -> None:
     """`engine.compile()` in all modes and at all stages."""
     for number, mode in enumerate(MODES):
         engines = [start(SPECIMENS["llama"].build(), (2, 1, 0, 2)[number], mode) for _ in range(2)]
@@ -72,7 +75,8 @@ def engine_compile(rank: Rank) -> None:
         compare(*engines)
 
 
-def inductor(rank: Rank) -> None:
+@pytest.mark.slow
+def test_inductor(rank: Rank) -> None:
     """What users take on a GPU; it fuses, which a compiler on the CPU would take minutes for."""
     for number, mode in enumerate(MODES):
         engines = [start(SPECIMENS["llama"].build(), (2, 1, 0, 2)[number], mode) for _ in range(2)]
@@ -80,7 +84,8 @@ def inductor(rank: Rank) -> None:
         compare(*engines)
 
 
-def wrapped_before(rank: Rank) -> None:
+@pytest.mark.slow
+def test_wrapped_before(rank: Rank) -> None:
     """`torch.compile(model)` given to `deepspeed.initialize`: names stay those of the model."""
     model = SPECIMENS["llama"].build()
     names = list(model.state_dict())
@@ -95,7 +100,8 @@ def wrapped_before(rank: Rank) -> None:
     assert list(dense_state(engine)) == names
 
 
-def compiled_layers(rank: Rank) -> None:
+@pytest.mark.slow
+def test_compiled_layers(rank: Rank) -> None:
     """Each layer wrapped by itself, with checkpointing: layers that look alike share a graph, as without us."""
     for mode, limit in zip(MODES, (4, 1, 4, 4), strict=True):  # of a layer's two parts, this one is held or that one
         model: Any = llama(6)
@@ -113,7 +119,7 @@ def compiled_layers(rank: Rank) -> None:
         compare(engine, expected)
 
 
-def compiled_parts(rank: Rank) -> None:
+def test_compiled_parts(rank: Rank) -> None:
     """A compiled MLP, a compiled linear layer in it, and forwards compiled as methods, both where they are replaced and
     where they run on what this rank has; a body in two parts does not run the held part twice."""
     parts: list[tuple[Callable[[Any], nn.Module], Mode, bool]] = [
@@ -132,16 +138,3 @@ def compiled_parts(rank: Rank) -> None:
         engine = start(model, 1, mode)
         expected = engine_of(sgd(clip=0.5, regime=mode.regime, strategy=mode.strategy), SPECIMENS["llama"].build())
         compare(engine, expected)
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (engine_compile, wrapped_before, compiled_layers, compiled_parts):
-        yield check.__name__, check
-    if options.getoption("--gpu"):
-        yield "inductor", inductor
-
-
-@pytest.mark.gpu
-@pytest.mark.checks(2, _cases, slow=["2-engine_compile", "2-compiled_layers", "2-wrapped_before"])
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

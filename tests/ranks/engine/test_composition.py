@@ -6,7 +6,7 @@ What the oracle suite compares with `reference/` is trained once more with somet
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -20,6 +20,8 @@ from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import SPECIMENS, VOCABULARY, batches, config, loss_of, without_block
 from tests.helpers.ranks import Rank
 from tests.helpers.training import SGD, assert_identical, dense_state, engine_of, micro_step, sgd, train
+
+pytestmark = pytest.mark.world(2)
 
 STAGES = (0, 1, 2)
 
@@ -75,12 +77,14 @@ def check_checkpointing(number: int, fold: Callable[[Any, torch.Tensor], Any]) -
         assert_identical(state, expected.setdefault(stage, state))
 
 
-def checkpointing(rank: Rank) -> None:
+@pytest.mark.slow
+def test_checkpointing(rank: Rank) -> None:
     for number in range(len(MODES)):
         check_checkpointing(number, micro_step)
 
 
-def checkpointing_with_torch_style_backward(rank: Rank) -> None:
+@pytest.mark.slow
+def test_checkpointing_with_torch_style_backward(rank: Rank) -> None:
     def fold(engine: Any, batch: torch.Tensor) -> None:
         loss_of(engine, batch).backward()
         engine.step()
@@ -88,7 +92,7 @@ def checkpointing_with_torch_style_backward(rank: Rank) -> None:
     check_checkpointing(3, fold)
 
 
-def another_batch_size_while_training(rank: Rank) -> None:
+def test_another_batch_size_while_training(rank: Rank) -> None:
     """`set_train_batch_size`, against the oracle. DeepSpeed counts micro-batches from the start, so that a step
     is whole only where the new number divides the count."""
     for number, stage in ((0, 1), (3, 2)):
@@ -122,7 +126,7 @@ def sizes_of(engine: Any) -> list[Any]:
     return found
 
 
-def sizes_are_derived_as_with_zero_1(rank: Rank) -> None:
+def test_sizes_are_derived_as_with_zero_1(rank: Rank) -> None:
     """All data-parallel ranks count, also those that train one subnetwork together."""
     for sizes in ((12, None, 3), (None, 3, None)):
         settings = {key: value for key, value in sgd().items() if key not in BATCH_KEYS}
@@ -148,7 +152,7 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def training_data(rank: Rank) -> None:
+def test_training_data(rank: Rank) -> None:
     """`deepspeed.initialize(training_data=...)` gives each rank the batches that it gets with ZeRO-1."""
     seen = []
     for block in ({"subnetwork_data_parallel": {"holders": 1}}, {}):
@@ -166,7 +170,7 @@ def training_data(rank: Rank) -> None:
         assert torch.equal(own, expected)
 
 
-def dtypes_spelled_out(rank: Rank) -> None:
+def test_dtypes_spelled_out(rank: Rank) -> None:
     """`data_types` that say what is so anyway are accepted; gradients are summed, and buffers are, in what is asked."""
     train(engine_of(sgd() | {"data_types": {"param_dtype": "fp32", "grad_accum_dtype": "fp32"}}), num_steps=1)
     for data_types, dtype in (({}, torch.bfloat16), ({"grad_accum_dtype": "fp32"}, torch.float32)):
@@ -175,20 +179,3 @@ def dtypes_spelled_out(rank: Rank) -> None:
         train(engine, num_steps=1)  # the first of two micro-steps
         assert {gradient.dtype for gradient in engine.optimizer.sharded.reducer.gradient_tensors()} == {dtype}
         assert {buffer.dtype for buffer in engine.module.buffers()} == {torch.bfloat16}
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (
-        checkpointing,
-        checkpointing_with_torch_style_backward,
-        another_batch_size_while_training,
-        sizes_are_derived_as_with_zero_1,
-        training_data,
-        dtypes_spelled_out,
-    ):
-        yield check.__name__, check
-
-
-@pytest.mark.checks(2, _cases, slow=["2-checkpointing*"])
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

@@ -32,8 +32,10 @@ from tests.helpers.training import (
     train,
 )
 
+pytestmark = pytest.mark.world(2)
 
-def gradients_travel_in_their_dtype(rank: Rank) -> None:
+
+def test_gradients_travel_in_their_dtype(rank: Rank) -> None:
     """And weights that return in theirs: what is sent of gradients is half where it has half the bytes."""
     for stage in (1, 2):
         sent: dict[str | None, int] = {}
@@ -59,7 +61,7 @@ def defaults(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def defaults_of_torch_do_no_harm(rank: Rank) -> None:
+def test_defaults_of_torch_do_no_harm(rank: Rank) -> None:
     """A tensor of ours that took the default device would have no values, one that took the dtype wrong ones."""
     for stage in (0, 1, 2):
         settings = config(holders=1) | {"zero_optimization": {"stage": stage}}
@@ -90,7 +92,8 @@ def plain(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"zero_allow_untested_optimizer": True}
 
 
-def flops_profiler_by_config(rank: Rank) -> None:
+@pytest.mark.slow
+def test_flops_profiler_by_config(rank: Rank) -> None:
     """On rank 0, in the second step; the figure of full coverage is plain ZeRO-1's. A subnetwork's size is labelled."""
     found, labels = [], []
     for block in ({"holders": 2}, None, {"holders": 1, "regime": "backward", "strategy": "neuron"}):
@@ -110,7 +113,7 @@ def flops_profiler_by_config(rank: Rank) -> None:
     assert all(lines and lines == found[0] for lines in found), found
 
 
-def comms_logger(rank: Rank) -> None:
+def test_comms_logger(rank: Rank) -> None:
     """`deepspeed.comm.log_summary()` has the collectives of each step's buckets."""
     logger = deepspeed_comm.comms_logger
     try:
@@ -125,7 +128,7 @@ def comms_logger(rank: Rank) -> None:
         logger.enabled, logger.comms_dict = False, {}
 
 
-def timers_and_prints(rank: Rank) -> None:
+def test_timers_and_prints(rank: Rank) -> None:
     """They change no bits; the timers that a caller can ask for are those of plain ZeRO-1."""
     tools = {"wall_clock_breakdown": True, "memory_breakdown": True, "dump_state": True, "steps_per_print": 1}
     states, timers = [], []
@@ -139,7 +142,7 @@ def timers_and_prints(rank: Rank) -> None:
     assert all(value > 0 for value in (timers[1]["fwd"], timers[1]["bwd"], timers[1]["step"]))
 
 
-def states_on_the_host_between_steps(rank: Rank) -> None:
+def test_states_on_the_host_between_steps(rank: Rank) -> None:
     """As for a generation between two steps: in evaluation nobody needs them, and a step says who does."""
     states = []
     for moves in (False, True):
@@ -194,7 +197,7 @@ def written(rank: Rank, name: str) -> dict[str, dict[int, float]]:
     return {name: {int(step): float(value) for step, value in rows} for name, rows in tables.items()}
 
 
-def what_monitors_get(rank: Rank) -> None:
+def test_what_monitors_get(rank: Rank) -> None:
     """Rank 1 has no monitor: rank 0 decides for both. After two steps the plan is that of the whole model, whose loss
     has another name."""
     wandb = Wandb()
@@ -245,21 +248,3 @@ def _check_tensorboard(rank: Rank, events: Mapping[str, Mapping[int, float]]) ->
     for name, values in events.items():
         scalars = {event.step: event.value for event in accumulator.Scalars(tags[name])}
         assert scalars == pytest.approx(values, rel=1e-6), name
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (
-        gradients_travel_in_their_dtype,
-        defaults_of_torch_do_no_harm,
-        flops_profiler_by_config,
-        comms_logger,
-        timers_and_prints,
-        states_on_the_host_between_steps,
-        what_monitors_get,
-    ):
-        yield check.__name__, check
-
-
-@pytest.mark.checks(2, _cases, slow=["2-flops*"])
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

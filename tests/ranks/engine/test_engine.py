@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -28,13 +28,15 @@ from tests.helpers.training import (
     train,
 )
 
+pytestmark = pytest.mark.world(2)
+
 
 def in_buckets(settings: dict[str, Any]) -> dict[str, Any]:
     """About ten of the small Llama."""
     return settings | {"zero_optimization": settings["zero_optimization"] | {"reduce_bucket_size": 900}}
 
 
-def the_callers_boundary(rank: Rank) -> None:
+def test_the_callers_boundary(rank: Rank) -> None:
     """`set_gradient_accumulation_boundary` at every stage: step() on the way does nothing; `no_sync` too, but at stage
     2, where it is refused as DeepSpeed does."""
     *first, last = own_batches(rank, 3)
@@ -57,7 +59,7 @@ def the_callers_boundary(rank: Rank) -> None:
         pass
 
 
-def overlap_after_no_sync(rank: Rank) -> None:
+def test_overlap_after_no_sync(rank: Rank) -> None:
     """Passes in `no_sync` send nothing. The last pass sends gradients before it reaches the embeddings, whether or not
     there were such passes."""
     for strategy in ("block", "neuron"):
@@ -83,7 +85,7 @@ def overlap_after_no_sync(rank: Rank) -> None:
         assert_identical(*map(dense_state, engines))
 
 
-def several_backward_passes_before_a_step(rank: Rank) -> None:
+def test_several_backward_passes_before_a_step(rank: Rank) -> None:
     """Their gradients add up: two halves of a loss are the loss, to a rounding of each sum."""
     for stage in (1, 2):
         engines = [engine_of(in_buckets(sgd(stage=stage))) for _ in range(2)]
@@ -98,7 +100,7 @@ def several_backward_passes_before_a_step(rank: Rank) -> None:
             assert torch.allclose(value, two[name], rtol=0, atol=1e-7), (stage, name)
 
 
-def two_gradients_in_one_pass(rank: Rank) -> None:
+def test_two_gradients_in_one_pass(rank: Rank) -> None:
     """Are added up where nothing is sent during a backward pass, and otherwise refused, as in plain ZeRO-2."""
     (batch,) = own_batches(rank, 1)
     expected = engine_of(sgd())
@@ -129,7 +131,9 @@ ZERO_GRADS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def dropped_gradients(rank: Rank, *, regime: str, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["block", "neuron"])
+@pytest.mark.parametrize("regime", ["forward", "backward"])
+def test_dropped_gradients(rank: Rank, regime: str, strategy: str) -> None:
     """Are gone, whichever `zero_grad` drops them; a copy's, and that of the optimizer that was passed, drop none."""
     first, second = own_batches(rank, 2)
     for stage, overlap in ((0, True), (1, False), (1, True), (2, True)):
@@ -150,7 +154,7 @@ def dropped_gradients(rank: Rank, *, regime: str, strategy: str) -> None:
         assert_identical(dense_state(engine), dense_state(other))
 
 
-def dropped_gradients_of_a_part(rank: Rank) -> None:
+def test_dropped_gradients_of_a_part(rank: Rank) -> None:
     """Leave that part as it was, and change no other."""
     (batch,) = own_batches(rank, 1)
     cases = ((0, False, "neuron"), (1, True, "neuron"), (1, False, "block"), (2, True, "neuron"))
@@ -171,7 +175,7 @@ def dropped_gradients_of_a_part(rank: Rank) -> None:
         assert_identical(dense_state(engine), expected | {name: before[name] for name in dropped})
 
 
-def gradients_dropped_in_compiled_functions(rank: Rank) -> None:
+def test_gradients_dropped_in_compiled_functions(rank: Rank) -> None:
     """Of other models, as without an engine: in one graph."""
     engine, other = engine_of(sgd()), nn.Linear(2, 2)
 
@@ -186,7 +190,7 @@ def gradients_dropped_in_compiled_functions(rank: Rank) -> None:
     micro_step(engine, *own_batches(rank, 1))
 
 
-def averaged_gradients_dropped_by_one_rank(rank: Rank) -> None:
+def test_averaged_gradients_dropped_by_one_rank(rank: Rank) -> None:
     """Cannot be; that rank is told which one continues. Nothing is dropped."""
     first, second = own_batches(rank, 2)
     engine, other = engine_of(sgd(stage=2)), engine_of(sgd(stage=2))
@@ -202,7 +206,7 @@ def averaged_gradients_dropped_by_one_rank(rank: Rank) -> None:
     assert_identical(dense_state(engine), dense_state(other))
 
 
-def gradients_set_to_none(rank: Rank) -> None:
+def test_gradients_set_to_none(rank: Rank) -> None:
     """By hand: where those of cut tensors would stay, the step is an error, and the engine's method helps."""
     first, second = own_batches(rank, 2)
     for stage, strategy in ((0, "block"), (1, "neuron")):
@@ -217,7 +221,7 @@ def gradients_set_to_none(rank: Rank) -> None:
         assert_identical(dense_state(engine), dense_state(other))
 
 
-def graphs_of_gradients(rank: Rank) -> None:
+def test_graphs_of_gradients(rank: Rank) -> None:
     """`create_graph=True` accumulates the same gradients up to rounding, in all or some micro-steps."""
     batches = own_batches(rank, 2)
     for stage, strategy in ((0, "block"), (1, "neuron"), (2, "neuron")):
@@ -233,7 +237,7 @@ def graphs_of_gradients(rank: Rank) -> None:
             torch.testing.assert_close(state, states[0], rtol=1e-5, atol=1e-6)
 
 
-def torch_style_backward(rank: Rank) -> None:
+def test_torch_style_backward(rank: Rank) -> None:
     """`loss.backward()` does what it does in plain ZeRO, which on Transformers outputs divides more than once."""
     start = llama().state_dict()
     for stage in (1, 2):
@@ -256,7 +260,7 @@ def spoil(engine: Any, batch: torch.Tensor, value: float, on: bool) -> None:
     engine.step()
 
 
-def overflow_skips_the_step_on_all(rank: Rank) -> None:
+def test_overflow_skips_the_step_on_all(rank: Rank) -> None:
     for stage in (0, 1, 2):
         settings = sgd(stage=stage) | {"bf16": {"enabled": True, "check_grad_overflow": True}}
         settings["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
@@ -273,7 +277,7 @@ def overflow_skips_the_step_on_all(rank: Rank) -> None:
         assert all(bool(value.isfinite().all()) for value in dense_state(engine).values())
 
 
-def collectives_of_a_step(rank: Rank) -> None:
+def test_collectives_of_a_step(rank: Rank) -> None:
     """Each averaged element is sent once on its way and once on its way back, of two ranks' halves, and one number for
     the norm; nothing in a micro-step. Stage 2 has a test of its own."""
     for stage, layers, size in ((0, 2, 2000), (1, 2, int(5e8)), (1, 6, 2000)):
@@ -292,7 +296,7 @@ def collectives_of_a_step(rank: Rank) -> None:
         assert {name: traffic.calls_by_operator[name] for name in collectives} == collectives
 
 
-def frozen_in_mid_run(rank: Rank) -> None:
+def test_frozen_in_mid_run(rank: Rank) -> None:
     """As in plain DeepSpeed momentum and decay go on moving it, but at stage 0 in fp32, where that leaves it alone:
     there it is an error."""
     name = "model.layers.0.mlp.up_proj.weight"
@@ -319,7 +323,7 @@ def frozen_in_mid_run(rank: Rank) -> None:
                 torch.testing.assert_close(states[0][name_], value, rtol=1e-3, atol=1e-5)
 
 
-def unfrozen_in_mid_run(rank: Rank) -> None:
+def test_unfrozen_in_mid_run(rank: Rank) -> None:
     """Refused by name: there is no room for it in the exchange. What the optimizer never got is nobody's concern."""
     name = "model.norm.weight"
     for stage, given in itertools.product((0, 1), (True, False)):
@@ -337,7 +341,7 @@ def unfrozen_in_mid_run(rank: Rank) -> None:
             train(engine, num_steps=1)
 
 
-def destroyed_engines_leave_room(rank: Rank) -> None:
+def test_destroyed_engines_leave_room(rank: Rank) -> None:
     """A second engine on the same ranks after `destroy` trains as the first did."""
     states = []
     for _ in range(2):
@@ -346,32 +350,3 @@ def destroyed_engines_leave_room(rank: Rank) -> None:
         states.append(dense_state(engine))
         engine.destroy()
     assert_identical(*states)
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (
-        the_callers_boundary,
-        overlap_after_no_sync,
-        several_backward_passes_before_a_step,
-        two_gradients_in_one_pass,
-        dropped_gradients_of_a_part,
-        gradients_dropped_in_compiled_functions,
-        averaged_gradients_dropped_by_one_rank,
-        gradients_set_to_none,
-        graphs_of_gradients,
-        torch_style_backward,
-        overflow_skips_the_step_on_all,
-        collectives_of_a_step,
-        frozen_in_mid_run,
-        unfrozen_in_mid_run,
-        destroyed_engines_leave_room,
-    ):
-        yield check.__name__, check
-    for regime, strategy in itertools.product(("forward", "backward"), ("block", "neuron")):
-        name = f"dropped_gradients-{regime}-{strategy}"
-        yield name, partial(dropped_gradients, regime=regime, strategy=strategy)
-
-
-@pytest.mark.checks(2, _cases)
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -23,6 +22,8 @@ from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import batches, config, llama, loss_of
 from tests.helpers.ranks import Rank
 from tests.helpers.training import dense_state, engine_of, own_batches, refusal, train
+
+pytestmark = pytest.mark.world(2)
 
 NUM_STEPS = 2
 # With so large an eps a step is about proportional to the gradient; else rounding could turn steps around where
@@ -52,7 +53,8 @@ def parameters(engine: Any) -> dict[str, torch.nn.Parameter]:
     return dict(engine.module.named_parameters())
 
 
-def are_the_references(stage: int, block: Mapping[str, Any], more: Mapping[str, Any], rank: Rank) -> None:
+@pytest.mark.parametrize(("stage", "block", "more"), CASES)
+def test_are_the_references(stage: int, block: Mapping[str, Any], more: Mapping[str, Any], rank: Rank) -> None:
     engine, dense = started(stage, block, more), llama()
     dense.get_parameter("model.norm.weight").requires_grad_(False)
     dense.to(torch.bfloat16 if "bf16" in more else torch.float32)
@@ -105,7 +107,7 @@ def what_is_set_is_trained(engine: Any) -> None:
     torch.testing.assert_close(after, value - step)
 
 
-def gradients_are_the_averages(rank: Rank) -> None:
+def test_gradients_are_the_averages(rank: Rank) -> None:
     """Before the step, of what a rank lacks too; what is set is stepped. Not between two micro-steps."""
     engine = started(1, {}, {})
     dense, name = llama(), "model.layers.0.mlp.up_proj.weight"
@@ -126,7 +128,7 @@ def gradients_are_the_averages(rank: Rank) -> None:
     assert engine.get_global_grad_norm() > 0
 
 
-def what_cannot_be_answered_is_refused(rank: Rank) -> None:
+def test_what_cannot_be_answered_is_refused(rank: Rank) -> None:
     engine = started(1, {}, {})
     parameter = parameters(engine)["model.layers.0.mlp.up_proj.weight"]
     refusal(ValueError, lambda: safe_get_full_optimizer_state(parameter, "exp_avg"), "before the first step")
@@ -139,15 +141,3 @@ def what_cannot_be_answered_is_refused(rank: Rank) -> None:
         copied = pickle.loads(pickle.dumps(parameter))
     with pytest.raises(RuntimeError, match=r"engine that trained 'model.layers.0.mlp.up_proj.weight' no longer exists"):
         safe_get_full_fp32_param(copied)
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for number, case in enumerate(CASES):
-        yield f"reference {number}", partial(are_the_references, *case)
-    yield "gradients", gradients_are_the_averages
-    yield "refused", what_cannot_be_answered_is_refused
-
-
-@pytest.mark.checks(2, _cases)
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

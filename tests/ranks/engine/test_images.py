@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,17 +13,25 @@ from torch import nn
 import sdp_deepspeed
 from tests.helpers.models import batches, inputs_of, loss_of
 from tests.helpers.more_models import SPECIMENS
-from tests.helpers.oracle import CaseCheck
+from tests.helpers.oracle import check_case
 from tests.helpers.oracle_grid import Case
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, sgd, train
 
 MODES = tuple(itertools.product(("forward", "backward"), ("block", "neuron")))
-NAMES = ("resnet", "swin", "convnext")
+NAMES = ("resnet", "swin", pytest.param("convnext", marks=pytest.mark.slow))
+pytestmark = pytest.mark.world(2)
 
 
 def start(name: str, regime: str, strategy: str, **block: Any) -> Any:
     return engine_of(sgd(regime=regime, strategy=strategy, **block), SPECIMENS[name].build())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("regime", "strategy"), MODES)
+def test_agrees_with_the_reference_in_bf16(rank: Rank, regime: str, strategy: str) -> None:
+    """In small steps: batch norms of few numbers. In fp32 it is in the oracle's sample."""
+    check_case(Case(2, 1, regime, strategy, "resnet", optimizer="SGD", precision="bf16", clip=0.1), rank)
 
 
 @torch.no_grad()
@@ -44,7 +50,8 @@ def stored(engine: Any) -> dict[str, torch.Tensor]:
     return {f"{piece.parameter}[{piece.dim}, {piece.start}]": mask.view(piece).clone() for piece in pieces}
 
 
-def resumes_and_loads_without_us(rank: Rank, name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_resumes_and_loads_without_us(rank: Rank, name: str) -> None:
     """Bit for bit on the same layout; with the dense model in another mode, and as Transformers reads it."""
     for mode, another in ((MODES[1], MODES[2]), (MODES[3], MODES[0])):
         engine = start(name, *mode)
@@ -64,7 +71,9 @@ def resumes_and_loads_without_us(rank: Rank, name: str) -> None:
         assert_identical(dense_state(other), dense)
 
 
-def starts_without_the_dense_model_and_changes_plans(rank: Rank, name: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_starts_without_the_dense_model_and_changes_plans(rank: Rank, name: str) -> None:
     """With the same weights in every layout, and the buffers that a constructor makes."""
     specimen, states = SPECIMENS[name], []
     buffers = dict(specimen.build().named_buffers())
@@ -85,7 +94,8 @@ def starts_without_the_dense_model_and_changes_plans(rank: Rank, name: str) -> N
         assert_identical(dense_state(engine), before)
 
 
-def statistics_of_a_dense_pass_in_training_mode_stay(rank: Rank) -> None:
+@pytest.mark.slow
+def test_statistics_of_a_dense_pass_in_training_mode_stay(rank: Rank) -> None:
     """As a user estimates them anew: resident in all modes, and in the backward regime without a context too."""
     for regime, strategy in MODES:
         engine = start("resnet", regime, strategy)
@@ -110,26 +120,11 @@ def channels_last() -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def channels_last_trains_alike(rank: Rank) -> None:
+@pytest.mark.slow
+def test_channels_last_trains_alike(rank: Rank) -> None:
     """Results are those of the same model in rows; what lies how in memory may change."""
     for regime, strategy in MODES:
         found = []
         for build in (channels_last, SPECIMENS["resnet_bottleneck"].build):
             found.append(train(engine_of(sgd(regime=regime, strategy=strategy), build()), num_steps=2))
         assert found[0] == pytest.approx(found[1], rel=1e-5)
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for regime, strategy in MODES:  # small steps: batch norms of few numbers; in fp32 it is in the oracle's sample
-        case = Case(2, 1, regime, strategy, "resnet", optimizer="SGD", precision="bf16", clip=0.1)
-        yield str(case), CaseCheck(case)
-    for check in (resumes_and_loads_without_us, starts_without_the_dense_model_and_changes_plans):
-        for name in NAMES:
-            yield f"{check.__name__}-{name}", partial(check, name=name)
-    yield "statistics", statistics_of_a_dense_pass_in_training_mode_stay
-    yield "channels_last", channels_last_trains_alike
-
-
-@pytest.mark.checks(2, _cases, slow=["2-1of2*", "2-starts*", "*convnext", "2-statistics", "2-channels*"])
-def test_engine(outcome: str | None) -> None:
-    assert outcome is None, outcome

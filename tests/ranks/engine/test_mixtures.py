@@ -12,13 +12,15 @@ import sdp_deepspeed
 from sdp_deepspeed.config import MODES
 from tests.helpers.mixtures import MIXTURES, mixture
 from tests.helpers.models import batches, config, loss_of
-from tests.helpers.ranks import Check, Rank
+from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
+
+pytestmark = pytest.mark.world(2)
 
 LAYERS = {"granularity": "layer"}
 
 
-def the_dense_model_is_exported(rank: Rank) -> None:
+def test_the_dense_model_is_exported(rank: Rank) -> None:
     """Transformers stores experts one by one; what it reads has the evaluated loss, and may be trained on."""
     from transformers import AutoModelForCausalLM
 
@@ -51,7 +53,7 @@ def loads_again(rank: Rank, engine: Any, state: dict[str, torch.Tensor]) -> None
     assert_identical({key: loaded.state_dict()[key] for key in state}, state)
 
 
-def models_without_storage(rank: Rank) -> None:
+def test_models_without_storage(rank: Rank) -> None:
     """The same weights in every layout."""
     for name in ("mixtral", "deepseek_v3"):
         states = []
@@ -70,7 +72,7 @@ def _unseeded(name: str) -> Any:
     return model(settings(**options))
 
 
-def auxiliary_losses(rank: Rank) -> None:
+def test_auxiliary_losses(rank: Rank) -> None:
     """They train in every mode; a plan with a subnetwork without routers is refused on all ranks."""
     options = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
     for regime, strategy in MODES:
@@ -80,17 +82,3 @@ def auxiliary_losses(rank: Rank) -> None:
         assert all(loss == loss for loss in train(engine, num_steps=2))
     work = partial(engine_of, config(holders=1), mixture("mixtral", num_hidden_layers=1, **options))
     refusal(ValueError, work, "output_router_logits", "no router", "holders")
-
-
-def _checks(size: int, options: pytest.Config) -> list[tuple[str, Check]]:
-    checks: list[Check] = [
-        the_dense_model_is_exported,
-        models_without_storage,
-        auxiliary_losses,
-    ]
-    return [(check.__name__, check) for check in checks]
-
-
-@pytest.mark.checks(2, _checks)
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

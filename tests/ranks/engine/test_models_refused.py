@@ -15,11 +15,13 @@ from torch import nn
 import sdp_deepspeed
 from sdp_deepspeed.config import MODES
 from tests.helpers.models import config, llama
-from tests.helpers.ranks import Check, Rank
+from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
+pytestmark = pytest.mark.world(2)
 
-def a_model_that_was_cut_before(rank: Rank) -> None:
+
+def test_a_model_that_was_cut_before(rank: Rank) -> None:
     """It is made whole, as the earlier engine left it, and cut anew; a part of it, or a copy, is refused."""
     for first, second in (({"holders": 1}, {"holders": 1, "strategy": "neuron"}), ({"holders": 2}, {"holders": 1})):
         model = llama()
@@ -36,7 +38,7 @@ def a_model_that_was_cut_before(rank: Rank) -> None:
         assert_identical(dense_state(again), dense_state(other))
 
 
-def plain_engines_of_what_only_ours_can_train(rank: Rank) -> None:
+def test_plain_engines_of_what_only_ours_can_train(rank: Rank) -> None:
     """Cut models, what is inside of them or around them, their partial copies, and models without weights."""
     plain = {key: value for key, value in config().items() if key != "subnetwork_data_parallel"}
     words = ("an earlier engine reduced this model", "build a new one", "copy.deepcopy inside")
@@ -59,7 +61,7 @@ def plain_engines_of_what_only_ours_can_train(rank: Rank) -> None:
     refusal(NotImplementedError, partial(engine_of, plain, deferred), "meta tensor")
 
 
-def ties_by_memory(rank: Rank) -> None:
+def test_ties_by_memory(rank: Rank) -> None:
     """Whatever the stage, the coverage and the dtype, which would untie them in silence."""
     for stage, holders, half in ((0, 1, False), (1, 2, True), (2, 2, False)):
         for make in (nullcontext, sdp_deepspeed.Init):
@@ -71,7 +73,7 @@ def ties_by_memory(rank: Rank) -> None:
             refusal(ValueError, partial(engine_of, settings, model), *words)
 
 
-def memory_that_nobody_trains_twice(rank: Rank) -> None:
+def test_memory_that_nobody_trains_twice(rank: Rank) -> None:
     """Frozen Parameters in the same memory, and trained ones between each other's elements: as if each had its own."""
 
     def build(shares: bool) -> Any:
@@ -98,7 +100,7 @@ def memory_that_nobody_trains_twice(rank: Rank) -> None:
         assert_identical(*states)
 
 
-def ranks_that_train_nothing(rank: Rank) -> None:
+def test_ranks_that_train_nothing(rank: Rank) -> None:
     """Where the one that holds what is trained would wait for the others, whose loss has no gradient; also later."""
     model: Any = llama()
     model.requires_grad_(False)
@@ -112,31 +114,11 @@ def ranks_that_train_nothing(rank: Rank) -> None:
     train(engine, num_steps=1)
 
 
-def process_groups_of_earlier_engines(rank: Rank) -> None:
+@pytest.mark.world(3)
+def test_process_groups_of_earlier_engines(rank: Rank) -> None:
     """End with them: each takes memory of a GPU."""
     model, numbers = llama(), set[int]()
     for seed in range(3):
         train(engine_of(config(holders=2, seed=seed), model), num_steps=1)
         numbers.add(len(dist.distributed_c10d._world.pg_map))
     assert len(numbers) == 1, numbers
-
-
-def _checks(size: int, options: pytest.Config) -> list[tuple[str, Check]]:
-    checks = (
-        a_model_that_was_cut_before,
-        plain_engines_of_what_only_ours_can_train,
-        ties_by_memory,
-        memory_that_nobody_trains_twice,
-        ranks_that_train_nothing,
-    )
-    return [(check.__name__, check) for check in checks]
-
-
-@pytest.mark.checks(2, _checks)
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome
-
-
-@pytest.mark.checks(3, lambda *_: [("process groups", process_groups_of_earlier_engines)])
-def test_three_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +17,10 @@ from tests.helpers.models import config, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, engine_of, gathered, refusal, train
 
+pytestmark = pytest.mark.world(2)
 
-def what_is_not_possible(rank: Rank) -> None:
+
+def test_what_is_not_possible(rank: Rank) -> None:
     """Of the block, of what it is combined with, and of the model."""
     refusal(ValueError, lambda: engine_of(config(coverage=0.4)), "subnetwork_data_parallel.coverage", "0.5 (holders 1)")
     refusal(ValueError, lambda: engine_of(config(holders=1, subnetworks=3)), "do not divide")
@@ -33,7 +34,7 @@ def what_is_not_possible(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config(holders=1), model), "'model.embed_tokens'", "produces sparse")
 
 
-def a_scale_of_groups_that_differ(rank: Rank) -> None:
+def test_a_scale_of_groups_that_differ(rank: Rank) -> None:
     """Refused before anything is dropped: the model can be given again."""
     model, other = llama(), llama()
     block = {"holders": 1, "strategy": "neuron", "shared": [r"layers\.0\.mlp\.group_0"]}
@@ -63,7 +64,7 @@ def swap(content: dict[str, Any]) -> None:
         unit["holders"] = [1 - unit["holders"][0]]
 
 
-def a_plan_is_given_back(rank: Rank) -> None:
+def test_a_plan_is_given_back(rank: Rank) -> None:
     path = written_plan(rank, "swapped", swap)
     engine, plain = engine_of(config(assignment=path, check_agreement=True)), engine_of(config(holders=1))
     assert engine.plan.holders == tuple((1 - holders[0],) for holders in plain.plan.holders)
@@ -72,7 +73,7 @@ def a_plan_is_given_back(rank: Rank) -> None:
     train(engine, num_steps=1)
 
 
-def plans_that_do_not_fit(rank: Rank) -> None:
+def test_plans_that_do_not_fit(rank: Rank) -> None:
     def start(path: str, **block: Any) -> Any:
         return lambda: engine_of(config(assignment=path, **block))
 
@@ -92,33 +93,33 @@ def plans_that_do_not_fit(rank: Rank) -> None:
     refusal(ValueError, start(heads), "contradicts the config", "strategy is 'neuron' in the plan and 'block' here")
 
 
-def a_plan_that_one_rank_lacks(rank: Rank) -> None:
+def test_a_plan_that_one_rank_lacks(rank: Rank) -> None:
     path = written_plan(rank, "mine")
     own = path if rank.rank == 0 else str(rank.folder / "lost.json")
     refusal(ValueError, lambda: engine_of(config(assignment=own)), "lost.json", "[on rank 1]")
 
 
-def another_plan_on_one_rank(rank: Rank) -> None:
+def test_another_plan_on_one_rank(rank: Rank) -> None:
     """The same config, and another plan behind a path of the same name."""
     paths = written_plan(rank, "ours"), written_plan(rank, "theirs", swap)
     own = config(assignment=paths[rank.rank])
     refusal(RuntimeError, lambda: engine_of(own), "rank 1 computed a different plan from rank 0")
 
 
-def another_layout_on_one_rank(rank: Rank) -> None:
+def test_another_layout_on_one_rank(rank: Rank) -> None:
     """A frozen tensor on one rank would abort both in the first exchange."""
     model = llama()
     model.get_parameter("model.embed_tokens.weight").requires_grad_(rank.rank == 0)
     refusal(RuntimeError, lambda: engine_of(config(holders=1), model), "rank 1", "embed_tokens", "requires_grad")
 
 
-def other_options_on_one_rank(rank: Rank) -> None:
+def test_other_options_on_one_rank(rank: Rank) -> None:
     model, settings = llama(), config(holders=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 * (1 + rank.rank))
     refusal(RuntimeError, lambda: engine_of(settings, model, optimizer=optimizer), "rank 1", "AdamW", "lr")
 
 
-def a_wrong_optimizer_on_one_rank(rank: Rank) -> None:
+def test_a_wrong_optimizer_on_one_rank(rank: Rank) -> None:
     model = llama()
     parameters = [nn.Parameter(torch.ones(2))] if rank.rank == 1 else list(model.parameters())
     optimizer = torch.optim.AdamW(parameters)
@@ -131,22 +132,7 @@ def a_wrong_optimizer_on_one_rank(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(settings, llama(), optimizer=kind), *words)  # called by DeepSpeed
 
 
-def other_parallelism_is_refused(rank: Rank) -> None:
-    refusal(ValueError, lambda: engine_of(config(holders=1), mesh_param=(1, 2)), "mesh_param")
-    refusal(ValueError, lambda: engine_of(config(holders=1), mpu=mpu()), "mpu: got 2 data-parallel x 2")
-
-
-def mpu() -> SimpleNamespace:
-    """What a model-parallel user hands in, with two groups of all ranks."""
-    found: dict[str, Any] = {}
-    for kind, rank, size in (("model", dist.get_rank(), dist.get_world_size()), ("data", 0, 1)):
-        answers = {"rank": rank, "world_size": size, "group": dist.group.WORLD}
-        found |= {f"get_{kind}_parallel_{name}": partial(lambda own: own, value) for name, value in answers.items()}
-    found |= {name.replace("model", "tensor_model"): answer for name, answer in found.items() if "model" in name}
-    return SimpleNamespace(**found)
-
-
-def a_tampered_holder_is_noticed(rank: Rank) -> None:
+def test_a_tampered_holder_is_noticed(rank: Rank) -> None:
     """Each rank steps its own half of a tensor from what it has, so a wrong half spreads: tamper with the copy of the
     other's half, which the returning exchange would repair, and switch that off."""
     for name in ("lm_head.weight", "model.layers.0.mlp.up_proj.weight"):
@@ -159,7 +145,7 @@ def a_tampered_holder_is_noticed(rank: Rank) -> None:
         refusal(RuntimeError, partial(train, engine, num_steps=1), "have different values", "diverged")
 
 
-def a_stale_copy_is_noticed(rank: Rank) -> None:
+def test_a_stale_copy_is_noticed(rank: Rank) -> None:
     """Backward regime: who does not hold a unit must have its owners' weights all the same."""
     for strategy, name in (("block", "mlp.gate_proj.weight"), ("neuron", "mlp.gate_proj.weight [dim 0, 0:12]")):
         engine = engine_of(config(holders=1, regime="backward", strategy=strategy, check_agreement=True))
@@ -172,24 +158,17 @@ def a_stale_copy_is_noticed(rank: Rank) -> None:
         assert said == f"ranks 0, 1 have different values of model.layers.0.{name}: training has diverged"
 
 
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (
-        what_is_not_possible,
-        a_scale_of_groups_that_differ,
-        a_plan_is_given_back,
-        plans_that_do_not_fit,
-        a_plan_that_one_rank_lacks,
-        another_plan_on_one_rank,
-        another_layout_on_one_rank,
-        other_options_on_one_rank,
-        a_wrong_optimizer_on_one_rank,
-        a_tampered_holder_is_noticed,
-        a_stale_copy_is_noticed,
-        other_parallelism_is_refused,  # last, because DeepSpeed never forgets an mpu
-    ):
-        yield check.__name__, check
+def mpu() -> SimpleNamespace:
+    """What a model-parallel user hands in, with two groups of all ranks."""
+    found: dict[str, Any] = {}
+    for kind, rank, size in (("model", dist.get_rank(), dist.get_world_size()), ("data", 0, 1)):
+        answers = {"rank": rank, "world_size": size, "group": dist.group.WORLD}
+        found |= {f"get_{kind}_parallel_{name}": partial(lambda own: own, value) for name, value in answers.items()}
+    found |= {name.replace("model", "tensor_model"): answer for name, answer in found.items() if "model" in name}
+    return SimpleNamespace(**found)
 
 
-@pytest.mark.checks(2, _cases)
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome
+def test_other_parallelism_is_refused(rank: Rank) -> None:
+    """Last, because DeepSpeed never forgets an mpu."""
+    refusal(ValueError, lambda: engine_of(config(holders=1), mesh_param=(1, 2)), "mesh_param")
+    refusal(ValueError, lambda: engine_of(config(holders=1), mpu=mpu()), "mpu: got 2 data-parallel x 2")

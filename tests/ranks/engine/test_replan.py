@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from tests.helpers.replanned_runs import Phase, Sequence_, assert_same_run, chec
 from tests.helpers.tensor_parallel_models import OWN_SPECS, TP, Divided, OwnModel, build, describe_own, mpu
 from tests.helpers.training import assert_identical, dense_state, refusal
 
-Check = Callable[[Rank], None]
+pytestmark = pytest.mark.world(2)
 NEURON, BACKWARD, LAYERS = {"strategy": "neuron"}, {"regime": "backward"}, {"granularity": "layer"}
 CUT: dict[str, Any] = BACKWARD | NEURON
 DEPTH: dict[str, Any] = {"coverage": [{"units": r"layers\.0\.", "coverage": 1.0}, {"coverage": 0.3333}]}
@@ -125,21 +124,42 @@ SEQUENCES = {
         options=own_groups,
     ),
 }
+SLOW = (
+    *("modes_bf16", "offload", "saved_in_the_background", "three"),
+    *("divided_sums_of_partial_gradients", "divided_by_its_author"),
+)
+
+
+@pytest.mark.parametrize(
+    ("rank", "name"),
+    [pytest.param(run.size, name, marks=[pytest.mark.slow] * (name in SLOW)) for name, run in SEQUENCES.items()],
+)
+def test_as_saved_and_loaded(rank: Rank, name: str) -> None:
+    """Divided ones come last: DeepSpeed never forgets the groups of AutoTP."""
+    check_sequence(SEQUENCES[name], rank)
+
+
 GROWING = [
     {"until_step": 1, "stage": 1},
     {"until_step": 3, "strategy": "block", "stage": 2},
     {"holders": 2, "stage": 0},
 ]
-SCHEDULE = Divided("qwen3", BACKWARD | NEURON | {"holders": 1, "schedule": GROWING}, num_steps=4)
 
 
-def fp16(rank: Rank) -> None:
+@pytest.mark.slow
+@pytest.mark.world(4)
+def test_a_schedule_of_divided_models(rank: Rank) -> None:
+    Divided("qwen3", BACKWARD | NEURON | {"holders": 1, "schedule": GROWING}, num_steps=4).check(rank)
+
+
+@pytest.mark.slow
+def test_fp16(rank: Rank) -> None:
     config = {"fp16": {"enabled": True} | DYNAMIC, "bf16": {"enabled": False}}
     with fp16_is_supported():
         check_sequence(Sequence_(2, AROUND, config=config), rank)
 
 
-def coverage_is_by_flops(rank: Rank) -> None:
+def test_coverage_is_by_flops(rank: Rank) -> None:
     """Of the plan that is there."""
     engine = RUN.engine(Phase({}), 1)
     assert engine.coverage == 0.5
@@ -156,7 +176,7 @@ def without_storage() -> nn.Module:
         return llama()
 
 
-def before_the_first_step(rank: Rank) -> None:
+def test_before_the_first_step(rank: Rank) -> None:
     """There are no moments yet; of a model that started without storage."""
     run = Sequence_(2, [Phase({}, 1)], model=without_storage)
     engine, other = run.engine(Phase({}), 1), run.engine(Phase(NEURON), 1)
@@ -165,7 +185,7 @@ def before_the_first_step(rank: Rank) -> None:
     assert_same_run(engine, other)
 
 
-def the_dense_model_at_once(rank: Rank) -> None:
+def test_the_dense_model_at_once(rank: Rank) -> None:
     """Evaluation, DeepSpeed's functions and hooks know the new plan, also where nobody went back to training; a loss of
     before does not disturb, and what is loaded in between stays."""
     engine, plain, seen = RUN.engine(Phase({}), 1), RUN.model().eval(), list[int]()
@@ -204,7 +224,7 @@ def the_dense_model_at_once(rank: Rank) -> None:
     assert_identical(dense_state(engine), given)
 
 
-def a_loss_of_the_plan_before(rank: Rank) -> None:
+def test_a_loss_of_the_plan_before(rank: Rank) -> None:
     """Its graph knows nothing of units that came since: backward is an error, whatever changed."""
     for before, after in (({}, {"holders": 2}), (CUT, {"seed": 1}), ({}, NEURON), (BACKWARD, {"regime": "forward"})):
         engine = RUN.engine(Phase(before), 1)
@@ -213,7 +233,8 @@ def a_loss_of_the_plan_before(rank: Rank) -> None:
         refusal(RuntimeError, lambda: engine.backward(last), "modified by an inplace operation")  # noqa: B023
 
 
-def compiled(rank: Rank) -> None:
+@pytest.mark.slow
+def test_compiled(rank: Rank) -> None:
     """It is compiled anew for the shapes that are there."""
     engine, other = RUN.engine(Phase({}), 1), RUN.engine(Phase(CUT), 1)
     engine.compile(backend="eager")
@@ -223,7 +244,7 @@ def compiled(rank: Rank) -> None:
     assert_same_run(engine, other)
 
 
-def what_is_refused_leaves_no_trace(rank: Rank) -> None:
+def test_what_is_refused_leaves_no_trace(rank: Rank) -> None:
     """By name, on all ranks; the run is that of an engine that was never asked, and may still change its plan."""
     run = Sequence_(2, [Phase({}, 1)], config={"gradient_accumulation_steps": 2})
     engine, other = (run.engine(Phase({}), 2) for _ in range(2))
@@ -261,30 +282,11 @@ def what_is_refused_leaves_no_trace(rank: Rank) -> None:
     engine.replan(NEURON)
 
 
-def a_stage_that_shards_cannot_have(rank: Rank) -> None:
+@pytest.mark.world(4)
+def test_a_stage_that_shards_cannot_have(rank: Rank) -> None:
     """As at start."""
     run = divided("qwen2_61", Phase({}, 1))
     engine = run.engine(Phase({}), 1)
     refusal(ValueError, lambda: engine.replan({}, stage=2), "zero_optimization.stage: got 2", "do not divide")
     assert engine.zero_optimization_stage() == 1
     run.train(engine, 1)
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
-    for name, run in SEQUENCES.items():  # divided ones last: DeepSpeed never forgets the groups of AutoTP
-        if run.size == size:
-            yield name, partial(check_sequence, run)
-    if size == 4:
-        yield "divided_schedule", SCHEDULE
-        yield "divided_stage", a_stage_that_shards_cannot_have
-    checks = (coverage_is_by_flops, before_the_first_step, the_dense_model_at_once, what_is_refused_leaves_no_trace)
-    for check in (*checks, a_loss_of_the_plan_before, compiled, fp16) if size == 2 else ():
-        yield check.__name__, check
-
-
-SLOW = ("modes_bf16", "scaled", "offload", "saved*", "three", "divided_s[uc]*", "divided_by*", "compiled", "fp16")
-
-
-@pytest.mark.checks((2, 3, 4), _cases, slow=[f"*-{name}" for name in SLOW])
-def test_replan(outcome: str | None) -> None:
-    assert outcome is None, outcome

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -19,12 +19,11 @@ from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import LENGTH, SPECIMENS, VOCABULARY, config, loss_of, two_groups
 from tests.helpers.oracle import make_optimizer
-from tests.helpers.properties import is_thorough
 from tests.helpers.ranks import Rank
 from tests.helpers.replanned_runs import assert_same_run
 from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal
 
-Check = Callable[[Rank], None]
+pytestmark = pytest.mark.world(2)
 GROWING: dict[str, Any] = {
     "block": {
         "schedule": [
@@ -164,12 +163,13 @@ def check_schedule(drawn: Drawn, rank: Rank) -> None:
     torch.testing.assert_close(dense_state(engine), dict(dense.state_dict()), atol=absolute, rtol=relative)
 
 
-def check_drawn(rank: Rank, *, count: int) -> None:
+@pytest.mark.world(2, 3, 4, slow=(2, 3))
+def test_drawn(rank: Rank) -> None:
     """Hypothesis draws the same on all ranks, which agree on whether one failed; nothing is shrunk."""
 
     @seed(rank.size)
     @settings(
-        max_examples=count,
+        max_examples=4 if rank.size == 2 else 2,
         database=None,
         deadline=None,
         phases=[Phase.generate],
@@ -188,7 +188,7 @@ def check_drawn(rank: Rank, *, count: int) -> None:
     check()
 
 
-def resumes_in_any_phase(rank: Rank) -> None:
+def test_resumes_in_any_phase(rank: Rank) -> None:
     """Bit for bit, with the random numbers of each rank, into an engine that stands in another phase, or in a step; a
     load that fails leaves its phase."""
     straight, other = start(GROWING), start(GROWING)
@@ -213,7 +213,7 @@ def resumes_in_any_phase(rank: Rank) -> None:
     assert_identical(dense_state(straight), dense_state(other))
 
 
-def draws_follow_the_interval(rank: Rank) -> None:
+def test_draws_follow_the_interval(rank: Rank) -> None:
     drawn = GROWING | {"block": {"holders": 1, "redraw_interval": 2}}
     engine, hashes, draws = start(drawn), set(), []
     for steps in range(6):
@@ -228,7 +228,8 @@ def draws_follow_the_interval(rank: Rank) -> None:
         train_step(whole, samples_of(0, rank.size)[rank.rank])
 
 
-def what_cannot_be_is_told_at_start(rank: Rank) -> None:
+@pytest.mark.slow
+def test_what_cannot_be_is_told_at_start(rank: Rank) -> None:
     """On all ranks, by the engine's constructor."""
     phase = {"until_step": 2, "holders": 1}
     wrong: list[tuple[list[dict[str, Any]], str]] = [
@@ -247,7 +248,7 @@ def what_cannot_be_is_told_at_start(rank: Rank) -> None:
     refusal(ValueError, lambda: engine.replan({"holders": 2}), "schedule")
 
 
-def a_turn_that_fails_leaves_the_phase(rank: Rank) -> None:
+def test_a_turn_that_fails_leaves_the_phase(rank: Rank) -> None:
     """The error says of which phase it is, and nothing has changed."""
     engine = start(GROWING)
     for steps in range(2):
@@ -255,17 +256,3 @@ def a_turn_that_fails_leaves_the_phase(rank: Rank) -> None:
     with mock.patch("sdp_deepspeed.engine.replan.plan_and_mask", side_effect=ValueError("no")):
         refusal(ValueError, lambda: train_step(engine, samples_of(2, rank.size)[rank.rank]), "schedule[1]: no")
     assert (engine.phase, engine.zero_optimization_stage()) == (0, 1)
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
-    yield "drawn", partial(check_drawn, count=4 if is_thorough() and size == 2 else 2)
-    if size == 2:
-        yield "resumes_in_any_phase", resumes_in_any_phase
-        yield "draws_follow_the_interval", draws_follow_the_interval
-        yield "what_cannot_be_is_told_at_start", what_cannot_be_is_told_at_start
-        yield "a_turn_that_fails_leaves_the_phase", a_turn_that_fails_leaves_the_phase
-
-
-@pytest.mark.checks((2, 3, 4), _cases, slow=["2-drawn", "3-drawn", "2-what*"])
-def test_schedule(outcome: str | None) -> None:
-    assert outcome is None, outcome

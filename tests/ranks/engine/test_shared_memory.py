@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import deepspeed
@@ -14,11 +13,13 @@ import torch.distributed as dist
 
 import sdp_deepspeed  # noqa: F401  (its import hook)
 from sdp_deepspeed.engine.shared_memory import SEGMENTS
-from tests.helpers.ranks import Check, Rank
+from tests.helpers.ranks import Rank
 from tests.helpers.shared_memory import sweep_segments
 
+pytestmark = pytest.mark.world(3)
 
-def segments_are_mapped_and_unlinked(rank: Rank) -> None:
+
+def test_segments_are_mapped_and_unlinked(rank: Rank) -> None:
     run = rank.folder.parent.name
     os.environ |= {"LOCAL_SIZE": str(rank.size), "MASTER_PORT": run}  # as DeepSpeed's launcher does; names segments
     deepspeed.init_distributed()
@@ -30,15 +31,6 @@ def segments_are_mapped_and_unlinked(rank: Rank) -> None:
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):  # elsewhere the operator is not used
         deepspeed.comm.inference_all_reduce(total)
         assert total.tolist() == [rank.size] * 3
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
-    yield "segments_are_mapped_and_unlinked", segments_are_mapped_and_unlinked
-
-
-@pytest.mark.checks(3, _cases)
-def test_shared_memory(outcome: str | None) -> None:
-    assert outcome is None, outcome
 
 
 def test_what_killed_ranks_leave_is_swept_and_nothing_else() -> None:

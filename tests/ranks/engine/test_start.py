@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,6 +18,8 @@ from tests.helpers.models import VOCABULARY, config, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import engine_of, gathered, refusal, train
 
+pytestmark = pytest.mark.world(2)
+
 OTHERS: tuple[tuple[Mapping[str, Any], Mapping[str, Any], str], ...] = (  # top level, block, what the message says
     ({"gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps is 1 on rank 0 and 4 on rank 1"),
     ({"gradient_clipping": 2.0}, {}, "gradient_clipping is absent on rank 0 and 2.0 on rank 1"),
@@ -31,13 +33,13 @@ OTHERS: tuple[tuple[Mapping[str, Any], Mapping[str, Any], str], ...] = (  # top 
 )
 
 
-def values_that_one_rank_has(rank: Rank) -> None:
+def test_values_that_one_rank_has(rank: Rank) -> None:
     for top, block, words in OTHERS:
         own = config(holders=1, **block) | dict(top) if rank.rank == 1 else config(holders=1)
         refusal(ValueError, lambda: engine_of(own), "different settings", words)  # noqa: B023 (runs at once)
 
 
-def a_scheduler_that_one_rank_has(rank: Rank) -> None:
+def test_a_scheduler_that_one_rank_has(rank: Rank) -> None:
     def scheduler(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
 
@@ -46,14 +48,14 @@ def a_scheduler_that_one_rank_has(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config(holders=1), **own), words)
 
 
-def an_accelerator_that_one_rank_has(rank: Rank) -> None:
+def test_an_accelerator_that_one_rank_has(rank: Rank) -> None:
     """A node whose driver torch cannot use trains on its CPU, and the first collective of the others waits for it."""
     there = mock.Mock(**{"device_name.return_value": ("cuda", "cpu")[rank.rank]})
     with mock.patch.object(agreed_block, "get_accelerator", return_value=there):
         refusal(ValueError, lambda: engine_of(config(holders=1)), 'accelerator is "cuda" on rank 0 and "cpu" on rank 1')
 
 
-def mistakes_of_one_rank(rank: Rank) -> None:
+def test_mistakes_of_one_rank(rank: Rank) -> None:
     """In the block, in what it is combined with, in the model."""
 
     def start_with(wrong: dict[str, Any]) -> Any:
@@ -73,7 +75,7 @@ def mistakes_of_one_rank(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config(holders=1), tied), "share memory", "[on rank 1]")
 
 
-def models_of_other_sizes(rank: Rank) -> None:
+def test_models_of_other_sizes(rank: Rank) -> None:
     """Before they are broadcast, which would end processes; with weights and without."""
     for make in (nullcontext, Init):
         with make():
@@ -85,7 +87,7 @@ def models_of_other_sizes(rank: Rank) -> None:
         refusal(RuntimeError, partial(engine_of, config(holders=1), deeper), "model.layers.1", "on rank 1")
 
 
-def the_block_on_one_rank(rank: Rank) -> None:
+def test_the_block_on_one_rank(rank: Rank) -> None:
     """The other builds DeepSpeed's engine, which waits in its first collective. Here it only says that it would."""
     if rank.rank == 1:
         assert agreed_block.agreed_block({"train_micro_batch_size_per_gpu": 2}, {}) is None
@@ -96,7 +98,7 @@ def the_block_on_one_rank(rank: Rank) -> None:
     train(engine_of(config(holders=1)), num_steps=1)
 
 
-def values_as_deepspeed_reads_them(rank: Rank) -> None:
+def test_values_as_deepspeed_reads_them(rank: Rank) -> None:
     """It takes text for numbers, and so do we, for what is refused and for what runs."""
     refusal(ValueError, lambda: engine_of(config(holders=1) | {"zero_optimization": {"stage": "3"}}), "stage: got 3")
     for stage, overlap in (("0", "false"), ("1", "false"), ("2", "true")):
@@ -112,7 +114,7 @@ def values_as_deepspeed_reads_them(rank: Rank) -> None:
         refusal(ValueError, lambda: engine_of(clipped), "gradient_clipping: got")  # noqa: B023 (runs at once)
 
 
-def what_ranks_may_choose(rank: Rank) -> None:
+def test_what_ranks_may_choose(rank: Rank) -> None:
     """What they print; and a plain engine waits for nobody, also beside ours."""
     plain = {key: value for key, value in config().items() if key != KEY}
     train(engine_of(plain), num_steps=1)
@@ -120,22 +122,3 @@ def what_ranks_may_choose(rank: Rank) -> None:
     train(engine_of(config(holders=1) | own), num_steps=1)
     train(engine_of(plain | {KEY: {"enabled": False}}), num_steps=1)
     train(engine_of(config(holders=1)), num_steps=1)
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (
-        values_that_one_rank_has,
-        a_scheduler_that_one_rank_has,
-        an_accelerator_that_one_rank_has,
-        mistakes_of_one_rank,
-        models_of_other_sizes,
-        the_block_on_one_rank,
-        what_ranks_may_choose,
-        values_as_deepspeed_reads_them,
-    ):
-        yield check.__name__, check
-
-
-@pytest.mark.checks(2, _cases)
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

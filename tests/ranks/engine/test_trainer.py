@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ import torch.nn.functional as F
 from sdp_deepspeed.engine import monitor
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.hosts import Row, batch_of, deepspeed_config, loaded, mean_loss, rows
-from tests.helpers.models import llama
+from tests.helpers.models import MIXED, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, gathered, refusal
 
-MIXED = {"attention": "neuron", "mlp": "block"}
+pytestmark = pytest.mark.world(2)
+
 OPTIONS: dict[str, Any] = {"lr_scheduler_type": "linear", "learning_rate": 5e-3}
 SCHEDULE: list[dict[str, Any]] = [
     {"until": 0.5, "coverage": 0.5},
@@ -55,10 +55,11 @@ def trainer_of(folder: Path, block: Mapping[str, Any], *, config: Mapping[str, A
     return Trainer(llama(), made, train_dataset=data, eval_dataset=evaluated, **given)
 
 
-def trains_and_resumes(block: Mapping[str, Any], rank: Rank) -> None:
+def test_trains_and_resumes(rank: Rank) -> None:
     """And refuses a checkpoint of a plain run before anything is changed."""
     from sdp_deepspeed.engine.engine import SubnetworkEngine
 
+    block = {"assignment": "auto"}
     whole = trainer_of(rank.folder / "whole", block)
     whole.train()
     engine = whole.model_wrapped
@@ -80,7 +81,7 @@ def trains_and_resumes(block: Mapping[str, Any], rank: Rank) -> None:
     assert_identical(dense_state(again.model_wrapped), dense_state(engine))
 
 
-def with_everything_at_once(rank: Rank) -> None:
+def test_with_everything_at_once(rank: Rank) -> None:
     """The Trainer's own optimizer, accumulation, activation checkpointing, bf16, callbacks, the best model back, and
     a monitor whose losses are those that the Trainer logs."""
     from transformers import TrainerCallback
@@ -134,7 +135,7 @@ def with_everything_at_once(rank: Rank) -> None:
 RATE = 0.5
 
 
-def token_weighted_losses(block: Mapping[str, Any], rank: Rank) -> None:
+def test_token_weighted_losses(rank: Rank) -> None:
     """Rows with few labels and rows with many: what comes out is the masked average of the gradients of the losses that
     the Trainer passes to backward, D / N times the sum over a rank's tokens, N tokens on D ranks.
 
@@ -153,7 +154,7 @@ def token_weighted_losses(block: Mapping[str, Any], rank: Rank) -> None:
     options: dict[str, Any] = {"max_steps": 1, "gradient_accumulation_steps": 2, "learning_rate": RATE}
     options |= {"eval_strategy": "no", "save_strategy": "no", "max_grad_norm": 0.0}
     options |= {"data": rows(16, ragged=True), "data_collator": collate}
-    trainer = trainer_of(rank.folder, block, config=sgd, **options)
+    trainer = trainer_of(rank.folder, {"strategy": MIXED}, config=sgd, **options)
     trainer.train()
     engine = trainer.model_wrapped
     micro: Sequence[Sequence[Row]] = gathered(seen[:2])  # later ones were fetched ahead
@@ -174,7 +175,7 @@ def token_weighted_losses(block: Mapping[str, Any], rank: Rank) -> None:
         torch.testing.assert_close(found[name], value, msg=name)  # torch's tolerance for fp32
 
 
-def says_what_it_trains(rank: Rank) -> None:
+def test_says_what_it_trains(rank: Rank) -> None:
     """The plan's table at the Trainer's default level, and the dense model's number of parameters."""
     import transformers.trainer as host
 
@@ -212,7 +213,7 @@ def says_what_it_trains(rank: Rank) -> None:
     assert "subnetwork_loss" not in logs
 
 
-def a_schedule_ends_dense(rank: Rank) -> None:
+def test_a_schedule_ends_dense(rank: Rank) -> None:
     """Fractions of the Trainer's own steps; a run that is resumed inside a phase is the one without an interruption."""
     from transformers import TrainerCallback
 
@@ -245,8 +246,9 @@ def a_schedule_ends_dense(rank: Rank) -> None:
     assert whole.evaluate()["eval_loss"] == again.evaluate()["eval_loss"]
 
 
-def tensor_parallel(rank: Rank) -> None:
-    """TP x DP: what is saved is whole in both directions. Last: DeepSpeed never forgets the groups of AutoTP."""
+@pytest.mark.world(4)
+def test_tensor_parallel(rank: Rank) -> None:
+    """TP x DP: what is saved is whole in both directions."""
     config = {**ADAMW, "tensor_parallel": {"autotp_size": 2}}
     options: dict[str, Any] = {"max_steps": 2, "save_strategy": "no", "evaluated": rows(8)}
     trainer = trainer_of(rank.folder / "run", {}, config=config, **options)
@@ -256,21 +258,3 @@ def tensor_parallel(rank: Rank) -> None:
     found = loaded(rank.folder / "final")
     assert_identical(found.state_dict(), dense_state(trainer.model_wrapped))
     assert trainer.evaluate()["eval_loss"] == pytest.approx(mean_loss(found, rows(8)), abs=1e-5)
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    yield "block", partial(trains_and_resumes, {"assignment": "auto"})
-    yield "everything", with_everything_at_once
-    yield "tokens", partial(token_weighted_losses, {"strategy": MIXED})
-    yield "schedule", a_schedule_ends_dense
-    yield "says", says_what_it_trains
-
-
-@pytest.mark.checks(2, _cases)
-def test_trainer(outcome: str | None) -> None:
-    assert outcome is None, outcome
-
-
-@pytest.mark.checks(4, lambda *_: [("tensor parallel", tensor_parallel)])
-def test_four_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

@@ -26,7 +26,7 @@ from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.estimate.forecast import Forecast, forecast
 from sdp_deepspeed.fsdp import param_groups, sharded_model_of
 from tests.helpers.fp16_runs import fp16_is_supported
-from tests.helpers.ranks import Check, Rank
+from tests.helpers.ranks import Rank
 from tests.helpers.sharded import sharded
 from tests.helpers.training import engine_of
 
@@ -106,7 +106,7 @@ class Case:
             rank=rank,
         )
 
-    def __call__(self, rank: Rank) -> None:
+    def check(self, rank: Rank) -> None:
         with ExitStack() as stack:
             if self.precision == "fp16":
                 stack.enter_context(fp16_is_supported())
@@ -131,7 +131,7 @@ class Case:
 class Sharded(Case):
     """Under FSDP2, whose policy computes in the precision's dtype."""
 
-    def __call__(self, rank: Rank) -> None:
+    def check(self, rank: Rank) -> None:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16) if self.precision == "bf16" else None
         model: Any = model_of(self.model)
         if self.checkpointing:
@@ -208,7 +208,7 @@ def compare(figures: StepFigures, estimated: Forecast, counters: int) -> None:
     assert not wrong, f"{wrong}, {figures}"
 
 
-def _cases() -> Iterator[tuple[str, Check]]:
+def _cases() -> Iterator[tuple[str, Case]]:
     for mode, stage, precision in itertools.product(MODES, (1, 2), ("fp32", "bf16")):
         block = {"regime": mode.regime, "strategy": mode.strategy}
         name = f"{mode.regime}-{mode.strategy}-stage{stage}-{precision}"
@@ -243,10 +243,9 @@ SAMPLE = {
 }
 
 
-def cases(_size: int, _options: pytest.Config) -> Iterator[tuple[str, Check]]:
-    yield from CASES.items()
-
-
-@pytest.mark.checks(2, cases, slow=[f"2-{name}" for name in CASES if name not in SAMPLE])
-def test_estimate(outcome: str | None) -> None:
-    assert outcome is None, outcome
+@pytest.mark.world(RANKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in CASES]
+)
+def test_estimate(rank: Rank, name: str) -> None:
+    CASES[name].check(rank)

@@ -11,10 +11,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import sdp_deepspeed
 from sdp_deepspeed.fsdp import CheckpointManager, full_state_dict, param_groups, reestimate_batch_norm
 from tests.helpers.batch_norms import Net, batches, means, statistics_of
-from tests.helpers.ranks import Check, Rank
+from tests.helpers.ranks import Rank
 from tests.helpers.sharded import sharded
 from tests.helpers.training import assert_identical, gathered, refusal
-from tests.ranks.engine.test_batch_norms import NUM, SIZE, oracle, similar
+from tests.ranks.engine.test_batch_norms import NUM, oracle, similar
+
+pytestmark = pytest.mark.world(3)
 
 SUMS = 2.0**-23  # of fp64 in another order, rounded to fp32
 
@@ -45,7 +47,7 @@ def assert_means(model: Any, before: list[dict[str, torch.Tensor]]) -> dict[str,
     return means(by_rank)
 
 
-def evaluation(rank: Rank) -> None:
+def test_evaluation(rank: Rank) -> None:
     """Also where all ranks hold everything, and with a layer that was wrapped afterwards."""
     images = batches(7, 1)[0][0]
     for holders in (2, 3):
@@ -68,7 +70,7 @@ def evaluation(rank: Rank) -> None:
             steps(model.train(), optimizer, rank, 1)
 
 
-def what_is_saved(rank: Rank) -> None:
+def test_what_is_saved(rank: Rank) -> None:
     """The full state dict has means over holders, and a checkpoint makes them so."""
     for holders in (2, 3):
         model, optimizer = trained(rank, {"holders": holders})
@@ -83,7 +85,8 @@ def what_is_saved(rank: Rank) -> None:
         assert_means(model, before)
 
 
-def re_estimation(rank: Rank) -> None:
+@pytest.mark.slow
+def test_re_estimation(rank: Rank) -> None:
     """Inside and outside of the dense view, by both names; and what is wrong with it, on all ranks."""
     own = [images for images, _ in batches(rank.rank, NUM, seed=9)]
     for holders in (2, 3):
@@ -103,15 +106,3 @@ def re_estimation(rank: Rank) -> None:
         refusal(ValueError, lambda: reestimate_batch_norm(model, own, num_batches=4), *words)  # noqa: B023
         assert_identical(statistics_of(model), first)
         steps(model, optimizer, rank, 1)
-
-
-CHECKS: list[Check] = [evaluation, what_is_saved, re_estimation]
-
-
-def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
-    return [(check.__name__, check) for check in CHECKS]
-
-
-@pytest.mark.checks(SIZE, _checks, slow=["3-re_estimation"])
-def test_batch_norms(outcome: str | None) -> None:
-    assert outcome is None, outcome

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,7 @@ from tests.helpers.collective_log import Issued, check_order, collectives_of_fsd
 from tests.helpers.mixtures import MIXTURES, mixture
 from tests.helpers.models import SPECIMENS, batches, family, llama, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
-from tests.helpers.ranks import Check, Rank
+from tests.helpers.ranks import Rank
 from tests.helpers.sharded import (
     NUM_STEPS,
     check_against_deepspeed,
@@ -34,16 +33,39 @@ from tests.helpers.sharded import (
     sharded,
 )
 
+pytestmark = [pytest.mark.gpu, pytest.mark.world(4)]
 NEURON: dict[str, Any] = {"strategy": "neuron", "coverage": 0.5}
+TWO_OF_THREE: dict[str, Any] = {"strategy": "neuron", "holders": 2}
 THREE_OF_FOUR: dict[str, Any] = {"strategy": "neuron", "holders": 3}
 BY_DEPTH: dict[str, Any] = {"strategy": "neuron", "holders": [{"profile": "linear", "first": 4, "last": 2}]}
+
+
+SGD = {"optimizer": "SGD"}
+MIXED = {"strategy": {"attention": "block", "mlp": "neuron"}, "coverage": 0.5}
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def checkpointed(model: Any) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def agrees_with_the_reference(rank: Rank, *, name: str, block: dict[str, Any], **options: Any) -> None:
+@pytest.mark.parametrize(
+    ("rank", "name", "block", "options"),
+    [
+        slow(2, "llama_biases", NEURON, SGD | {"accumulation": 2}),
+        slow(3, "gpt2", TWO_OF_THREE | {"neuron_groups": 5}, {}),
+        (3, "mixtral", TWO_OF_THREE, {}),
+        slow(3, "resnet", TWO_OF_THREE, {}),
+        (4, "qwen3", THREE_OF_FOUR, {"prepare": checkpointed}),
+        (4, "gpt2", BY_DEPTH, SGD),
+        (4, "llama", NEURON | {"subnetworks": 2}, SGD),
+        (4, "qwen3", MIXED, SGD | {"reshard_after_forward": False}),
+    ],
+)
+def test_agrees_with_the_reference(rank: Rank, name: str, block: dict[str, Any], options: dict[str, Any]) -> None:
     """Losses, norms, evaluation and weights; and this rank stores its shards of its pieces and no more."""
     dense = mixture(name) if name in MIXTURES else ALL_SPECIMENS[name].build()
     shapes = {key: parameter.shape for key, parameter in dense.named_parameters()}
@@ -60,7 +82,8 @@ def agrees_with_the_reference(rank: Rank, *, name: str, block: dict[str, Any], *
     assert total.item() == sum(shape.numel() for shape in shapes.values())  # each element once, on one rank
 
 
-def covers_everything(rank: Rank) -> None:
+@pytest.mark.world(3)
+def test_covers_everything(rank: Rank) -> None:
     """C = 1 is plain FSDP2 of the same bodies, to the last bit."""
     model, plain = family("gpt2"), family("gpt2")
     model = sharded(model, {"strategy": "neuron", "holders": rank.size})
@@ -78,14 +101,16 @@ def covers_everything(rank: Rank) -> None:
             optimizer.zero_grad()
 
 
-def agrees_with_the_deepspeed_host(rank: Rank) -> None:
+@pytest.mark.world(3)
+def test_agrees_with_the_deepspeed_host(rank: Rank) -> None:
     """With scaled branches, whose biases are not, and without."""
     for scale in ("training", "none"):
         block = {"strategy": "neuron", "holders": 2, "neuron_groups": 5, "branch_scale": scale}
         check_against_deepspeed(rank, SPECIMENS["gpt2"].build(), block, clip=0.0)
 
 
-def collectives_have_one_order(rank: Rank) -> None:
+@pytest.mark.slow
+def test_collectives_have_one_order(rank: Rank) -> None:
     """With activation checkpointing and without; evaluated before or not. Parts with the same holders in both layers,
     of which each rank holds about half, are gathered and reduced together."""
     for seed, (name, prepare) in enumerate([("qwen3", None), ("gpt_neox_parallel", checkpointed)]):
@@ -108,7 +133,7 @@ def collectives_have_one_order(rank: Rank) -> None:
         assert len(log) == 2 * (3 * len(groups) + 2), (len(log), groups)  # two of the root
 
 
-def skips_layers(rank: Rank) -> None:
+def test_skips_layers(rank: Rank) -> None:
     """All ranks skip the same layers of some passes, each checkpointed: groups that span a skipped layer are as those
     of single layers."""
     block = {"strategy": {"attention": "block", "mlp": "neuron"}, "coverage": 0.5, "seed": 2}
@@ -138,7 +163,8 @@ def _same(hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
     return hidden_states
 
 
-def starts_without_storage(rank: Rank) -> None:
+@pytest.mark.world(2)
+def test_starts_without_storage(rank: Rank) -> None:
     """Under `Init` a model has initial values of the dense model; on the meta device it stays there."""
     config = SPECIMENS["gpt2"].build().config
     with sdp_deepspeed.Init():
@@ -162,7 +188,7 @@ def starts_without_storage(rank: Rank) -> None:
         assert all(parameter.to_local().isfinite().all() for parameter in model.parameters())
 
 
-def mixed_precision(rank: Rank) -> None:
+def test_mixed_precision(rank: Rank) -> None:
     """The dense model is gathered, and computes, in the policy's dtype; outputs are cast, and state stays in fp32.
     Ranks share several holder sets, which a cast between nested parts would make them gather in different orders."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
@@ -185,7 +211,8 @@ def mixed_precision(rank: Rank) -> None:
     assert abs(found - expected) <= 2.0**-6 * expected, (found, expected, losses)
 
 
-def resident_and_frozen(rank: Rank) -> None:
+@pytest.mark.slow
+def test_resident_and_frozen(rank: Rank) -> None:
     """Kept weights are fetched anew once they have changed; what is frozen stays."""
     dense = SPECIMENS["gpt2"].build()
     for name, parameter in dense.named_parameters():
@@ -205,53 +232,10 @@ def resident_and_frozen(rank: Rank) -> None:
     compare_evaluation(model, dense, step[rank.rank][0])
 
 
-def refuses(rank: Rank) -> None:
+def test_refuses(rank: Rank) -> None:
     """On all ranks, before anything is changed."""
     model = SPECIMENS["llama"].build()
     ignored = model.get_parameter("model.layers.0.mlp.up_proj.weight")
     with pytest.raises(ValueError, match=r"ignored_params: .*up_proj.weight.*must be averaged"):
         sharded(model, NEURON, ignored_params=[ignored])
     assert model.get_parameter("model.layers.0.mlp.up_proj.weight") is ignored
-
-
-def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
-    by_reference: dict[str, dict[str, Any]] = {}
-    others: dict[str, Check] = {}
-    match size:
-        case 2:
-            by_reference["llama"] = {"name": "llama_biases", "block": NEURON, "accumulation": 2, "optimizer": "SGD"}
-            others = {"starts_without_storage": starts_without_storage}
-        case 3:
-            by_reference["gpt2"] = {"name": "gpt2", "block": NEURON | {"coverage": 2 / 3, "neuron_groups": 5}}
-            by_reference |= {
-                name: {"name": name, "block": NEURON | {"coverage": 2 / 3}} for name in ("mixtral", "resnet")
-            }
-            others = {"covers_everything": covers_everything, "deepspeed": agrees_with_the_deepspeed_host}
-        case 4:
-            by_reference |= {
-                "qwen3": {"name": "qwen3", "block": THREE_OF_FOUR, "prepare": checkpointed},
-                "by_depth": {"name": "gpt2", "block": BY_DEPTH, "optimizer": "SGD"},
-                "replicas": {"name": "llama", "block": NEURON | {"subnetworks": 2}, "optimizer": "SGD"},
-                "mixed": {
-                    "name": "qwen3",
-                    "block": {"strategy": {"attention": "block", "mlp": "neuron"}, "coverage": 0.5},
-                    "reshard_after_forward": False,
-                    "optimizer": "SGD",
-                },
-            }
-            others = {
-                "order": collectives_have_one_order,
-                "skips_layers": skips_layers,
-                "mixed_precision": mixed_precision,
-                "frozen": resident_and_frozen,
-                "refuses": refuses,
-            }
-    return [(name, partial(agrees_with_the_reference, **options)) for name, options in by_reference.items()] + [
-        *others.items()
-    ]
-
-
-@pytest.mark.gpu
-@pytest.mark.checks((2, 3, 4), _cases, slow=["4-frozen", "3-resnet", "2-llama", "3-gpt2", "4-order"])
-def test_on_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

@@ -29,20 +29,22 @@ from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.plan.tensors import dense_tensors
 from tests.helpers.models import TOKENS, VOCABULARY, Diffusing, Wrapped, family, llama, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
-from tests.helpers.ranks import Check, Rank
+from tests.helpers.ranks import Rank
 from tests.helpers.sharded import check_against_reference, gathered_state, sharded
 from tests.helpers.training import assert_identical, refusal
 
 SIZE = 2
+pytestmark = pytest.mark.world(SIZE)
 ONE = {"holders": 1}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def checkpointed(rank: Rank) -> None:
+def test_checkpointed(rank: Rank) -> None:
     check_against_reference(rank, llama(), ONE, prepare=lambda model: model.gradient_checkpointing_enable())
 
 
-def compiled(rank: Rank) -> None:
+@pytest.mark.slow
+def test_compiled(rank: Rank) -> None:
     def compile_layers(model: Any) -> None:
         for layer in model.model.layers:
             layer.compile(backend="eager")
@@ -52,11 +54,11 @@ def compiled(rank: Rank) -> None:
     check_against_reference(rank, llama(), ONE, parallelize=lambda model: model.compile(backend="eager"))
 
 
-def offloaded(rank: Rank) -> None:
+def test_offloaded(rank: Rank) -> None:
     check_against_reference(rank, llama(), ONE, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
-def mixed_precision(rank: Rank) -> None:
+def test_mixed_precision(rank: Rank) -> None:
     """Absent units are gathered in the same dtype as held ones: evaluation gives what it gives at C = 1."""
     models = [sharded(family("gpt2"), {"holders": number}, mp_policy=BF16) for number in (1, 2)]
     for model in models:  # units get fp32, which FSDP2 casts where they are held
@@ -72,7 +74,7 @@ def mixed_precision(rank: Rank) -> None:
     assert {p.dtype for p in models[0].parameters()} == {torch.float32}
 
 
-def stays_gathered(rank: Rank) -> None:
+def test_stays_gathered(rank: Rank) -> None:
     """Between passes: two evaluations in a row, and training goes on with what it had."""
     model = sharded(llama(), ONE, reshard_after_forward=False)
     freed = sharded(llama(), ONE)
@@ -86,7 +88,7 @@ def stays_gathered(rank: Rank) -> None:
         losses[0].backward()
 
 
-def leaves_nothing_gathered(rank: Rank) -> None:
+def test_leaves_nothing_gathered(rank: Rank) -> None:
     """Evaluation does not, between any two calls; and what training has left gathered is clipped all the same."""
     model, other = sharded(llama(), ONE), sharded(llama(), ONE)
     with torch.no_grad():
@@ -108,7 +110,7 @@ def leaves_nothing_gathered(rank: Rank) -> None:
     assert all(isinstance(each, DTensor) for group in param_groups(other) for each in group["params"])
 
 
-def leaves_out_what_is_ignored(rank: Rank) -> None:
+def test_leaves_out_what_is_ignored(rank: Rank) -> None:
     """Of what is shared: rank 0's own is exported. Of units it is refused, and so are other ones on each rank."""
     model, name = llama(), "model.norm.weight"
     model.get_parameter(name).data += rank.rank
@@ -122,7 +124,7 @@ def leaves_out_what_is_ignored(rank: Rank) -> None:
     refusal(RuntimeError, lambda: sharded(other, ONE | {"shared": [r"\.attention"]}, ignored_params=own), "options")
 
 
-def starts_from_init(rank: Rank) -> None:
+def test_starts_from_init(rank: Rank) -> None:
     torch.manual_seed(0)
     with sdp_deepspeed.Init():
         model = llama()
@@ -139,7 +141,7 @@ def _built_again() -> Any:
         return llama()
 
 
-def starts_on_the_meta_device(rank: Rank) -> None:
+def test_starts_on_the_meta_device(rank: Rank) -> None:
     with torch.device("meta"):
         model = llama()
     model = sharded(model, ONE)
@@ -152,7 +154,7 @@ def starts_on_the_meta_device(rank: Rank) -> None:
     assert all(bool((value == 0.5).all()) for value in state.values())
 
 
-def steps_with_multi_tensor_kernels(rank: Rank) -> None:
+def test_steps_with_multi_tensor_kernels(rank: Rank) -> None:
     """Which refuse DTensors of several meshes in one group; and a norm that is not finite."""
     model = sharded(llama(), ONE)
     groups = [{"params": list(model.parameters()), "lr": 0.1}]
@@ -169,7 +171,7 @@ def steps_with_multi_tensor_kernels(rank: Rank) -> None:
     refusal(RuntimeError, lambda: clip_grad_norm_(model, 1.0, error_if_nonfinite=True), "non-finite")
 
 
-def holds_and_sends_what_is_estimated(rank: Rank) -> None:
+def test_holds_and_sends_what_is_estimated(rank: Rank) -> None:
     """Model state within 2% (of `step` numbers and rounding), bytes of a step exactly, with neurons and blocks."""
     for strategy, policy in (("block", MixedPrecisionPolicy()), ({"mlp": "neuron"}, BF16)):
         tensors = dense_tensors(llama())
@@ -202,7 +204,7 @@ def _bytes_of(tensors: Any) -> int:
     return sum(storages.values())
 
 
-def is_exported(rank: Rank) -> None:
+def test_is_exported(rank: Rank) -> None:
     """As in evaluation."""
     from transformers import LlamaForCausalLM
 
@@ -224,7 +226,7 @@ def is_exported(rank: Rank) -> None:
         assert torch.equal(model(input_ids=TOKENS).logits, expected)
 
 
-def is_exported_without_transformers(rank: Rank) -> None:
+def test_is_exported_without_transformers(rank: Rank) -> None:
     """With tied weights: a model without `save_pretrained`, and one whose `save_pretrained` takes no state dict."""
     for kind, name in ((Wrapped, "model"), (Diffusing, "diffusion_pytorch_model")):
         model, folder = sharded(kind(), ONE), rank.folder / name
@@ -236,7 +238,7 @@ def is_exported_without_transformers(rank: Rank) -> None:
             assert torch.equal(model.eval()(input_ids=TOKENS).logits, expected)
 
 
-def generates(rank: Rank) -> None:
+def test_generates(rank: Rank) -> None:
     """The dense model does, with its cache; hooks that were put on since run."""
     model, plain, called = sharded(llama(), ONE | {"strategy": "neuron"}), llama(), list[int]()
     layer = model.model.layers[0]
@@ -252,7 +254,7 @@ def generates(rank: Rank) -> None:
         model(input_ids=TOKENS, past_key_values=DynamicCache())
 
 
-def is_refused(rank: Rank) -> None:
+def test_is_refused(rank: Rank) -> None:
     """One rank's mistake is everybody's error, and nothing is changed."""
     model = llama()
     before = deepcopy(model.state_dict())
@@ -271,23 +273,3 @@ def is_refused(rank: Rank) -> None:
     t5.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     refusal(RuntimeError, lambda: loss_of(t5.train(), TOKENS), "cannot checkpoint activations")
     refusal(ValueError, lambda: full_state_dict(llama()), "was not sharded")
-
-
-def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
-    checks: list[Check] = [checkpointed, compiled, offloaded, mixed_precision]
-    checks += [
-        starts_from_init,
-        starts_on_the_meta_device,
-        steps_with_multi_tensor_kernels,
-        is_exported,
-        is_exported_without_transformers,
-        generates,
-        is_refused,
-    ]
-    checks += [stays_gathered, leaves_nothing_gathered, leaves_out_what_is_ignored, holds_and_sends_what_is_estimated]
-    return [(getattr(check, "__name__", "check"), check) for check in checks]
-
-
-@pytest.mark.checks(SIZE, _checks, slow=["2-compiled"])
-def test_options(outcome: str | None) -> None:
-    assert outcome is None, outcome

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -23,12 +22,11 @@ from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.fsdp import sharded_model_of
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
-from tests.helpers.ranks import Check, Rank
+from tests.helpers.ranks import Rank
 from tests.helpers.sharded import sharded
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.world(4)]
 
-SIZE = 4
 NUM_LAYERS = 4
 
 
@@ -115,15 +113,15 @@ def delays(rank: Rank, seed: int, seconds: float = 0.01) -> Iterator[list[str]]:
         yield issued
 
 
-def runs_to_its_end(
-    rank: Rank, *, parallel: bool, stretch: int, seeds: range = range(2), seconds: float = 0.01
-) -> None:
+@pytest.mark.parametrize("first", range(0, 50, 10))
+@pytest.mark.parametrize(("parallel", "stretch"), [(False, 0), (True, 0), (False, 1), (False, 2)])
+def test_runs_to_its_end(rank: Rank, parallel: bool, stretch: int, first: int) -> None:
     """The input needs no gradient, as after frozen embeddings; the first layers' units have to be told apart."""
-    for seed in seeds:
+    for seed in range(first, first + 10):
         model: Any = Tower(parallel=parallel, stretch=stretch)
         model = sharded(model, {"assignment": write_random_plan(model, rank, seed)})
         torch.manual_seed(rank.rank)
-        with delays(rank, seed, seconds) as issued:
+        with delays(rank, seed, 0.002) as issued:
             for number in (1, 2, 1):  # of graphs that are there together
                 losses = [model(torch.randn(2, 4)).sum() for _ in range(number)]
                 for loss in losses:
@@ -141,7 +139,7 @@ FROZEN: dict[str, tuple[str, list[tuple[int, ...]]]] = {
 }
 
 
-def frozen_parameters(rank: Rank) -> None:
+def test_frozen_parameters(rank: Rank) -> None:
     """Of units below, or between, those that train: ranks that lack some of these still gather what others gather."""
     for frozen, holders in FROZEN.values():
         model: Any = Tower(parallel=False, stretch=0)
@@ -154,30 +152,3 @@ def frozen_parameters(rank: Rank) -> None:
                 model(torch.randn(2, 4)).sum().backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.numel()}
         assert all((gradient is None) == bool(re.fullmatch(frozen, name)) for name, gradient in gradients.items())
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "sequential": {"parallel": False, "stretch": 0},
-    "parallel": {"parallel": True, "stretch": 0},
-    "checkpointed": {"parallel": False, "stretch": 1},
-    "stretches": {"parallel": False, "stretch": 2},
-}
-
-
-def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
-    """With --full 200 random plans more, a quarter of each kind."""
-    run: Any = runs_to_its_end
-    checks = [(kind, partial(run, **options)) for kind, options in KINDS.items()]
-    if config.getoption("--full"):
-        parts = [range(first, first + 10) for first in range(2, 52, 10)]
-        checks += [
-            (f"{kind}_from_{seeds.start}", partial(run, **options, seeds=seeds, seconds=0.002))
-            for kind, options in KINDS.items()
-            for seeds in parts
-        ]
-    return [*checks, ("frozen", frozen_parameters)]
-
-
-@pytest.mark.checks(SIZE, _checks)
-def test_order(outcome: str | None) -> None:
-    assert outcome is None, outcome

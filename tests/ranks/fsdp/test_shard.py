@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from transformers import BartConfig, BartForCausalLM
 from sdp_deepspeed.fsdp import sharded_model_of
 from tests.helpers.models import VOCABULARY, batches, family, llama, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
-from tests.helpers.ranks import COLLECTIVE_TIMEOUT, Check, Rank
+from tests.helpers.ranks import COLLECTIVE_TIMEOUT, Rank
 from tests.helpers.sharded import (
     NUM_STEPS,
     check_against_deepspeed,
@@ -26,15 +25,36 @@ from tests.helpers.sharded import (
 )
 from tests.helpers.training import refusal
 
-HALF = {"coverage": 0.5}
+pytestmark = [pytest.mark.gpu, pytest.mark.world(3)]
+BY_RULES = {"holders": [{"units": "mlp", "holders": 1}, {"holders": 3}]}
+LAYERS = {"holders": 2, "granularity": "layer"}
 
 
-def agrees_with_the_reference(
-    rank: Rank, *, name: str = "llama", block: dict[str, Any] | None = None, **options: Any
-) -> None:
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "block", "options"),
+    [
+        (2, "llama", {"holders": 1}, {}),
+        (2, "llama", {"holders": 1}, {"optimizer": "SGD", "accumulation": 2}),
+        slow(2, "resnet", {"holders": 1}, {"optimizer": "SGD"}),
+        slow(3, "llama", {"holders": 2}, {}),
+        (3, "gpt2", LAYERS, {}),
+        slow(3, "resnet_bottleneck", {"holders": 2}, {"optimizer": "SGD"}),
+        slow(3, "convnext", {"holders": 2}, {}),  # a layer's own parameter
+        slow(3, "swin", {"holders": 2}, {"optimizer": "SGD"}),  # windows
+        (4, "llama", {"holders": 3}, {}),
+        slow(4, "gpt_neox_parallel", BY_RULES, {}),
+        (4, "llama", {"holders": 1, "subnetworks": 2}, {}),
+        (4, "llama_tied", {"coverage": 0.5}, {"reshard_after_forward": False}),
+    ],
+)
+def test_agrees_with_the_reference(rank: Rank, name: str, block: dict[str, Any], options: dict[str, Any]) -> None:
     whole: Any = ALL_SPECIMENS[name].build()
     parameters = list(whole.parameters())
-    model = check_against_reference(rank, whole, block or {"holders": max(1, rank.size - 1)}, **options)
+    model = check_against_reference(rank, whole, block, **options)
     sizes = {parameter.untyped_storage().nbytes() for parameter in parameters}
     allowed = {0}
     if name == "convnext":  # one zero stands for all of an absent layer's own vector, unless it was copied to a GPU
@@ -53,7 +73,8 @@ def limit_of(group: Any) -> Any:
     return None if group is None else group._get_backend(group._device_types[0]).options._timeout
 
 
-def covers_everything(rank: Rank, granularity: str) -> None:
+@pytest.mark.parametrize("granularity", ["sublayer", "layer"])
+def test_covers_everything(rank: Rank, granularity: str) -> None:
     """C = 1 is plain FSDP2, whose groups are the same modules, to the last bit."""
     model: Any = family("gpt2")
     plain: Any = deepcopy(model)
@@ -71,7 +92,7 @@ def covers_everything(rank: Rank, granularity: str) -> None:
             optimizer.zero_grad()
 
 
-def dropped_gradients(rank: Rank) -> None:
+def test_dropped_gradients(rank: Rank) -> None:
     """Of passes with and without synchronization are gone, whether or not shards are gathered."""
     micro_batches = next(batches(rank.size, 2))[rank.rank]
     for strategy, is_synced, reshards in itertools.product(("block", "neuron"), (True, False), (True, False)):
@@ -93,20 +114,20 @@ def dropped_gradients(rank: Rank) -> None:
             assert dropped.equal(expected), (strategy, is_synced, reshards)
 
 
-def agrees_with_the_deepspeed_host(rank: Rank) -> None:
+def test_agrees_with_the_deepspeed_host(rank: Rank) -> None:
     """With scaled branches and without."""
     for scale in ("training", "none"):
         check_against_deepspeed(rank, llama(3), {"holders": 2, "branch_scale": scale}, clip=0.5)
 
 
-def layers_that_hand_tensors_on(rank: Rank) -> None:
+def test_layers_that_hand_tensors_on(rank: Rank) -> None:
     """Are cut into heads, or refused: their gradients would come in other orders on each rank."""
     refusal(ValueError, lambda: sharded(ALL_SPECIMENS["t5"].build(), {"holders": 2}), "passes tensors to later layers")
     block = {"strategy": {"attention": "neuron", "cross_attention": "neuron", "mlp": "block"}, "holders": 2}
     check_against_reference(rank, ALL_SPECIMENS["t5"].build(), block, optimizer="SGD")
 
 
-def a_decoder_without_encoder(rank: Rank) -> None:
+def test_a_decoder_without_encoder(rank: Rank) -> None:
     """Skips its cross-attention, and frees each layer all the same."""
     sizes = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 24}
     config = BartConfig(vocab_size=VOCABULARY, is_decoder=True, use_cache=False, **sizes)
@@ -124,48 +145,9 @@ def a_decoder_without_encoder(rank: Rank) -> None:
     assert not gathered
 
 
-def encoders_that_no_loss_reaches(rank: Rank) -> None:
+def test_encoders_that_no_loss_reaches(rank: Rank) -> None:
     """Are refused: their gradients would come in another order on such a rank. Two cross-attentions with one holder
     each are too few for three ranks."""
     refusal(ValueError, lambda: sharded(ALL_SPECIMENS["bart"].build(), {"holders": 1}), "holds no cross-attention")
     for block in ({"holders": 2}, {"holders": 1, "shared": ["decoder.layers.0.cross_attention"]}):
         check_against_reference(rank, ALL_SPECIMENS["bart"].build(), block, optimizer="SGD")
-
-
-def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
-    made: dict[str, Any] = {"llama": agrees_with_the_reference}
-    match size:
-        case 2:
-            made |= {"resnet": partial(agrees_with_the_reference, name="resnet", optimizer="SGD")}
-            made |= {"sgd": partial(agrees_with_the_reference, optimizer="SGD", accumulation=2)}
-        case 3:
-            made |= {
-                "layer": partial(agrees_with_the_reference, name="gpt2", block={"holders": 2, "granularity": "layer"}),
-                "covers_everything": partial(covers_everything, granularity="sublayer"),
-                "bottleneck": partial(agrees_with_the_reference, name="resnet_bottleneck", optimizer="SGD"),
-                "covers_layers": partial(covers_everything, granularity="layer"),
-                "deepspeed": agrees_with_the_deepspeed_host,
-                "dropped_gradients": dropped_gradients,
-                "without_encoder": a_decoder_without_encoder,
-                "extra_outputs": layers_that_hand_tensors_on,
-                "cross_attention": encoders_that_no_loss_reaches,
-                # A layer's own parameter; windows.
-                "convnext": partial(agrees_with_the_reference, name="convnext", block={"holders": 2}),
-                "swin": partial(agrees_with_the_reference, name="swin", block={"holders": 2}, optimizer="SGD"),
-            }
-        case 4:
-            rules = [{"units": "mlp", "holders": 1}, {"holders": 3}]
-            made |= {
-                "parallel": partial(agrees_with_the_reference, name="gpt_neox_parallel", block={"holders": rules}),
-                "replicas": partial(agrees_with_the_reference, block={"holders": 1, "subnetworks": 2}),
-                "tied": partial(agrees_with_the_reference, name="llama_tied", block=HALF, reshard_after_forward=False),
-            }
-    return list(made.items())
-
-
-@pytest.mark.gpu
-@pytest.mark.checks(
-    (2, 3, 4), _cases, slow=["3-bottleneck", "3-swin", "3-convnext", "2-resnet", "3-llama", "4-parallel"]
-)
-def test_on_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

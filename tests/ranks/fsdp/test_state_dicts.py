@@ -26,10 +26,11 @@ import sdp_deepspeed
 from sdp_deepspeed.fsdp import clip_grad_norm_, full_state_dict, param_groups, sharded_model_of
 from sdp_deepspeed.fsdp.state_dicts import AbsentTensor
 from tests.helpers.models import batches, llama, loss_of
-from tests.helpers.ranks import Check, Rank
+from tests.helpers.ranks import Rank
 from tests.helpers.sharded import gathered_state
 from tests.helpers.training import assert_identical, refusal
 
+pytestmark = pytest.mark.world(4)
 NEURON = {"holders": 2, "strategy": "neuron"}
 BLOCKS: dict[str, dict[str, Any]] = {
     "block": {"holders": 2},
@@ -79,7 +80,8 @@ def trained(state: Any, rank: Rank, num_steps: int) -> list[float]:
     return losses
 
 
-def goes_on(name: str, rank: Rank) -> None:
+@pytest.mark.parametrize("name", ["neuron", *(pytest.param(n, marks=pytest.mark.slow) for n in ("block", "replicas"))])
+def test_goes_on(rank: Rank, name: str) -> None:
     """Losses and weights of a resumed run are those of the uninterrupted one, bit for bit."""
     state, folder = started(BLOCKS[name]), rank.folder / name
     trained(state, rank, 2)
@@ -102,7 +104,7 @@ def goes_on(name: str, rank: Rank) -> None:
     assert_identical(full_state_dict(resumed.model), full_state_dict(state.model))
 
 
-def goes_on_under_another_plan(rank: Rank) -> None:
+def test_goes_on_under_another_plan(rank: Rank) -> None:
     """Blocks do, since their tensors are the dense model's; pieces would be taken for others of the same names."""
     state, other = started({"holders": 2}), started({"holders": 3}, seed=5)
     trained(state, rank, 1)
@@ -121,7 +123,7 @@ def goes_on_under_another_plan(rank: Rank) -> None:
     refusal(CheckpointException, load, "Missing key")
 
 
-def is_no_whole_model(rank: Rank) -> None:
+def test_is_no_whole_model(rank: Rank) -> None:
     """What each rank has of it is for DCP; every other way to save it is refused on each rank."""
     for name in ("block", "neuron"):
         model = started(BLOCKS[name]).model
@@ -139,7 +141,7 @@ def is_no_whole_model(rank: Rank) -> None:
         refusal(RuntimeError, use, "this rank lacks model.layers.")
 
 
-def takes_the_dense_model(rank: Rank) -> None:
+def test_takes_the_dense_model(rank: Rank) -> None:
     """Of blocks each rank takes what it holds; a tensor of another shape is refused."""
     dense, model = llama(seed=5).state_dict(), sdp_deepspeed.fully_shard(llama(), None, {"holders": 2})
     set_model_state_dict(model, dict(dense), options=StateDictOptions(full_state_dict=True))
@@ -147,18 +149,3 @@ def takes_the_dense_model(rank: Rank) -> None:
     dense["model.layers.0.mlp.up_proj.weight"] = dense["model.layers.0.mlp.down_proj.weight"]
     wrong = partial(set_model_state_dict, model, dense, options=StateDictOptions(full_state_dict=True))
     refusal((RuntimeError, ValueError), wrong, "up_proj")
-
-
-def _cases(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
-    made: dict[str, Any] = {f"goes_on_{name}": partial(goes_on, name) for name in BLOCKS}
-    made |= {
-        "another_plan": goes_on_under_another_plan,
-        "no_whole_model": is_no_whole_model,
-        "dense": takes_the_dense_model,
-    }
-    return list(made.items())
-
-
-@pytest.mark.checks((4,), _cases, slow=["4-goes_on_replicas", "4-goes_on_block"])
-def test_on_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

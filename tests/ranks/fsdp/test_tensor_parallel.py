@@ -26,9 +26,11 @@ import sdp_deepspeed
 from sdp_deepspeed.architectures import Branch, register
 from sdp_deepspeed.fsdp import clip_grad_norm_, full_state_dict, sharded_model_of
 from tests.helpers.models import SPECIMENS, TOKENS, VOCABULARY, llama, loss_of
-from tests.helpers.ranks import Check, Rank
+from tests.helpers.ranks import Rank
 from tests.helpers.sharded import check_against_reference
 from tests.helpers.training import refusal
+
+pytestmark = pytest.mark.world(4)
 
 COLUMNS, ROWS = ColwiseParallel(), RowwiseParallel()
 LLAMA = {
@@ -95,7 +97,7 @@ def wrap_layers(model: Any) -> None:
         model.model.layers[index] = checkpoint_wrapper(layer)
 
 
-def agrees_with_the_reference(rank: Rank) -> None:
+def test_agrees_with_the_reference(rank: Rank) -> None:
     """With biases that each tensor-parallel rank has; layers that are wrapped afterwards run again in backward."""
     model = check_against_reference(
         rank,
@@ -110,12 +112,12 @@ def agrees_with_the_reference(rank: Rank) -> None:
     assert held < 0.3 * sum(value.numel() for value in SPECIMENS["llama_biases"].build().parameters())
 
 
-def divides_the_sequence(rank: Rank) -> None:
+def test_divides_the_sequence(rank: Rank) -> None:
     """Norms are DTensors as well, whose gradients tensor-parallel ranks add up."""
     check_against_reference(rank, Tower(), ONE, parallelize=parallelized)
 
 
-def adds_up_what_runs_on_each_head(rank: Rank) -> None:
+def test_adds_up_what_runs_on_each_head(rank: Rank) -> None:
     """Norms of queries and keys, which are refused without a style."""
 
     def with_norms(model: Any) -> DeviceMesh:
@@ -132,7 +134,7 @@ def adds_up_what_runs_on_each_head(rank: Rank) -> None:
     refusal(ValueError, lambda: sdp_deepspeed.fully_shard(plain, mesh, ONE), *words)
 
 
-def is_exported(rank: Rank) -> None:
+def test_is_exported(rank: Rank) -> None:
     """As in evaluation; with a tied head."""
     model: Any = llama(tied=True)
     mesh = parallelized(model)
@@ -150,7 +152,7 @@ def is_exported(rank: Rank) -> None:
     assert bool(state) == (rank.rank == 0)
 
 
-def is_refused(rank: Rank) -> None:
+def test_is_refused(rank: Rank) -> None:
     """What would train or save something else, by name; the model stays as it was given."""
     model: Any = llama()
     mesh = parallelized(model)
@@ -188,14 +190,3 @@ def is_refused(rank: Rank) -> None:
         empty = llama()
     mesh = parallelized(empty)
     refusal(ValueError, lambda: sdp_deepspeed.fully_shard(empty, mesh, ONE), "meta device")
-
-
-def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
-    checks: list[Check] = [agrees_with_the_reference, divides_the_sequence, is_exported, is_refused]
-    checks += [adds_up_what_runs_on_each_head]
-    return [(getattr(check, "__name__", "check"), check) for check in checks]
-
-
-@pytest.mark.checks(4, _checks)
-def test_on_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

@@ -18,10 +18,12 @@ from sdp_deepspeed.fsdp.checkpoint_manager import state_of
 from sdp_deepspeed.plan.tensors import named_tensors
 from tests.helpers.core_training import dense_of
 from tests.helpers.models import llama, scrambled
-from tests.helpers.ranks import Check, Rank
+from tests.helpers.ranks import Rank
 from tests.helpers.sharded_runs import ShardedRun, assert_same_run
 from tests.helpers.training import assert_identical, gathered
 from tests.ranks.fsdp.test_tensor_parallel import LLAMA, Tower
+
+pytestmark = pytest.mark.world(4)
 
 
 def tied(seed: int = 0) -> Any:
@@ -52,7 +54,7 @@ def own_buffers(run: ShardedRun) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in run.model.named_buffers() if value.numel() and "rotary" not in name}
 
 
-def goes_on_as_uninterrupted(rank: Rank) -> None:
+def test_goes_on_as_uninterrupted(rank: Rank) -> None:
     """Losses, weights, moments, schedule, buffers and random numbers, bit for bit."""
     for number, build in enumerate((tied, with_buffers)):
         run, folder = divided(build()), rank.folder / f"resumed{number}"
@@ -75,7 +77,8 @@ def goes_on_as_uninterrupted(rank: Rank) -> None:
             assert_same_run(folder / "uninterrupted", folder / "resumed")
 
 
-def goes_on_elsewhere(rank: Rank) -> None:
+@pytest.mark.slow
+def test_goes_on_elsewhere(rank: Rank) -> None:
     """Without tensor parallelism, as blocks and as neurons, and back."""
     run, folder = divided(tied()), rank.folder / "elsewhere"
     run.train(rank, 2)
@@ -111,7 +114,7 @@ def assert_same_steps(one: ShardedRun, other: ShardedRun) -> None:
     torch.testing.assert_close(full_state_dict(one.model), full_state_dict(other.model))
 
 
-def writes_each_element_once(rank: Rank) -> None:
+def test_writes_each_element_once(rank: Rank) -> None:
     """Moments too; what each tensor-parallel rank has is written by one, and not always by the same."""
     for build in (tied, with_buffers):
         run = divided(build())
@@ -134,7 +137,7 @@ def persistent(model: nn.Module) -> set[str]:
     return named_tensors(model).keys() & model.state_dict().keys()
 
 
-def is_another_layout(rank: Rank) -> None:
+def test_is_another_layout(rank: Rank) -> None:
     """Where the axes of the mesh change places: other ranks have other units."""
     run, other, folder = divided(tied()), divided(tied(5), axes=("tp", "dp")), rank.folder / "layout"
     run.checkpoints.save_checkpoint(folder)
@@ -146,7 +149,8 @@ def is_another_layout(rank: Rank) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def from_hugging_face(rank: Rank) -> None:
+@pytest.mark.slow
+def test_from_hugging_face(rank: Rank) -> None:
     """What is exported is the dense model, and every rank takes its part of it."""
     run, other, folder = divided(tied()), divided(tied(5)), rank.folder / "hf"
     run.train(rank, 1)
@@ -156,21 +160,3 @@ def from_hugging_face(rank: Rank) -> None:
     assert_identical(full_state_dict(other.model), state)
     if rank.rank == 0:
         assert_identical(AutoModelForCausalLM.from_pretrained(folder).state_dict(), state)
-
-
-CHECKS: list[Check] = [
-    goes_on_as_uninterrupted,
-    goes_on_elsewhere,
-    writes_each_element_once,
-    is_another_layout,
-    from_hugging_face,
-]
-
-
-def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
-    return [(getattr(check, "__name__", "check"), check) for check in CHECKS]
-
-
-@pytest.mark.checks(4, _checks, slow=["4-goes_on_elsewhere", "4-from_hugging*"])
-def test_on_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

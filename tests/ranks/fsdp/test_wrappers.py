@@ -11,14 +11,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 from sdp_deepspeed.fsdp import CheckpointManager, param_groups
 from tests.helpers.models import TOKENS, llama
-from tests.helpers.ranks import Check, Rank
+from tests.helpers.ranks import Rank
 from tests.helpers.sharded import check_against_reference, gathered_state, sharded
 from tests.helpers.training import refusal
 
+pytestmark = pytest.mark.world(2)
 ONE = {"holders": 1}
 
 
-def as_without(rank: Rank) -> None:
+def test_as_without(rank: Rank) -> None:
     """By torch's checkpoint_wrapper and torch.compile, as in torchtitan: a model without wrappers goes on from it."""
 
     def wrap(model: Any) -> None:
@@ -48,7 +49,7 @@ def as_without(rank: Rank) -> None:
     refusal(ValueError, lambda: sharded(by_transformers, ONE), "'model.layers.0'", "uses reentrant")
 
 
-def has_buffers_in_wrappers(rank: Rank) -> None:
+def test_has_buffers_in_wrappers(rank: Rank) -> None:
     """Put on before and after, around who owns the buffer, and around an ignored parameter."""
 
     def build() -> Any:
@@ -88,12 +89,3 @@ def has_buffers_in_wrappers(rank: Rank) -> None:
             state = gathered_state(each)
             assert list(state) == list(whole.state_dict())
             assert all(torch.equal(state[name], value) for name, value in whole.state_dict().items())
-
-
-def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
-    return [(check.__name__, check) for check in (as_without, has_buffers_in_wrappers)]
-
-
-@pytest.mark.checks(2, _checks)
-def test_on_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

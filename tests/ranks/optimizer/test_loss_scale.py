@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -14,6 +14,8 @@ from tests.helpers.fp16_runs import DYNAMIC, engine_of, settings_of
 from tests.helpers.models import batches, loss_of, without_block
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, gathered, refusal, sgd
+
+pytestmark = pytest.mark.world(2)
 
 TOO_LARGE = 1e30  # times the loss: an infinite gradient in fp16
 SPOILED = (1, 3, 4, 5, 16)  # steps
@@ -64,7 +66,7 @@ def compare_norms(ours: list[float], expected: list[float]) -> None:
         assert norm == wanted or abs(norm - wanted) <= 2 * 2**-11 * wanted
 
 
-def dynamic_as_zero_1(rank: Rank) -> None:
+def test_dynamic_as_zero_1(rank: Rank) -> None:
     """Hysteresis, window and smallest scale act, and are filled up again or not, as in stock ZeRO-1, at every stage."""
     paths = []
     cases: list[tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]] = [
@@ -83,7 +85,7 @@ def dynamic_as_zero_1(rank: Rank) -> None:
     assert [max(path) for path in paths] == [256, 128]
 
 
-def static_as_zero_1(rank: Rank) -> None:
+def test_static_as_zero_1(rank: Rank) -> None:
     """It does not change, and steps are left out all the same."""
     expected, norms = trace(rank, plain(settings_of(1, {"loss_scale": 64}), 1), last=6)
     assert {row[0] for row in expected} == {64.0}
@@ -94,7 +96,7 @@ def static_as_zero_1(rank: Rank) -> None:
         compare_norms(own, norms)
 
 
-def the_scale_cancels(rank: Rank) -> None:
+def test_the_scale_cancels(rank: Rank) -> None:
     """A power of two changes exponents only, as long as nothing under- or overflows: the same bits, for a static scale
     as for one that the caller gives."""
     states = []
@@ -109,7 +111,7 @@ def the_scale_cancels(rank: Rank) -> None:
     assert_identical(states[0], states[2])
 
 
-def no_scale_below_the_smallest(rank: Rank) -> None:
+def test_no_scale_below_the_smallest(rank: Rank) -> None:
     """DeepSpeed's own error, on all ranks, whichever had the infinite gradient."""
     engine = engine_of(settings_of(1, {"initial_scale_power": 4, "min_loss_scale": 16, "hysteresis": 1}))
     loss = loss_of(engine, next(batches(rank.size, 1))[rank.rank][0])
@@ -117,7 +119,8 @@ def no_scale_below_the_smallest(rank: Rank) -> None:
     refusal(Exception, engine.step, "Current loss scale already at minimum")
 
 
-def losses_must_be_scaled(rank: Rank) -> None:
+@pytest.mark.slow
+def test_losses_must_be_scaled(rank: Rank) -> None:
     """`loss.backward()` is refused as in stock, under a static scale too, where stock would divide what was never
     multiplied; `engine.scale(loss).backward()` is `engine.backward(loss)`."""
     batch = next(batches(rank.size, 1))[rank.rank][0]
@@ -138,7 +141,7 @@ def losses_must_be_scaled(rank: Rank) -> None:
         assert_identical(*states)
 
 
-def the_scaler_resumes(rank: Rank) -> None:
+def test_the_scaler_resumes(rank: Rank) -> None:
     """Scale, hysteresis and the count of good steps are in the checkpoint, so that the path goes on as if unbroken."""
     engine = engine_of(settings_of(2, DYNAMIC))
     trace(rank, engine, last=5)
@@ -151,7 +154,7 @@ def the_scaler_resumes(rank: Rank) -> None:
     assert_identical(dense_state(resumed), dense_state(engine))
 
 
-def not_finite_in_fp32(rank: Rank) -> None:
+def test_not_finite_in_fp32(rank: Rank) -> None:
     """Under ZeRO a norm that is not finite leaves the step out, as in stock; without ZeRO, or if no norm is computed,
     nobody looks."""
     for norm, stage in itertools.product((True, False), (0, 1, 2)):
@@ -173,21 +176,3 @@ def not_finite_in_fp32(rank: Rank) -> None:
             assert (engine.get_global_grad_norm() is None) == (not norm)
             if skips:
                 assert_identical(dense_state(engine), before)
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (
-        not_finite_in_fp32,
-        dynamic_as_zero_1,
-        static_as_zero_1,
-        the_scale_cancels,
-        no_scale_below_the_smallest,
-        losses_must_be_scaled,
-        the_scaler_resumes,
-    ):
-        yield check.__name__, check
-
-
-@pytest.mark.checks(2, _cases, slow=["2-losses_must*"])
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

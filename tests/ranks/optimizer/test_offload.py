@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +11,8 @@ import torch
 from tests.helpers.models import batches, config, llama, loss_of, without_block
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, micro_step, train
+
+pytestmark = pytest.mark.world(2)
 
 TORCH_ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 CPU_ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}  # with offload DeepSpeed takes its DeepSpeedCPUAdam
@@ -31,7 +32,8 @@ def settings_of(stage: int, *, device: str = "cpu", pin: bool = False, **block: 
     return settings
 
 
-def the_same_bits_as_without(rank: Rank) -> None:
+@pytest.mark.slow
+def test_the_same_bits_as_without(rank: Rank) -> None:
     """With torch's AdamW, whether memory is page-locked or not, at both stages."""
     for stage, (name, more) in zip((1, 2, 1), PRECISIONS.items(), strict=True):
         regime, states, norms = ("backward" if name == "fp32" else "forward"), [], []
@@ -45,7 +47,7 @@ def the_same_bits_as_without(rank: Rank) -> None:
         assert_identical(states[0], states[2])
 
 
-def one_copy_in_host_memory(rank: Rank) -> None:
+def test_one_copy_in_host_memory(rank: Rank) -> None:
     """Shards are fp32 in memory of their own, apart from the weights also when these are fp32, with two moments."""
     for stage, more in zip((1, 2, 2), PRECISIONS.values(), strict=True):
         engine = engine_of(settings_of(stage) | more)
@@ -61,7 +63,7 @@ def one_copy_in_host_memory(rank: Rank) -> None:
         assert set(engine.optimizer.state) == set(shards)
 
 
-def as_stock_zero_with_cpu_adam(rank: Rank) -> None:
+def test_as_stock_zero_with_cpu_adam(rank: Rank) -> None:
     """At C = 1, DeepSpeedCPUAdam in both; it vectorizes its steps, so that they round otherwise than torch's."""
     for stage in (1, 2):
         settings = settings_of(stage, holders=2) | {"optimizer": CPU_ADAMW, "zero_force_ds_cpu_optimizer": True}
@@ -81,7 +83,8 @@ def as_stock_zero_with_cpu_adam(rank: Rank) -> None:
         assert differences.norm() <= 1e-5 * moves.norm(), (differences.norm(), moves.norm())
 
 
-def it_resumes(rank: Rank) -> None:
+@pytest.mark.slow
+def test_it_resumes(rank: Rank) -> None:
     """Masters and moments come back into host memory, and training goes on with the same bits; with DeepSpeedCPUAdam
     to rounding, since it keeps powers of its betas as running products, which a resumed one computes at once."""
     wishes = [(1, "fp32", TORCH_ADAMW), (2, "bf16", TORCH_ADAMW), (2, "fp32", CPU_ADAMW)]
@@ -105,7 +108,7 @@ def it_resumes(rank: Rank) -> None:
             assert_identical(found, wanted)
 
 
-def weights_from_outside(rank: Rank) -> None:
+def test_weights_from_outside(rank: Rank) -> None:
     """The next step starts from them, in fp32 too; else the old masters would come back."""
     for more in (PRECISIONS["fp32"], PRECISIONS["bf16"]):
         settings = settings_of(1) | more | {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
@@ -140,19 +143,3 @@ def _module_state_dict(engine: Any, value: float) -> None:
     state = {name: torch.full_like(tensor, value) for name, tensor in dense_state(engine).items()}
     with engine.dense():
         engine.load_module_state_dict({"module": state})
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (
-        the_same_bits_as_without,
-        one_copy_in_host_memory,
-        as_stock_zero_with_cpu_adam,
-        it_resumes,
-        weights_from_outside,
-    ):
-        yield check.__name__, check
-
-
-@pytest.mark.checks(2, _cases, slow=["2-it_resumes", "2-the_same_bits*"])
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -29,6 +28,8 @@ from tests.helpers.training import (
     sgd,
     train,
 )
+
+pytestmark = pytest.mark.world(2)
 
 Named = dict[str, nn.Parameter]
 
@@ -65,7 +66,7 @@ def three_groups(named: Named) -> torch.optim.Optimizer:
     return torch.optim.Adam(groups, lr=1e-2)
 
 
-def client_param_groups(rank: Rank) -> None:
+def test_client_param_groups(rank: Rank) -> None:
     for stage in (0, 1, 2):
         model = llama()
         dense = deepcopy(model)
@@ -95,7 +96,7 @@ def _adamw(
         weight.mul_(1 - lr * decay).addcdiv_(average, root, value=-lr / (1 - beta1**step))
 
 
-def deepspeeds_fused_adam(rank: Rank) -> None:
+def test_deepspeeds_fused_adam(rank: Rank) -> None:
     """What "AdamW" without `torch_adam` is. It counts the steps of many tensors in their last one, and a resumed run
     goes on from that; to rounding, as its powers of betas are running products."""
     settings = config(holders=1) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
@@ -117,7 +118,7 @@ class Unknown(torch.optim.RMSprop):
     """One that nobody knows by name."""
 
 
-def others_are_refused(rank: Rank) -> None:
+def test_others_are_refused(rank: Rank) -> None:
     model = llama()
     settings = without_optimizer() | {"zero_allow_untested_optimizer": False}
     given = Unknown(model.parameters(), lr=1e-3)
@@ -127,7 +128,7 @@ def others_are_refused(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(settings, model, optimizer=whole), "Adafactor")
 
 
-def others_are_allowed(rank: Rank) -> None:
+def test_others_are_allowed(rank: Rank) -> None:
     """By DeepSpeed's key, or by ours; a callable, or an object."""
     for block in ({}, {"allow_optimizer": True}):
         model = llama()
@@ -138,7 +139,7 @@ def others_are_allowed(rank: Rank) -> None:
         against_reference(rank, engine, dense, lambda named: Unknown(named.values(), lr=1e-3))
 
 
-def clipped_muon(rank: Rank) -> None:
+def test_clipped_muon(rank: Rank) -> None:
     """At C = 1 it is plain DeepSpeed's: ZeRO stages 1 and 2 clip orthogonalized matrices; stage 0, and stage 1 in bf16
     with fp32 sums, gradients. It iterates in fp32 here, so that its update is about as exact as the gradient. In bf16
     only norms are compared; the two kinds differ by a factor of more than ten."""
@@ -199,7 +200,7 @@ class Averaging(torch.optim.SGD):
         self._change(is_training=False)
 
 
-def modes_of_optimizers(rank: Rank) -> None:
+def test_modes_of_optimizers(rank: Rank) -> None:
     """The dense model is that of the optimizer's mode, on all ranks, also in a checkpoint; training continues as if
     there were no others, also between the backward pass and the step. `destroy` restores the optimizer's methods."""
     cases = [("forward", "block", 1), ("forward", "neuron", 2), ("backward", "neuron", 1), ("backward", "block", 1)]
@@ -245,7 +246,7 @@ def modes_of_optimizers(rank: Rank) -> None:
     assert not hasattr(engine_of(sgd()).optimizer, "eval")
 
 
-def from_json(rank: Rank) -> None:
+def test_from_json(rank: Rank) -> None:
     """One that makes its state at once."""
     options: dict[str, Any] = {"lr": 0.05, "initial_accumulator_value": 0.1}
     settings = config(holders=1, check_agreement=True) | {"optimizer": {"type": "Adagrad", "params": options}}
@@ -255,7 +256,7 @@ def from_json(rank: Rank) -> None:
     against_reference(rank, engine_of(settings, model), dense, make)
 
 
-def frozen_parameters(rank: Rank) -> None:
+def test_frozen_parameters(rank: Rank) -> None:
     """Frozen: the embedding (shared), a norm in a unit, a whole unit. Given to the optimizer or not, they stay."""
     for stage, given in ((0, True), (1, False), (2, True)):
         model = llama()
@@ -277,7 +278,7 @@ def frozen_parameters(rank: Rank) -> None:
         assert_identical({name: start[name] for name in frozen}, {name: after[name] for name in frozen})
 
 
-def trainable_but_not_optimized(rank: Rank) -> None:
+def test_trainable_but_not_optimized(rank: Rank) -> None:
     """A parameter that no group has keeps its value, and is not in the norm."""
     model = llama()
     dense = deepcopy(model)
@@ -289,7 +290,7 @@ def trainable_but_not_optimized(rank: Rank) -> None:
     assert torch.equal(dense_state(engine)["lm_head.weight"], start)
 
 
-def unused_parameters(rank: Rank) -> None:
+def test_unused_parameters(rank: Rank) -> None:
     """No loss reaches them: their gradient is zero on all ranks, so that only the decay moves them, as in ZeRO-1."""
     for stage in (0, 1, 2):
         model = llama()
@@ -300,7 +301,7 @@ def unused_parameters(rank: Rank) -> None:
         assert engine.module.spare.tolist() == [0.75**2] * 5
 
 
-def frozen_on_one_rank(rank: Rank) -> None:
+def test_frozen_on_one_rank(rank: Rank) -> None:
     """Holders stay identical: what one of them trains is stepped on all."""
     engine = engine_of(sgd(stage=1, holders=rank.size, check_agreement=True))
     train(engine, num_steps=1)
@@ -359,7 +360,8 @@ def trained(mode: tuple[str, str], idiom: Idiom) -> dict[str, torch.Tensor]:
     return dense_state(engine)
 
 
-def idioms_train_what_lists_do(mode: tuple[str, str], rank: Rank) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_idioms_train_what_lists_do(mode: tuple[str, str], rank: Rank) -> None:
     flat = trained(mode, lambda model: {"model_parameters": list(trainable(model))})
     chosen = FLAT.values() if mode == MODES[0] else [FLAT["filter"]]
     for idiom in chosen:
@@ -372,35 +374,10 @@ def idioms_train_what_lists_do(mode: tuple[str, str], rank: Rank) -> None:
         assert_identical(trained(mode, idiom), grouped)
 
 
-def a_function_that_fails_on_one_rank(rank: Rank) -> None:
+def test_a_function_that_fails_on_one_rank(rank: Rank) -> None:
     def fails(parameters: Any) -> torch.optim.Optimizer:
         if rank.rank == 1:
             raise ValueError("no such learning rate")
         return by_function(parameters)
 
     refusal(ValueError, lambda: engine_of(config(holders=1), optimizer=fails), "no such learning rate", "[on rank 1]")
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (
-        clipped_muon,
-        modes_of_optimizers,
-        from_json,
-        client_param_groups,
-        deepspeeds_fused_adam,
-        frozen_on_one_rank,
-        others_are_refused,
-        others_are_allowed,
-        frozen_parameters,
-        trainable_but_not_optimized,
-        unused_parameters,
-        a_function_that_fails_on_one_rank,
-    ):
-        yield check.__name__, check
-    for mode in MODES:
-        yield " ".join(mode), partial(idioms_train_what_lists_do, mode)
-
-
-@pytest.mark.checks(2, _cases)
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from tests.helpers.oracle import CaseCheck
-from tests.helpers.oracle_grid import SIZES, cases
+from tests.helpers.oracle import check_case
+from tests.helpers.oracle_grid import Case, cases
+from tests.helpers.ranks import Rank
 
 
-def is_full(config: pytest.Config) -> bool:
-    return bool(config.getoption("--full"))
-
-
-def _cases(size: int, config: pytest.Config) -> list[tuple[str, Any]]:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """DeepSpeed never forgets a group of AutoTP's: those cases come last."""
-    found = [case for case in cases(full=is_full(config)) if case.ranks == size]
-    return [(str(case), CaseCheck(case)) for case in sorted(found, key=lambda case: case.tensor_parallel)]
+    found = sorted(cases(full=metafunc.config.getoption("--full")), key=lambda case: (case.ranks, case.tensor_parallel))
+    metafunc.parametrize(("rank", "case"), [(case.ranks, case) for case in found], ids=map(str, found))
 
 
 @pytest.mark.gpu
-@pytest.mark.checks(SIZES, _cases)
-def test_engine_agrees_with_the_reference(outcome: str | None) -> None:
-    assert outcome is None, outcome
+def test_engine_agrees_with_the_reference(rank: Rank, case: Case) -> None:
+    check_case(case, rank)

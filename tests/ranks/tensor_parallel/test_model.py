@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from sdp_deepspeed.checkpoint.files import Reader
 from tests.helpers.models import MIXED, SPECIMENS, batches, config, loss_of
 from tests.helpers.more_models import even
-from tests.helpers.ranks import Check, Rank
+from tests.helpers.ranks import Rank
 from tests.helpers.tensor_parallel_models import (
     CASES,
     EVEN,
@@ -33,10 +33,21 @@ from tests.helpers.tensor_parallel_models import (
 )
 from tests.helpers.training import assert_identical, dense_state, gathered, micro_step, refusal
 
+pytestmark = pytest.mark.world(4)  # two workers of two ranks
 BATCH = torch.arange(16).view(2, 8)
 
 
-def exports_load(rank: Rank) -> None:
+def is_slow(case: Divided) -> bool:
+    return case.model == "own" or case.model.startswith("gpt_neox") or case.model.endswith("_61")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * is_slow(c)) for c in CASES], ids=str)
+def test_trains_as_the_reference(rank: Rank, case: Divided) -> None:
+    case.check(rank)
+
+
+@pytest.mark.slow
+def test_exports_load(rank: Rank) -> None:
     """One folder, written once, from shards of subnetworks; a vocabulary that ranks do not divide, tied or not."""
     for model, block in {"llama_tied_61": forward("neuron"), "qwen2_61": forward(MIXED)}.items():
         engine = Divided(model, block).start()
@@ -60,7 +71,7 @@ def exports_load(rank: Rank) -> None:
         engine.train()
 
 
-def state_dicts_are_whole_inside_only(rank: Rank) -> None:
+def test_state_dicts_are_whole_inside_only(rank: Rank) -> None:
     """bf16 too; also of an inner module, and where nothing is masked. Outside they mean the shard, as in DeepSpeed."""
     for block in (backward("block"), forward("neuron")):
         case = Divided("llama", block, settings={"top": {"bf16": {"enabled": True}}})
@@ -78,7 +89,8 @@ def state_dicts_are_whole_inside_only(rank: Rank) -> None:
         micro_step(engine, BATCH)  # agreement is checked
 
 
-def generates(rank: Rank) -> None:
+@pytest.mark.slow
+def test_generates(rank: Rank) -> None:
     """The dense model, with a key/value cache, on all ranks together."""
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     for block in (forward("neuron"), backward("neuron")):
@@ -90,7 +102,7 @@ def generates(rank: Rank) -> None:
         engine.train()
 
 
-def divergence_is_found(rank: Rank) -> None:
+def test_divergence_is_found(rank: Rank) -> None:
     """Of what tensor-parallel ranks have in common."""
     engine = Divided("qwen3", forward("block")).start()
     name = "model.layers.0.self_attn.q_norm.weight"
@@ -101,7 +113,7 @@ def divergence_is_found(rank: Rank) -> None:
     refusal((RuntimeError, ValueError), partial(micro_step, engine, BATCH), words, name)
 
 
-def checkpoints_resume(rank: Rank) -> None:
+def test_checkpoints_resume(rank: Rank) -> None:
     for case in (Divided("llama", forward("neuron"), stage=2, optimizer="AdamW"), Divided("own", backward("neuron"))):
         first, second = case.start(), case.start()
         micro_step(first, BATCH)
@@ -114,7 +126,7 @@ def checkpoints_resume(rank: Rank) -> None:
     assert saved["weight/lm_head.weight"].size[0] == EVEN["vocab_size"], "the dense model's"
 
 
-def a_plan_is_given_back(rank: Rank) -> None:
+def test_a_plan_is_given_back(rank: Rank) -> None:
     engine = Divided("llama", forward("neuron")).start()
     path = rank.folder / "plan.json"
     assert len(set(gathered(engine.plan.hash))) == 1
@@ -132,7 +144,7 @@ def start(model: nn.Module, *, stage: int = 1, tp: int = TP, strategy: str = "bl
     return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
 
 
-def mistakes_are_named(rank: Rank) -> None:
+def test_mistakes_are_named(rank: Rank) -> None:
     refusal(
         ValueError,
         lambda: start(SPECIMENS["llama_odd"].build()),
@@ -159,7 +171,7 @@ def mistakes_are_named(rank: Rank) -> None:
     refusal(ValueError, lambda: start(own), "an earlier engine divided this model")
 
 
-def other_groups_are_refused(rank: Rank) -> None:
+def test_other_groups_are_refused(rank: Rank) -> None:
     describe_own()
     for name in ("pipeline_model", "sequence"):
         wrong: Any = Mpu.__new__(Mpu)
@@ -173,7 +185,8 @@ def other_groups_are_refused(rank: Rank) -> None:
         )
 
 
-def evaluation_may_be_uneven(rank: Rank) -> None:
+@pytest.mark.slow
+def test_evaluation_may_be_uneven(rank: Rank) -> None:
     """A worker with fewer batches than the other; training goes on."""
     engine, dense = Divided("llama", forward("block")).start(), build("llama").eval()
     engine.eval()
@@ -182,25 +195,3 @@ def evaluation_may_be_uneven(rank: Rank) -> None:
             assert abs(loss_of(engine, batch).item() - loss_of(dense, batch).item()) <= 1e-5
     engine.train()
     micro_step(engine, BATCH)
-
-
-CHECKS: tuple[Check, ...] = (
-    exports_load,
-    state_dicts_are_whole_inside_only,
-    generates,
-    divergence_is_found,
-    checkpoints_resume,
-    a_plan_is_given_back,
-    mistakes_are_named,
-    other_groups_are_refused,
-    evaluation_may_be_uneven,
-)
-
-
-def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
-    return [(str(case), case) for case in CASES] + [(check.__name__, check) for check in CHECKS]
-
-
-@pytest.mark.checks(4, _checks, slow=["4-own*", "*_61*", "4-gpt_neox*", "4-generates", "4-evaluation*", "4-exports*"])
-def test_on_two_workers_of_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome
