@@ -24,7 +24,7 @@ TIERS = {
     "unit": "one process, seconds for all of it",
     "ranks": "checks on forked ranks",
     "launcher": "whole programs",
-    "fuzz": "hostile inputs and sequences of calls, drawn",
+    "fuzz": "sequences of calls, drawn",
 }
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # on small tensors threads only cost; read when torch is imported

@@ -20,7 +20,6 @@ from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import batches, inputs_of, loss_of, two_groups
 from tests.helpers.oracle import from_rank_0, make_optimizer
 from tests.helpers.ranks import Rank
-from tests.helpers.training import engine_of
 
 NUM_STEPS = 4
 DRIFT = 1e-5  # of fp32 weights, relative to their way (tests/helpers/oracle.py)
@@ -83,7 +82,10 @@ def check_against_reference(
     size, place = sharded_model_of(model).mesh.size(), sharded_model_of(model).rank
     plan = sharded_model_of(model).plan
     own_optimizer = optimizer_of(model, optimizer)
-    reference = Reference(dense, plan, lambda named: make_optimizer(optimizer, two_groups(named)), loss_of, clip)
+    is_scaled = block.get("branch_scale") != "none"
+    reference = Reference(
+        dense, plan, lambda named: make_optimizer(optimizer, two_groups(named)), loss_of, clip, is_scaled=is_scaled
+    )
     for number, step in enumerate(itertools.islice(batches(size, accumulation), NUM_STEPS)):
         losses, norm = from_rank_0(partial(reference.step, step))
         found = micro_steps(model, step[place])
@@ -162,36 +164,3 @@ def gathered_state(model: Any) -> dict[str, torch.Tensor]:
     states = [full_state_dict(model)]
     dist.broadcast_object_list(states)
     return states[0]
-
-
-def check_against_deepspeed(rank: Rank, model: nn.Module, block: Mapping[str, Any], *, clip: float) -> None:
-    """The two hosts: plans, losses of training, and of the dense model after each step.
-
-    Args:
-        clip: the norm to which gradients are cut; 0 for none.
-    """
-    other = deepcopy(model)
-    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "gradient_clipping": clip}
-    optimizer = make_optimizer("AdamW", two_groups(dict(other.named_parameters())))
-    engine = engine_of(settings | {"subnetwork_data_parallel": block}, other, optimizer=optimizer)
-    model = sharded(model, block)
-    assert sharded_model_of(model).plan.hash == engine.plan.hash
-    own = optimizer_of(model)
-    for step in itertools.islice(batches(rank.size, 1), NUM_STEPS):
-        (batch,) = step[rank.rank]
-        loss = loss_of(engine, batch)
-        engine.backward(loss)
-        engine.step()
-        (found,) = micro_steps(model, [batch])
-        assert abs(found - loss.item()) <= 1e-5
-        if clip:
-            clip_grad_norm_(model, clip)
-        own.step()
-        own.zero_grad()
-        for each in (engine, model):
-            each.eval()
-        with torch.no_grad():
-            losses = [loss_of(each, batch).item() for each in (engine, model)]
-        assert abs(losses[0] - losses[1]) <= 1e-5, losses
-        for each in (engine, model):
-            each.train()

@@ -214,7 +214,7 @@ class Divided:
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": 0.5,
             "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 900, **self.settings.get("zero", {})},
+            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 900},
         }
         settings |= self.settings.get("top", {})
         if self.model == "own":
@@ -244,7 +244,6 @@ class Divided:
             assert (state[name] - value).norm() <= limit, (name, (state[name] - value).norm(), limit)
 
 
-OVERLAP = {"zero": {"overlap_comm": True}}
 # Qwen3's per-head norms, of which a plan of the user's does not say that their gradients are to be summed.
 OWN_SPECS = {
     "tensor_parallel": {
@@ -267,15 +266,10 @@ def backward(strategy: Any, **more: Any) -> dict[str, Any]:
     return {"regime": "backward", "strategy": strategy, "holders": 1, **more}
 
 
-CASES = (
-    Divided("llama", forward("block"), stage=1, optimizer="AdamW"),
-    Divided("llama_biases", backward("neuron"), stage=2, accumulation=2),
-    Divided("qwen3", forward("neuron"), stage=0),
+CASES = (  # what the oracle has not: uneven vocabularies, a plan of the user's, a model that its author divides
     Divided("qwen3", backward("neuron"), stage=1, settings=OWN_SPECS),
     Divided("qwen2_61", backward(MIXED), stage=1, accumulation=2),
     Divided("llama_tied_61", forward("neuron", holders=2), stage=1),
-    Divided("gpt_neox", backward("neuron"), stage=2, settings=OVERLAP),
-    Divided("gpt_neox_parallel", forward("neuron", neuron_groups=3), stage=2),
     Divided("own", forward("neuron"), stage=1, optimizer="AdamW"),
     Divided("own", backward("block"), stage=2),
 )

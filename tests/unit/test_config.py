@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from sdp_deepspeed import config as block
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 
 # Top-level keys of DeepSpeed 0.19.8, Accelerate's and the Trainer's included.
@@ -47,20 +46,6 @@ def test_absent_or_switched_off() -> None:
     assert parse({KEY: {"enabled": False, "coverage": 0.5}}) is None
 
 
-def test_defaults() -> None:
-    config = read()
-    assert (config.regime, config.strategy, config.coverage, config.holders) == ("forward", "block", 0.5, None)
-    assert (config.subnetworks, config.granularity, config.assignment, config.shared) == (
-        "auto",
-        "sublayer",
-        "auto",
-        (),
-    )
-    assert (config.neuron_groups, config.branch_scale, config.seed) == (None, "training", 0)
-    assert not config.allow_optimizer
-    assert not config.check_agreement
-
-
 def test_every_key_is_read() -> None:
     settings: dict[str, Any] = {
         "enabled": True,
@@ -95,20 +80,14 @@ def test_resolved_block_reads_back() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "subnetwork_dataparallel",
-        "subnetworks_data_parallel",
-        "subnetwork_data_paralel",
-        "subnetwork_data_parallelism",
-        "SubnetworkDataParallel",
-        "Subnetwork-Data-Parallel",
-        "SUBNETWORK_DATA_PARALLEL",
-        "subnet_data_parallel",
-        "sub_network_data_parallel",
-        "sdp",
-        "SDP",
-        "sdp_config",
-        "subnetwork_parallel",
-        "subnetwork",
+        *("subnetwork_dataparallel", "subnetworks_data_parallel", "subnetwork_data_parallelism", "subnetwork_parallel"),
+        *(
+            "Subnetwork-Data-Parallel",
+            "SUBNETWORK_DATA_PARALLEL",
+            "SubnetworkDataParallel",
+            "sub_network_data_parallel",
+        ),
+        *("subnet_data_parallel", "subnetwork", "sdp", "SDP", "sdp_config"),
     ],
 )
 def test_near_misses_of_the_name(name: str) -> None:
@@ -118,9 +97,8 @@ def test_near_misses_of_the_name(name: str) -> None:
     assert repr(name) in message({KEY: {"coverage": 0.5}, name: {}})
 
 
-@pytest.mark.parametrize("name", HOST_KEYS)
-def test_keys_of_hosts_are_no_near_misses(name: str) -> None:
-    assert parse({name: {}}) is None
+def test_keys_of_hosts_are_no_near_misses() -> None:
+    assert [name for name in HOST_KEYS if parse({name: {}}) is not None] == []
 
 
 @pytest.mark.parametrize("value", [True, None, 0.5, "forward", [0.5]])
@@ -137,11 +115,6 @@ def test_unknown_keys_name_the_nearest(name: str, suggestion: str) -> None:
     inside = message({KEY: {"coverage": 0.5, "checkpoint": {"keep": 2, 1: 2}}})
     assert f"{KEY}.checkpoint.keep: unknown key; did you mean 'keep_last'?" in inside
     assert f"{KEY}.checkpoint.1: keys must be strings" in inside
-
-
-def test_unknown_key_like_no_other_lists_all() -> None:
-    text = message({KEY: {"coverage": 0.5, "xyz": 1}})
-    assert all(name in text for name in SubnetworkConfig.model_fields)
 
 
 @pytest.mark.parametrize(
@@ -194,13 +167,6 @@ def test_one_of_coverage_and_holders() -> None:
     assert "cannot be combined with holders" in message({KEY: {"coverage": 0.5, "holders": 2}})
 
 
-def test_settings_without_effect_are_errors() -> None:
-    for name, value in [("granularity", "layer"), ("shared", ["a"]), ("neuron_groups", 2), ("seed", 1)]:
-        text = message({KEY: {"assignment": "plan.json", name: value}})
-        assert text.startswith(f"{KEY}.{name}: ")
-        assert "remove it" in text
-
-
 def test_keys_that_the_rest_of_the_block_makes_pointless_are_errors() -> None:
     """Each row of the table that docs/config.md shows, once."""
     plan = {"assignment": "plan.json"}
@@ -211,15 +177,8 @@ def test_keys_that_the_rest_of_the_block_makes_pointless_are_errors() -> None:
         ({"coverage": 0.5, "strategy": "neuron", "granularity": "layer"}, "granularity"),
         ({"coverage": 0.5, "neuron_groups": 2}, "neuron_groups"),
         ({**plan, "coverage": rules}, "coverage"),
+        ({**plan, "shared": ["a"]}, "shared"),
+        ({**plan, "seed": 1}, "seed"),
     ]:
         assert message({KEY: settings}).startswith(f"{KEY}.{name}: got ")
     read(strategy={"attention": "block", "mlp": "neuron"}, granularity="layer", neuron_groups=2)
-
-
-def test_config_is_frozen() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        read().regime = "backward"
-
-
-def test_names_of_other_spellings_are_normalized() -> None:
-    assert all(block.normalized(name) == name for name in block._OTHER_NAMES)

@@ -74,11 +74,6 @@ def test_shares_are_of_all_steps(block: dict[str, Any], more: dict[str, Any]) ->
     assert "total_steps" not in found.config_after(0)[KEY]
 
 
-def test_a_small_share_is_a_step() -> None:
-    found = schedule([{"until": 0.01, "coverage": 0.5}, {"coverage": 1.0}], total_steps=10)
-    assert found.phases[0].until_step == 1
-
-
 def test_a_number_of_steps_that_nothing_is_a_share_of() -> None:
     text = message([{"until_step": 3, "coverage": 0.5}, {"coverage": 1.0}], total_steps=10)
     assert "total_steps: got 10, but no phase uses until" in text
@@ -146,16 +141,6 @@ LAST: dict[str, Any] = {"coverage": 1.0}
 )
 def test_wrong_schedules(phases: Any, expected: str) -> None:
     assert expected in message(phases)
-
-
-def test_all_problems_of_phases_are_told_at_once() -> None:
-    text = message([{"coverage": 0.5}, {"until_step": 0, "coverage": 0.5}, {"until": 0.5, "coverage": 1.0}])
-    assert [f"schedule[{index}]" in text for index in range(3)] == [True] * 3
-
-
-def test_nothing_to_draw() -> None:
-    text = message(redraw_interval=5, assignment="plan.json")
-    assert f"{KEY}.redraw_interval: got 5, which has no effect with a plan file" in text
 
 
 def test_a_switched_off_block_has_no_schedule() -> None:

@@ -5,8 +5,6 @@ What the oracle suite compares with `reference/` is trained once more with somet
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -19,11 +17,9 @@ from sdp_deepspeed.config import MODES
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import SPECIMENS, VOCABULARY, batches, config, loss_of, without_block
 from tests.helpers.ranks import Rank
-from tests.helpers.training import SGD, assert_identical, dense_state, engine_of, micro_step, sgd, train
+from tests.helpers.training import SGD, engine_of, micro_step, sgd, train
 
 pytestmark = pytest.mark.world(2)
-
-STAGES = (0, 1, 2)
 
 
 def block_of(number: int) -> dict[str, Any]:
@@ -31,65 +27,6 @@ def block_of(number: int) -> dict[str, Any]:
     regime, strategy = MODES[number]
     block = {"regime": regime, "strategy": strategy, "check_agreement": True}
     return block | ({"granularity": "layer"} if strategy == "block" else {})
-
-
-def deepspeeds(model: Any, function: Callable[..., Any]) -> None:
-    settings = config() | {"activation_checkpointing": {"synchronize_checkpoint_boundary": True}}
-    deepspeed.checkpointing.configure(None, deepspeed_config=settings)
-    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
-
-
-KINDS: dict[str, Callable[[Any], None]] = {  # those of Transformers are in the oracle's sample
-    "DeepSpeed's": lambda model: deepspeeds(model, deepspeed.checkpointing.checkpoint),
-    "DeepSpeed's, not reentrant": lambda model: deepspeeds(model, deepspeed.checkpointing.non_reentrant_checkpoint),
-}
-
-
-def layer_runs(model: Any) -> list[int]:
-    """Grows by one each time the MLP of one of the two layers begins to run."""
-    runs: list[int] = []
-    for layer in model.model.layers if hasattr(model, "model") else model.transformer.h:
-        layer.mlp.register_forward_pre_hook(lambda *_: runs.append(1))
-    return runs
-
-
-def check_checkpointing(number: int, fold: Callable[[Any, torch.Tensor], Any]) -> None:
-    """All kinds in one mode, each stage at least once, two micro-batches a step."""
-    name = ("llama", "gpt2")[number % 2]
-    expected: dict[int, dict[str, torch.Tensor]] = {}
-    for index, recompute in enumerate((None, None, None, *KINDS.values())):
-        stage = STAGES[(index + number) % 3]
-        model = SPECIMENS[name].build()
-        if recompute is not None:
-            recompute(model)
-        runs = layer_runs(model)
-        engine = engine_of(sgd(2, stage=stage, **block_of(number)), model)
-        for step in itertools.islice(batches(2, 2), 2):
-            for batch in step[engine.groups.rank]:
-                fold(engine, batch)
-        assert engine.global_steps == 2
-        assert len(runs) == 8 if recompute is None else len(runs) >= 12, (
-            index,
-            len(runs),
-            "what is absent need not run again",
-        )
-        state = dense_state(engine)
-        assert_identical(state, expected.setdefault(stage, state))
-
-
-@pytest.mark.slow
-def test_checkpointing(rank: Rank) -> None:
-    for number in range(len(MODES)):
-        check_checkpointing(number, micro_step)
-
-
-@pytest.mark.slow
-def test_checkpointing_with_torch_style_backward(rank: Rank) -> None:
-    def fold(engine: Any, batch: torch.Tensor) -> None:
-        loss_of(engine, batch).backward()
-        engine.step()
-
-    check_checkpointing(3, fold)
 
 
 def test_another_batch_size_while_training(rank: Rank) -> None:

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-import sdp_deepspeed
 from tests.helpers.models import batches, inputs_of, loss_of
 from tests.helpers.more_models import SPECIMENS
 from tests.helpers.oracle import check_case
@@ -72,29 +70,6 @@ def test_resumes_and_loads_without_us(rank: Rank, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_starts_without_the_dense_model_and_changes_plans(rank: Rank, name: str) -> None:
-    """With the same weights in every layout, and the buffers that a constructor makes."""
-    specimen, states = SPECIMENS[name], []
-    buffers = dict(specimen.build().named_buffers())
-    for mode in MODES:
-        torch.manual_seed(3)
-        with sdp_deepspeed.Init():
-            model = specimen.model(specimen.config(**specimen.options))
-        torch.manual_seed(3)
-        engine = engine_of(sgd(regime=mode[0], strategy=mode[1]), model)
-        with engine.dense():
-            assert_identical(dict(engine.module.named_buffers()), buffers)
-        states.append(dense_state(engine))
-        assert_identical(states[-1], states[0])
-    for regime, strategy in MODES:
-        train(engine, num_steps=1)
-        before = dense_state(engine)
-        engine.replan({"regime": regime, "strategy": strategy})
-        assert_identical(dense_state(engine), before)
-
-
-@pytest.mark.slow
 def test_statistics_of_a_dense_pass_in_training_mode_stay(rank: Rank) -> None:
     """As a user estimates them anew: resident in all modes, and in the backward regime without a context too."""
     for regime, strategy in MODES:
@@ -113,18 +88,3 @@ def test_statistics_of_a_dense_pass_in_training_mode_stay(rank: Rank) -> None:
         loss_of(engine, next(batches(1, 1, seed=2))[0][0])
     changed = {name for name, value in stored(engine).items() if not torch.equal(value, before[name])}
     assert {name.partition("[")[0] for name in changed} == expected.keys()
-
-
-def channels_last() -> nn.Module:
-    model = SPECIMENS["resnet_bottleneck"].build()
-    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-
-@pytest.mark.slow
-def test_channels_last_trains_alike(rank: Rank) -> None:
-    """Results are those of the same model in rows; what lies how in memory may change."""
-    for regime, strategy in MODES:
-        found = []
-        for build in (channels_last, SPECIMENS["resnet_bottleneck"].build):
-            found.append(train(engine_of(sgd(regime=regime, strategy=strategy), build()), num_steps=2))
-        assert found[0] == pytest.approx(found[1], rel=1e-5)

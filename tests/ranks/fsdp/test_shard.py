@@ -17,7 +17,6 @@ from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT, Rank
 from tests.helpers.sharded import (
     NUM_STEPS,
-    check_against_deepspeed,
     check_against_reference,
     micro_steps,
     optimizer_of,
@@ -45,7 +44,7 @@ def slow(*values: Any) -> Any:
         slow(3, "resnet_bottleneck", {"holders": 2}, {"optimizer": "SGD"}),
         slow(3, "convnext", {"holders": 2}, {}),  # a layer's own parameter
         slow(3, "swin", {"holders": 2}, {"optimizer": "SGD"}),  # windows
-        (4, "llama", {"holders": 3}, {}),
+        (4, "llama", {"holders": 3, "branch_scale": "none"}, {}),
         slow(4, "gpt_neox_parallel", BY_RULES, {}),
         (4, "llama", {"holders": 1, "subnetworks": 2}, {}),
         (4, "llama_tied", {"coverage": 0.5}, {"reshard_after_forward": False}),
@@ -112,12 +111,6 @@ def test_dropped_gradients(rank: Rank) -> None:
             states.append([sharded_model_of(model).shard(part) for part in sharded_model_of(model).held_parts()])
         for dropped, expected in zip(*states, strict=True):
             assert dropped.equal(expected), (strategy, is_synced, reshards)
-
-
-def test_agrees_with_the_deepspeed_host(rank: Rank) -> None:
-    """With scaled branches and without."""
-    for scale in ("training", "none"):
-        check_against_deepspeed(rank, llama(3), {"holders": 2, "branch_scale": scale}, clip=0.5)
 
 
 def test_layers_that_hand_tensors_on(rank: Rank) -> None:

@@ -37,11 +37,9 @@ pytestmark = pytest.mark.world(4)  # two workers of two ranks
 BATCH = torch.arange(16).view(2, 8)
 
 
-def is_slow(case: Divided) -> bool:
-    return case.model == "own" or case.model.startswith("gpt_neox") or case.model.endswith("_61")
-
-
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * is_slow(c)) for c in CASES], ids=str)
+@pytest.mark.parametrize(
+    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])], ids=str
+)
 def test_trains_as_the_reference(rank: Rank, case: Divided) -> None:
     case.check(rank)
 

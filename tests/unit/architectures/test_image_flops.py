@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-import sdp_deepspeed
 from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.architectures.image_flops import flops_per_element, image_shape
 from sdp_deepspeed.units import Piece, Unit
@@ -121,19 +120,6 @@ def test_nothing_of_the_model_changes() -> None:
     assert random.getstate() == rng[1]
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
-
-
-@pytest.mark.parametrize("how", ["meta", "init", "half"])
-def test_values_do_not_matter(how: str) -> None:
-    expected = flops_per_element(BUILT["swin"]())
-    if how == "init":
-        with sdp_deepspeed.Init():
-            model = BUILT["swin"]()
-        assert flops_per_element(model) == expected
-    else:
-        with torch.device("meta" if how == "meta" else "cpu"):
-            model = BUILT["swin"]()
-        assert flops_per_element(model.half() if how == "half" else model) == expected
 
 
 def test_weights_that_are_used_twice_or_changed_first() -> None:

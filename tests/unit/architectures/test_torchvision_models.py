@@ -66,17 +66,6 @@ def test_stochastic_depth(torchvision: Any, name: str) -> None:
         assert_close(run(model)[0], run(zeroed)[0])
 
 
-@pytest.mark.parametrize("strategy", ["block", "neuron"])
-@pytest.mark.slow
-def test_compilers_follow(dense: nn.Module, name: str, strategy: str) -> None:
-    plan = plan_of(dense, "forward", strategy if strategy == "block" else strategy_of(name))
-    expected = run(masked(dense, plan, 0)[0])
-    torch.compiler.reset()
-    found = run(torch.compile(masked(dense, plan, 0)[0], backend="eager"))
-    assert torch.equal(found[0], expected[0])
-    assert found[2].keys() == expected[2].keys()
-
-
 def test_heads_are_refused_with_the_line_that_works(torchvision: Any) -> None:
     for name in ("swin", "swin_v2", "vit"):
         with pytest.raises(ValueError, match=r"width of a head.*\"strategy\": \{\"attention\": \"block\", \"mlp\""):
@@ -87,10 +76,3 @@ def test_descriptions_are_the_packages_own(dense: nn.Module) -> None:
     """So nothing needs to be tried out."""
     branches = locate_branches(dense)
     assert all(is_of_package(dense.get_submodule(branch.layer)) for branch in branches)
-
-
-@pytest.mark.parametrize("name", ["resnet", "resnet_bottleneck"])
-def test_blocks_of_a_resnet(dense: nn.Module, name: str) -> None:
-    blocks = {unit.name for unit in plan_of(dense, "forward", "block").units}
-    first = {"model.layer1.0.convolution"} if name == "resnet" else set()
-    assert blocks == first | {f"model.layer{stage}.1.convolution" for stage in (1, 2)}

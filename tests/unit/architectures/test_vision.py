@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import locate_branches, units_of_branches
-from sdp_deepspeed.units import Unit
 from tests.helpers import models
 from tests.helpers.core_masks import (
     assert_close,
@@ -41,11 +39,6 @@ def _built(name: str, options: tuple[tuple[str, Any], ...]) -> nn.Module:
     return models.scrambled(specimen.model(specimen.config(**{**specimen.options, **dict(options)})))
 
 
-def units_of(name: str, **choice: Any) -> dict[str, Unit]:
-    branches = locate_branches(build(name))
-    return {unit.name: unit for unit in units_of_branches(branches, **choice)}
-
-
 @pytest.mark.parametrize("name", DROPS)
 def test_drop_path_drops_of_what_is_held_as_in_the_dense_model(name: str) -> None:
     """A absent branch's own does not draw, a common one does."""
@@ -60,32 +53,6 @@ def test_drop_path_drops_of_what_is_held_as_in_the_dense_model(name: str) -> Non
         (loss, _, found), (expected_loss, _, expected) = run(model), run(zeroed)
         assert_close(loss, expected_loss)
         assert_gradients(mask, found, expected)
-
-
-def test_a_head_of_swin_v2_has_its_scale() -> None:
-    units = units_of("swinv2", strategy="neuron", neuron_groups=2)
-    unit = next(unit for name, unit in units.items() if name.endswith("1.blocks.1.attention.head_4"))
-    pieces = {
-        piece.parameter.rpartition("attention.")[2]: (piece.dim, piece.start, piece.length) for piece in unit.pieces
-    }
-    assert pieces["self.logit_scale"] == (0, 4, 1)
-    assert pieces["self.continuous_position_bias_mlp.2.weight"] == (0, 4, 1)
-    assert "self.continuous_position_bias_mlp.0.weight" not in pieces
-
-
-def test_a_block_has_what_only_it_uses() -> None:
-    """Buffers and scales too; what changes the stream's shape is shared."""
-    blocks = units_of("swin")
-    attention = {piece.parameter for piece in blocks["swin.encoder.layers.0.blocks.0.attention"].pieces}
-    assert any(name.endswith("relative_position_index") for name in attention)
-    layer = {piece.parameter for piece in units_of("convnext")["convnext.encoder.stages.1.layers.1.layer"].pieces}
-    prefix = "convnext.encoder.stages.1.layers.1"
-    assert {f"{prefix}.layer_scale_parameter", f"{prefix}.dwconv.weight", f"{prefix}.layernorm.bias"} < layer
-    attention = {piece.parameter for piece in units_of("dinov2")["dinov2.encoder.layer.0.attention"].pieces}
-    assert "dinov2.encoder.layer.0.layer_scale1.lambda1" in attention
-    for name in DROPS:
-        inside = {piece.parameter for unit in units_of(name).values() for piece in unit.pieces}
-        assert not any("downsampl" in parameter for parameter in inside)
 
 
 def test_convnext_without_a_scale() -> None:

@@ -45,15 +45,6 @@ def test_a_unit_has_one_piece_in_each_shard() -> None:
         assert shards(index).local_plan(plan_of(dense)).units == (local,)
 
 
-def test_whole_tensors_keep_their_size() -> None:
-    local = Unit("u", (Piece("up", None, 0, 24), Piece("up", None, 0, 7, "buffer"), Piece("norm", None, 0, 4)))
-    dense = shards().dense_unit(local)
-    assert [piece.length for piece in dense.pieces] == [48, 7, 4]
-    assert shards().local_plan(plan_of(dense)).units == (local,)
-    uneven = TensorParallelShards(1, 2, {"head": Division((61, 2), 0, (31, 30))})
-    assert uneven.local_piece(Piece("head", None, 0, 122)).length == 60
-
-
 @given(
     size=st.integers(2, 5),
     edges=st.lists(st.integers(1, 29), unique=True, min_size=1, max_size=4).map(sorted),
@@ -108,16 +99,6 @@ def test_layers_that_are_divided_otherwise_cannot_be_cut() -> None:
     for wrong in (branch(blocks=3), branch(dim=1)):
         assert "does not divide up along its neurons or heads" in shards().local_branch(wrong).uncuttable_reason
     assert "does not divide down" in TensorParallelShards(0, 2, {"up": UP}).local_branch(branch()).uncuttable_reason
-
-
-def test_uneven_shards_are_an_error() -> None:
-    with pytest.raises(
-        ValueError, match=r"autotp_size: got 2, .*the 3 neurons of 'layer.mlp'; use a size that divides"
-    ):
-        shards().local_branch(branch(num_cells=3))
-    uneven = TensorParallelShards(0, 2, {"up": Division((11, 4), 0, (6, 5)), "down": DOWN})
-    with pytest.raises(ValueError, match=r"got 2, .*\(up into \(6, 5\)\)"):
-        uneven.local_branch(branch())
 
 
 def divided_llama(index: int) -> tuple[list[LocatedBranch], TensorParallelShards]:
