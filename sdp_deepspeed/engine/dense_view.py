@@ -1,8 +1,8 @@
 """The dense model in place of a rank's subnetwork, for evaluation and export (DeepSpeed host; FSDP2's is
 fsdp/dense_model.py).
 
-In the forward regime, each slice that some rank lacks is broadcast by one of its holders to all data-parallel ranks; in
-the backward regime every rank has all weights. The dense model stays resident until `end`, so ranks may then run
+In the forward regime, each slice that some rank lacks is sent by one of its holders to all data-parallel ranks; in the
+backward regime every rank has all weights. The dense model stays resident until `end`, so ranks may then run
 different numbers of batches, or parts of the model, without synchronization. It takes the memory of the dense weights,
 as ZeRO-1 and 2 do all the time.
 """
@@ -10,25 +10,25 @@ as ZeRO-1 and 2 do all the time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.masking.mask import Mask, is_masked, partial_tensors
 from sdp_deepspeed.masking.placeholders import PartialTensor
 from sdp_deepspeed.masking.running_statistics import average_running_statistics, running_statistics
+from sdp_deepspeed.parallel.dense_gathers import Segment, gather_segments
 from sdp_deepspeed.parallel.groups import Groups
-from sdp_deepspeed.units import Piece
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_ELEMENTS = 2**24  # per broadcast
+_CHUNK_ELEMENTS = 2**24  # per all-gather
 _PARTIAL = (
     "this rank holds only a part, so the state dict is partial; use `with engine.dense():` on all ranks, "
     "engine.save_checkpoint or save_pretrained"
@@ -127,42 +127,20 @@ class DenseView:
             self.end()
 
     def _fetch(self) -> None:
-        """Broadcast every slice that some rank lacks from one of its holders, in chunks."""
-        me, group = self._groups.rank, self._groups.data_parallel
-        if group.size == 1:
-            return
-        by_source: dict[tuple[int, torch.dtype], list[Piece]] = {}
-        number = 0
+        """Gather every slice that some rank lacks from one of its holders, in chunks."""
+        group = self._groups.data_parallel
+        limit = max(1, _CHUNK_ELEMENTS // group.size)  # per chunk and rank
+        sent = [0] * group.size
+        chunks: defaultdict[int, list[Segment]] = defaultdict(list)
         for pieces in (*self.mask.pieces.values(), *self.mask.buffer_pieces.values()):
             for piece, holders in pieces:
                 if len(holders) < group.size:
-                    source = holders[number % len(holders)]
-                    by_source.setdefault((source, self.mask.view(piece).dtype), []).append(piece)
-                    number += 1
-        for (source, dtype), fetched in sorted(by_source.items(), key=lambda item: (item[0][0], str(item[0][1]))):
-            for chunk in self._chunks(fetched):
-                views = [self.mask.view(piece) for piece in chunk]
-                sizes = [view.numel() for view in views]
-                flat = torch.empty(sum(sizes), dtype=dtype, device=self._device)
-                slots = [part.view(view.shape) for part, view in zip(flat.split(sizes), views, strict=True)]
-                if source == me:
-                    torch._foreach_copy_(slots, views)
-                dist.broadcast(flat, group_src=source, group=group.process_group)
-                absent = [i for i, piece in enumerate(chunk) if not self.mask.is_held(piece)]
-                if absent:
-                    torch._foreach_copy_([views[i] for i in absent], [slots[i] for i in absent])
-
-    def _chunks(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
-        chunk: list[Piece] = []
-        size = 0
-        for piece in pieces:
-            own = self.mask.view(piece).numel()
-            if chunk and size + own > _CHUNK_ELEMENTS:
-                yield chunk
-                chunk, size = [], 0
-            chunk.append(piece)
-            size += own
-        yield chunk
+                    rank, values = min(holders, key=sent.__getitem__), self.mask.view(piece)
+                    for rows in _rows(values, limit):
+                        chunks[sent[rank] // limit].append(Segment(rank, rows, self.mask.is_held(piece)))
+                        sent[rank] += rows.numel()
+        for _, segments in sorted(chunks.items()):
+            gather_segments(segments, group)
 
     # ---- hooks --------------------------------------------------------------------------------------------------
 
@@ -242,6 +220,13 @@ class DenseView:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _rows(values: torch.Tensor, limit: int) -> Sequence[torch.Tensor]:
+    """Views of at most `limit` elements each, or of one row."""
+    if values.numel() <= limit:
+        return [values]
+    return values.split(max(1, limit * len(values) // values.numel()))
 
 
 def _refuse_evaluation(copied: nn.Module) -> None:

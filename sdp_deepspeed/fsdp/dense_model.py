@@ -7,11 +7,10 @@ therefore collective, and all ranks run the same number of them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,25 +21,12 @@ from sdp_deepspeed.fsdp.parts import Part, bare_copy
 from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward
-from sdp_deepspeed.parallel.groups import Groups, all_gather
+from sdp_deepspeed.parallel.dense_gathers import Segment, gather_segments
+from sdp_deepspeed.parallel.groups import Groups
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _HOW = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")  # their options
 _NOT_OF_USERS = ("torch.distributed.fsdp", "sdp_deepspeed.fsdp")  # modules whose hooks belong to the subnetwork
-
-
-class Segment(NamedTuple):
-    """Elements that one rank sends to all ranks.
-
-    Args:
-        rank: data-parallel index of the sender.
-        source: the elements, on that rank.
-    """
-
-    rank: int
-    dtype: torch.dtype
-    num_elements: int
-    source: torch.Tensor | None
 
 
 class DenseModel:
@@ -224,34 +210,33 @@ class DenseModel:
 
     def gather(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Gather dense parameters in FSDP2's compute dtype. Collective, with the same names on all ranks."""
-        me, mask, found = self._groups.rank, self._mask, list[tuple[Part, list[Segment]]]()
-        for name in names:
-            dtype = self._policy.param_dtype or self._dtypes[name]
-            for part in self._parts[name]:
-                own, segments = self._shard(part) if me in part.holders else None, list[Segment]()
-                for rank in part.holders:
-                    start, stop = part.rows(rank)
-                    count = (stop - start) * math.prod(part.shape[1:])
-                    segments.append(Segment(rank, dtype, count, own if rank == me else None))
-                found.append((part, segments))
-        flat = iter(self._all_gather([segment for _, segments in found for segment in segments]))
-        values: dict[str, torch.Tensor] = {}
-        for part, segments in found:
-            whole = torch.cat([next(flat) for _ in segments]).view(part.shape)
+        parts = [part for name in names for part in self._parts[name]]
+        wholes, segments = list[torch.Tensor](), list[Segment]()
+        for part in parts:
+            dtype = self._policy.param_dtype or self._dtypes[part.name]
+            wholes.append(torch.empty(part.shape, dtype=dtype, device=self._device))
+            for rank in part.holders:
+                start, stop = part.rows(rank)
+                segments.append(Segment(rank, wholes[-1][start:stop]))
+                if rank == self._groups.rank:
+                    segments[-1].values.copy_(self._shard(part))
+        gather_segments(segments, self._groups.data_parallel)
+        dense: dict[str, torch.Tensor] = {}
+        for part, whole in zip(parts, wholes, strict=True):
             if part.dim is None:
-                values[part.name] = whole
+                dense[part.name] = whole
                 continue
-            dense = values.setdefault(part.name, whole.new_empty(mask.shapes[part.name]))
+            target = dense.setdefault(part.name, whole.new_empty(self._mask.shapes[part.name]))
             lengths = [piece.length for piece in part.pieces]
-            for piece, own in zip(part.pieces, whole.split(lengths, part.dim), strict=True):
-                piece.narrow(dense).copy_(own)
-        return values
+            for piece, values in zip(part.pieces, whole.split(lengths, part.dim), strict=True):
+                piece.narrow(target).copy_(values)
+        return dense
 
     def _gather_buffers(self) -> None:
         """Gather the buffers of units from their holders."""
-        mask, found = self._mask, list[tuple[torch.Tensor, Segment]]()
-        for name, own, copied, attribute in self._buffers:
-            live = own._buffers[attribute]
+        mask, segments = self._mask, list[Segment]()
+        for name, module, copied, attribute in self._buffers:
+            live = module._buffers[attribute]
             if name not in self._partial:
                 copied._buffers[attribute] = live
             elif not self._estimates:
@@ -259,27 +244,10 @@ class DenseModel:
                 dense = torch.empty(mask.shapes[name], dtype=live.dtype, device=self._device)
                 copied._buffers[attribute] = dense
                 for piece, (first, *_) in mask.buffer_pieces[name]:
-                    source, target = mask.view(piece, live) if first == mask.rank else None, piece.narrow(dense)
-                    found.append((target, Segment(first, dense.dtype, target.numel(), source)))
-        for (target, _), value in zip(found, self._all_gather([segment for _, segment in found]), strict=True):
-            target.copy_(value.view(target.shape))
-
-    def _all_gather(self, segments: Sequence[Segment]) -> list[torch.Tensor]:
-        """Flat elements of each segment, with one all-gather per dtype."""
-        group, result = self._groups.data_parallel, dict[int, torch.Tensor]()
-        for dtype in dict.fromkeys(segment.dtype for segment in segments):
-            sizes, places = [0] * group.size, list[tuple[int, Segment, int]]()
-            for index, segment in enumerate(segments):
-                if segment.dtype == dtype:
-                    places.append((index, segment, sizes[segment.rank]))
-                    sizes[segment.rank] += segment.num_elements
-            flat = torch.empty((group.size, max(sizes)), dtype=dtype, device=self._device)
-            for index, segment, place in places:
-                result[index] = flat[segment.rank, place : place + segment.num_elements]
-                if segment.source is not None:
-                    result[index].view(segment.source.shape).copy_(segment.source)
-            all_gather([flat.view(-1)], [flat[group.position]], [group])
-        return [result[index] for index in range(len(segments))]
+                    segments.append(Segment(first, piece.narrow(dense)))
+                    if first == mask.rank:
+                        segments[-1].values.copy_(mask.view(piece, live))
+        gather_segments(segments, self._groups.data_parallel)
 
 
 def _run_layer(forward: ReplacedForward, *args: Any, **kwargs: Any) -> Any:
