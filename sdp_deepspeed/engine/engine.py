@@ -282,7 +282,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         """
         self._refuse_dense("backward")
         if self.optimizer.sharded.stage == 2:
-            self._barrier.record_progress()
+            self._barrier.record_step()
         self._step_events.note(loss, is_share=not scale_wrt_gas)
         return super().backward(loss, retain_graph, scale_wrt_gas, **options)
 
@@ -316,7 +316,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             by_caller = self._is_gradient_accumulation_boundary is not None or not is_managed
             if by_caller and self.optimizer.sharded.stage == 2:  # the number of backward passes may differ
                 self._barrier.wait("engine.step")
-            self._barrier.record_progress()
+            self._barrier.record_step()
             self._known_parameters.check()
             refuse_frozen(self)
         before = self.global_steps

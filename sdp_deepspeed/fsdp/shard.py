@@ -331,7 +331,6 @@ def _run_dense_in_evaluation(sharded: ShardedModel) -> None:
         if model.training != torch.is_grad_enabled() and not sharded.has_warned:
             sharded.has_warned = True
             logger.warning("%s: this pass runs a subnetwork; for the dense model use eval() and torch.no_grad()", KEY)
-        sharded.barrier.record_progress()
         sharded.has_trained = True
 
     def after(*_: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+logger = logging.getLogger("sdp_deepspeed")
+
+PATIENCE = 30.0  # seconds that a rank waits for others before it warns
 _KINDS = (ValueError, RuntimeError, OSError)  # types that are kept; all others become RuntimeErrors
 
 
@@ -196,9 +200,9 @@ def check_agreement(mask: Mask, groups: Groups) -> None:
 class CallBarrier:
     """Barriers for calls that all ranks must make, such as saving a checkpoint.
 
-    A waiting rank checks the progress of the others. If one has continued with another training step, it will not join,
-    and the waiting rank raises an error that names it, long before a timeout. Communication uses the store of the
-    default process group.
+    If a rank has recorded that it continues training, it will not join, and a waiting rank raises an error that names
+    it, long before a timeout. Ranks that have not arrived after `PATIENCE` seconds are named in a warning.
+    Communication uses the store of the default process group.
 
     Args:
         name: key prefix in the store, the same on all ranks.
@@ -207,15 +211,15 @@ class CallBarrier:
     def __init__(self, name: str) -> None:
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._rank, self._size, self._name = dist.get_rank(), dist.get_world_size(), name
-        self._num_passes = self._num_calls = 0
+        self._num_steps = self._num_calls = 0
         self._store.set(f"{name}/{self._rank}", "0 0")
 
-    def record_progress(self) -> None:
-        """Record that this rank begins another pass or step. The message to the store is not answered, so this takes
-        about 15 microseconds, and a rank that forgets a call is named at once instead of after a timeout."""
+    def record_step(self) -> None:
+        """Record that this rank begins another step. The message to the store is not answered, so this takes about 15
+        microseconds."""
         if self._size > 1:
-            self._num_passes += 1
-            self._store.set(f"{self._name}/{self._rank}", f"{self._num_calls} {self._num_passes}")
+            self._num_steps += 1
+            self._store.set(f"{self._name}/{self._rank}", f"{self._num_calls} {self._num_steps}")
 
     def wait(self, what: str) -> None:
         """Wait for all ranks.
@@ -234,35 +238,51 @@ class CallBarrier:
         self._store.set(keys[self._rank], what)
         self._store.add(f"{prefix}/{what}", 1)
         self._store.add(prefix, 1)
-        deadline, pause = time.monotonic() + self._store.timeout.total_seconds(), 0.001  # seconds
-        longest_pause = 0.1 * max(1.0, self._size / 64)  # rank 0 serves the requests of all ranks
-        while self._store.add(prefix, 0) < self._size:
-            if time.monotonic() > deadline:
-                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                raise RuntimeError(
-                    f"{what}: rank {listed(missing)} did not arrive within the process group's timeout; check "
-                    "that rank for an error or a hang"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, longest_pause)
-            if pause >= 0.1 and (gone := self._gone()):
-                self._store.delete_key(keys[self._rank])  # the others may arrive without this rank
-                self._store.add(f"{prefix}/{what}", -1)
-                self._store.add(prefix, -1)
-                raise RuntimeError(
-                    f"{what}: rank {listed(gone)} continued training while rank {self._rank} waits; call it on all "
-                    "ranks"
-                )
+        self._wait_for_all(what, prefix, keys)
         self._num_calls += 1
-        self._num_passes = 0
+        self._num_steps = 0
         if self._store.add(f"{prefix}/{what}", 0) < self._size:
             calls = dict.fromkeys(call.decode() for call in self._store.multi_get(keys))
             raise RuntimeError(f"ranks made different calls: {'; '.join(calls)}; make each call on all ranks together")
 
-    def _gone(self) -> list[int]:
-        """Ranks that have begun more passes since the last common call than this rank."""
+    def _wait_for_all(self, what: str, prefix: str, keys: Sequence[str]) -> None:
+        begin, pause, has_warned = time.monotonic(), 0.001, False  # seconds
+        longest_pause = 0.1 * max(1.0, self._size / 64)  # rank 0 serves the requests of all ranks
+        while self._store.add(prefix, 0) < self._size:
+            waited = time.monotonic() - begin
+            if waited > self._store.timeout.total_seconds():
+                raise RuntimeError(
+                    f"{what}: rank {listed(self._absent(keys))} did not arrive within the process group's timeout; "
+                    "call it on all ranks, or check that rank for an error or a hang"
+                )
+            if waited > PATIENCE and not has_warned:
+                has_warned = True
+                absent = self._absent(keys)
+                if absent and self._rank == min(set(range(self._size)).difference(absent)):
+                    logger.warning("%s: waiting for rank %s; call it on all ranks", what, listed(absent))
+            time.sleep(pause)
+            pause = min(2 * pause, longest_pause)
+            if pause >= 0.1 and (ahead := self._ahead()):
+                self._store.delete_key(keys[self._rank])  # the others may arrive without this rank
+                self._store.add(f"{prefix}/{what}", -1)
+                self._store.add(prefix, -1)
+                raise RuntimeError(
+                    f"{what}: rank {listed(ahead)} continued training while rank {self._rank} waits; call it on all "
+                    "ranks"
+                )
+
+    def _absent(self, keys: Sequence[str]) -> list[int]:
+        """Ranks that have not made this call."""
+        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+    def _ahead(self) -> list[int]:
+        """Ranks that have begun more steps since the last common call than this rank."""
         keys = [f"{self._name}/{rank}" for rank in range(self._size)]
         if not self._store.check(keys):
             return []
         counts = [tuple(map(int, value.split())) for value in self._store.multi_get(keys)]
-        return [rank for rank, (n, passes) in enumerate(counts) if n == self._num_calls and passes > self._num_passes]
+        ahead = []
+        for rank, (num_calls, num_steps) in enumerate(counts):
+            if num_calls == self._num_calls and num_steps > self._num_steps:
+                ahead.append(rank)
+        return ahead

@@ -218,7 +218,7 @@ def a_rank_alone_is_told(rank: Rank) -> None:
                 engines[1].save_checkpoint(folder)
         else:
             for _ in range(2 * turn + 1):
-                engines[1]._barrier.record_progress()
+                engines[1]._barrier.record_step()
         dist.barrier()
     assert not names_in(rank.folder)
     engines[1].save_checkpoint(folder)

@@ -430,7 +430,7 @@ def one_rank_alone_ends_with_an_error(rank: Rank) -> None:
             pass
     else:
         for _ in range(2):
-            engine._barrier.record_progress()
+            engine._barrier.record_step()
     gathered(None)
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 from copy import deepcopy
 from typing import Any
+from unittest import mock
 
 import pytest
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import BartConfig, BartForCausalLM
 
 from sdp_deepspeed.fsdp import sharded_model_of
+from sdp_deepspeed.parallel import consistency
 from tests.helpers.models import VOCABULARY, batches, family, llama, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT, Rank
@@ -22,7 +25,7 @@ from tests.helpers.sharded import (
     optimizer_of,
     sharded,
 )
-from tests.helpers.training import refusal
+from tests.helpers.training import gathered, refusal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.world(3)]
 BY_RULES = {"holders": [{"units": "mlp", "holders": 1}, {"holders": 3}]}
@@ -111,6 +114,23 @@ def test_dropped_gradients(rank: Rank) -> None:
             states.append([sharded_model_of(model).shard(part) for part in sharded_model_of(model).held_parts()])
         for dropped, expected in zip(*states, strict=True):
             assert dropped.equal(expected), (strategy, is_synced, reshards)
+
+
+def test_late_ranks_are_named(rank: Rank) -> None:
+    """Once, by the first waiting rank."""
+    store: Any = distributed_c10d._get_default_store()
+    barrier = consistency.CallBarrier("late")
+    warnings: list[str] = []
+
+    def record(message: str, *values: object) -> None:
+        warnings.append(message % values)
+        store.set("late is named", "")
+
+    with mock.patch.multiple(consistency, PATIENCE=0.0), mock.patch.object(consistency.logger, "warning", record):
+        if rank.rank > 0:
+            store.wait(["late is named"])
+        barrier.wait("save")
+    assert gathered(warnings) == [["save: waiting for rank 1, 2; call it on all ranks"], [], []]
 
 
 def test_layers_that_hand_tensors_on(rank: Rank) -> None:
