@@ -25,9 +25,48 @@ LABELS = {
     "C=1/4, dense tail 50%, whole ends": "C = 1/4, whole ends, unscaled, then dense",
     "forward x block, C=0.5": "C = 1/2, unscaled",
 }
+README = {
+    "dense 64x8": "data parallelism",
+    "dense 64x4": "data parallelism, half the depth",
+    "C=1/2, whole ends, scaled in training": "SDP, C = 1/2, `whole_ends`",
+    "C=1/4, whole ends, scaled in training": "SDP, C = 1/4, `whole_ends`",
+}
+# One thing changed in the recipes of SDP, or in data parallelism.
+AXES = {
+    "dense 64x8": "data parallelism",
+    "dense 64x8, 8 rows": "data parallelism, 8 rows",
+    "dense 64x8, 2 rows": "data parallelism, 2 rows",
+    "dense 64x8, 1 row": "data parallelism, 1 row",
+    "dense 64x8, late decay": "data parallelism, late decay",
+    "64x8, grown from the ends": "grown from the ends",
+    "64x8, grown from the ends, late decay": "grown from the ends, late decay",
+    "C=3/4, scaled": "C = 3/4",
+    "C=1/2, whole ends, scaled in training": "C = 1/2",
+    "C=1/2, no whole ends, scaled": "C = 1/2, no whole ends",
+    "C=1/2, re-drawn every 10 steps, scaled": "C = 1/2, re-drawn every 10 steps",
+    "C=1/2, by depth bands, scaled": "C = 1/2, a unit of each kind per depth band",
+    "C=1/2, neurons, scaled": "C = 1/2, neurons",
+    "C=1/2, 2 rows, scaled": "C = 1/2, 2 rows",
+    "C=1/2, dense tail 10%, whole ends, scaled": "C = 1/2, then dense for 10%",
+    "C=1/2, dense tail 25%, whole ends, scaled": "C = 1/2, then dense for 25%",
+    "C=1/2, dense tail 50%, whole ends, scaled": "C = 1/2, then dense for 50%",
+    "C=1/4, whole ends, scaled in training": "C = 1/4",
+    "C=1/4, no whole ends, scaled": "C = 1/4, no whole ends",
+    "C=1/4, two whole ends, scaled": "C = 1/4, two whole layers at each end",
+    "C=1/4, four subnetworks, scaled": "C = 1/4, four subnetworks with replicas",
+    "C=1/4, re-drawn every 10 steps, scaled": "C = 1/4, re-drawn every 10 steps",
+    "C=1/4, re-drawn every 100 steps, scaled": "C = 1/4, re-drawn every 100 steps",
+    "C=1/4, late decay, scaled": "C = 1/4, late decay",
+    "C=1/4, 2 rows, scaled": "C = 1/4, 2 rows",
+    "C=1/4, 1 row, scaled": "C = 1/4, 1 row",
+    "C=1/4, dense tail 10%, whole ends, scaled": "C = 1/4, then dense for 10%",
+    "C=1/4, dense tail 25%, whole ends, scaled": "C = 1/4, then dense for 25%",
+    "C=1/4, dense tail 50%, whole ends, scaled": "C = 1/4, then dense for 50%",
+}
 NARROW = {
     "dense 32x8": "data parallelism",
     "dense 32x4": "data parallelism, half the depth",
+    "32x8, C=1/2, whole ends, scaled in training": "C = 1/2, whole ends",
     "32x8, C=1/4, whole ends, scaled in training": "C = 1/4, whole ends",
 }
 FEW_DATA = {
@@ -102,7 +141,7 @@ class Figures:
 
 
 def quality_rows(
-    figures: Figures, costs: Mapping[str, Any], labels: Mapping[str, str]
+    figures: Figures, costs: Mapping[str, Any], labels: Mapping[str, str], from_budget: int = 250
 ) -> tuple[list[str], list[list[str]]]:
     """Heads and rows: for each budget the final loss, in parentheses minus that of the first row; then peak memory, and
     all that is sent at the largest budget, relative to the first row.
@@ -110,8 +149,9 @@ def quality_rows(
     Args:
         costs: of recipe_costs.py.
         labels: subjects and their labels.
+        from_budget: the shortest that is shown.
     """
-    budgets = [b for b in figures.budgets if b >= 250 and any(figures.losses(name, b) for name in labels)]
+    budgets = [b for b in figures.budgets if b >= from_budget and any(figures.losses(name, b) for name in labels)]
     base = next(iter(labels))
     rows = []
     for subject, label in labels.items():

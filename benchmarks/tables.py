@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks import figures
 from benchmarks.figures import MIB, SDP, most, ratio_of_steps
-from benchmarks.quality import LABELS, NARROW, Figures, few_data_rows, quality_rows
+from benchmarks.quality import AXES, LABELS, NARROW, README, Figures, few_data_rows, quality_rows
 
 ROOT = Path(__file__).parents[1]
 LOSS_TOLERANCE = 0.01  # nats; equal algorithms differ by less after hundreds of steps
@@ -48,7 +48,8 @@ def outputs(root: Path) -> dict[Path, str]:
         path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (root / "benchmarks/results").glob("*.json")
     }
     docs = root / "docs"
-    found = {docs / "results.md": filled((docs / "results.md").read_text(encoding="utf-8"), results)}
+    documents = (root / "README.md", docs / "results.md")
+    found = {path: filled(path.read_text(encoding="utf-8"), results) for path in documents}
     if compared := results.get("compare_4_ranks"):
         found[docs / "figure.svg"] = figures.overview(compared)
         found[docs / "memory.svg"] = figures.memory_and_bytes(compared, label)
@@ -81,7 +82,7 @@ def filled(document: str, results: Mapping[str, Result]) -> str:
     def fill(match: re.Match[str]) -> str:
         name = match[1]
         if name not in TABLES:
-            raise ValueError(f"docs/results.md: no table is named {name!r}; there are {', '.join(TABLES)}")
+            raise ValueError(f"no table is named {name!r}; there are {', '.join(TABLES)}")
         make, files = TABLES[name]
         missing = [file for file in files if file not in results]
         text = f"*Not measured yet: {', '.join(missing)}.*" if missing else make(*(results[file] for file in files))
@@ -205,8 +206,8 @@ def _reached(curve: Sequence[Sequence[float]], loss: float) -> float | None:
     return None
 
 
-def quality(labels: Mapping[str, str], result: Result, costs: Result) -> str:
-    heads, rows = quality_rows(Figures.of(result, "text"), costs["subjects"], labels)
+def quality(labels: Mapping[str, str], result: Result, costs: Result, from_budget: int = 250) -> str:
+    heads, rows = quality_rows(Figures.of(result, "text"), costs["subjects"], labels, from_budget)
     seeds = "± standard error of the seeds, where there are several"
     return f"Final loss, nats per byte, {seeds}; in parentheses minus the first row:\n\n" + table(["", *heads], rows)
 
@@ -292,6 +293,8 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "links": (links, ("links_1gbit", "links_100mbit")),
     "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_100mbit")),
     "quality": (partial(quality, LABELS), ("learning", "recipe_costs")),
+    "quality-readme": (partial(quality, README, from_budget=1000), ("learning", "recipe_costs")),
+    "quality-axes": (partial(quality, AXES, from_budget=500), ("learning", "recipe_costs")),
     "quality-narrow": (partial(quality, NARROW), ("learning", "recipe_costs")),
     "few-data": (few_data, ("learning",)),
     "quickstart": (lambda _: "![Loss and memory of the quickstart run](quickstart.svg)", ("quickstart",)),
