@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from sdp_deepspeed.atomic_files import regular
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.messages import did_you_mean
 
+_INSTALLED = Path(sysconfig.get_path("data"), "share", "sdp_deepspeed", "recipes")  # by a wheel
 _SECTIONS = ("model", "data", "training")
 
 
@@ -37,7 +39,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), sections: Sequence[st
     is short for the architecture of Transformers' wrapper of timm.
 
     Args:
-        path: YAML file.
+        path: YAML file, or the name of one that is installed with this package, such as "quickstart".
         overrides: `a.b.c=value`. `sdp` stands for the block; `sdp=off` disables it.
         sections: allowed sections. Default: model, data, training, and `subnetwork_data_parallel` if the recipe has
             it at the top level (FSDP2), else `deepspeed`.
@@ -45,6 +47,9 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), sections: Sequence[st
     Raises:
         ValueError: the file cannot be read, an unknown section, or an invalid override.
     """
+    installed = _INSTALLED / f"{path}.yaml"
+    if path.name == str(path) and not path.exists() and installed.is_file():
+        path = installed
     try:
         found = yaml.load(regular(path).read_text(encoding="utf-8"), _Loader)  # of safe tags only
     except OSError as error:

@@ -41,6 +41,7 @@ def source_in(folder: Path) -> Path:
     """A copy to build from: building writes beside the sources."""
     source = folder / "source"
     shutil.copytree(ROOT / "sdp_deepspeed", source / "sdp_deepspeed", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "configs", source / "configs")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     return source
@@ -88,8 +89,8 @@ def test_a_clean_environment_answers(python: Path, tmp_path: Path) -> None:
     assert Path(where.strip()).is_relative_to(python.parents[1])
     assert run(python.parent / "sdp", "--version", PYTHONPATH="").startswith("sdp_deepspeed ")
     assert "transformers" in run(python, "-m", "sdp_deepspeed", "env", PYTHONPATH="")
-    recipe = ROOT / "configs/recipes/quickstart.yaml"
-    assert "SDP" in run(python.parent / "sdp", "estimate", recipe, "--ranks", "4", cwd=tmp_path, PYTHONPATH="")
+    estimate = (python.parent / "sdp", "estimate", "quickstart", "--ranks", "4")  # the wheel's recipe
+    assert "SDP" in run(*estimate, cwd=tmp_path, PYTHONPATH="")
 
 
 @pytest.mark.slow
