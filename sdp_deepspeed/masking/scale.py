@@ -78,7 +78,7 @@ def starts_smaller(model: nn.Module, branch: LocatedBranch) -> bool:
 def describe_scale(
     model: nn.Module, branches: Sequence[LocatedBranch], scaled: Mapping[str, float], *, by_init: bool
 ) -> str:
-    """What a user should know at start-up, one line.
+    """What a user should know at start-up, one line; with a hint if the first or the last layer is not whole.
 
     Args:
         scaled: coverage of each scaled branch, by name.
@@ -87,7 +87,11 @@ def describe_scale(
     factors = sorted({f"{1 / coverage:.3g}" for coverage in scaled.values()}, key=float)
     smaller = sum(branch.name in scaled and starts_smaller(model, branch) for branch in branches)
     start = f"output projections of {smaller} start C times smaller" if by_init else "weights start as given"
-    return f"branch_scale: subnetworks multiply {len(scaled)} branches by 1 / C ({', '.join(factors)}); {start}"
+    ends = {branches[0].layer, branches[-1].layer}
+    hint = ""
+    if any(branch.name in scaled for branch in branches if branch.layer in ends):
+        hint = "; some ranks lack parts of the first or last layer, which lowered quality much: see coverage.whole_ends"
+    return f"branch_scale: subnetworks multiply {len(scaled)} branches by 1 / C ({', '.join(factors)}); {start}{hint}"
 
 
 def scale_block(model: nn.Module, branch: LocatedBranch, coverage: float) -> nn.Module:

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from sdp_deepspeed import architectures, check_description
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry
 from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
 from tests.helpers import models, more_models
@@ -232,6 +233,16 @@ def test_a_masked_model_is_not_masked_again() -> None:
         Mask(model, plan, 0)
     mask.undo()
     Mask(model, plan, 1).apply()
+
+
+def test_cut_ends_are_pointed_out() -> None:
+    llama = models.SPECIMENS["llama"]
+    dense = replace(llama, options={**llama.options, "num_hidden_layers": 3}).build()
+    for cut, is_hinted in ((r"\.0\.", True), (r"\.1\.", False)):
+        plan = plan_of(dense, "forward", "block", shared=(rf"^(?!.*{cut})",))
+        mask = Mask(dense, plan, 0, is_scaled=True)
+        assert mask.scaled
+        assert ("whole_ends" in describe_scale(dense, mask.branches, mask.scaled, by_init=True)) is is_hinted
 
 
 def with_pieces(plan: Plan, change: Callable[[Piece], Piece | None], *, units: Sequence[int] = (0,)) -> Plan:
