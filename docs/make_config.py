@@ -8,8 +8,8 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from sdp_deepspeed.config import KEY, REFUSED_COMBINATIONS, CheckpointOptions, SubnetworkConfig
-from sdp_deepspeed.engine.refusals import REFUSED
-from sdp_deepspeed.fsdp.refusals import REFUSED_KEYS
+from sdp_deepspeed.engine.refused_settings import REFUSED
+from sdp_deepspeed.fsdp.refused_arguments import REFUSED_KEYS
 from sdp_deepspeed.plan.coverage import CoverageRule
 from sdp_deepspeed.schedule import PhaseEnd
 

@@ -21,8 +21,8 @@ from sdp_deepspeed.messages import NEEDS_DEEPSPEED, lacks_deepspeed
 from sdp_deepspeed.version import __version__
 
 if TYPE_CHECKING:
+    from sdp_deepspeed.estimate.deepspeed_bytes import RankEstimate
     from sdp_deepspeed.estimate.forecast import Forecast
-    from sdp_deepspeed.estimate.per_rank import RankEstimate
     from sdp_deepspeed.estimate.run import Run
     from sdp_deepspeed.plan.plan import Plan
     from sdp_deepspeed.units import UnitCost

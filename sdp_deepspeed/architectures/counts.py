@@ -9,7 +9,7 @@ from torch import nn
 
 from sdp_deepspeed.architectures.branch import InnerLayers, attribute
 from sdp_deepspeed.architectures.cut_tensors import CutTensor
-from sdp_deepspeed.architectures.own_forward import names_read
+from sdp_deepspeed.architectures.layer_code import names_read
 
 
 def scaled_attributes(root: nn.Module, inner: InnerLayers) -> tuple[str, ...]:

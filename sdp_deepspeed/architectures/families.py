@@ -12,8 +12,8 @@ from sdp_deepspeed.architectures.diffusers_models import DIFFUSERS
 from sdp_deepspeed.architectures.encoder_decoders import ENCODER_DECODERS
 from sdp_deepspeed.architectures.encoders import ENCODERS
 from sdp_deepspeed.architectures.falcon import FALCON
+from sdp_deepspeed.architectures.layer_code import is_in_its_source, is_wrapper_of_its_class
 from sdp_deepspeed.architectures.mixtures import MIXTURES
-from sdp_deepspeed.architectures.own_forward import is_in_its_source, is_wrapper_of_its_class
 from sdp_deepspeed.architectures.registry import branches_of, described_as
 from sdp_deepspeed.architectures.timm_models import TIMM
 from sdp_deepspeed.architectures.torchvision_models import TORCHVISION

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from sdp_deepspeed.architectures.branch import Branch
-from sdp_deepspeed.architectures.own_forward import check_own_forward, code_of
+from sdp_deepspeed.architectures.layer_code import check_own_forward, code_of
 from sdp_deepspeed.messages import listed
 
 

@@ -11,7 +11,7 @@ import torch
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.parallel.boxes import Box, box_of_piece
 from sdp_deepspeed.parallel.groups import Groups
-from sdp_deepspeed.plan.tensor_parallel import UNDIVIDED, TensorParallelShards
+from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
 from sdp_deepspeed.units import Piece
 
 WEIGHT = "weight"  # kind of key, see saved_tensors.py

@@ -32,15 +32,9 @@ from sdp_deepspeed.engine.checkpoints import load, save
 from sdp_deepspeed.engine.dense_view import DenseView
 from sdp_deepspeed.engine.earlier_engines import make_whole, record_engine
 from sdp_deepspeed.engine.full_access import install_full_access
-from sdp_deepspeed.engine.model_parallel import (
-    check_autotp,
-    check_mpu,
-    explained_autotp,
-    find_tensor_parallel,
-    refuse_stage,
-)
 from sdp_deepspeed.engine.monitor import StepEvents, announce, label_profile
-from sdp_deepspeed.engine.refusals import refuse_config, refuse_frozen
+from sdp_deepspeed.engine.optimizer_options import loss_scaler, sharded_options, skips_overflow
+from sdp_deepspeed.engine.refused_settings import refuse_config, refuse_frozen
 from sdp_deepspeed.engine.replan import (
     Replanned,
     check_schedule,
@@ -51,7 +45,16 @@ from sdp_deepspeed.engine.replan import (
     rank_state,
     replan,
 )
-from sdp_deepspeed.engine.settings import loss_scaler, sharded_options, skips_overflow
+from sdp_deepspeed.engine.tensor_parallel import (
+    TensorParallel,
+    WholeModel,
+    check_autotp,
+    check_mpu,
+    explained_autotp,
+    find_tensor_parallel,
+    refuse_stage,
+)
+from sdp_deepspeed.engine.whole_state_dicts import WholeStateDicts
 from sdp_deepspeed.engine.zero_optimizer import SubnetworkOptimizer
 from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.masking.compiled import compile_in_place
@@ -77,8 +80,6 @@ from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.parallel.param_groups import agreed_param_groups
 from sdp_deepspeed.parallel.refused_models import refuse_model
-from sdp_deepspeed.parallel.tensor_parallel import TensorParallel, WholeModel
-from sdp_deepspeed.parallel.whole_state_dicts import WholeStateDicts
 from sdp_deepspeed.parallel.zero_grad import extend_zero_grad
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.schedule import Schedule

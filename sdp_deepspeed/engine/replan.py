@@ -22,9 +22,9 @@ from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.checkpoint.rank_state import RankState
 from sdp_deepspeed.checkpoint.reshard import collect_state, load_state
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
-from sdp_deepspeed.engine.model_parallel import refuse_stage
 from sdp_deepspeed.engine.monitor import announce
-from sdp_deepspeed.engine.refusals import refuse_config
+from sdp_deepspeed.engine.refused_settings import refuse_config
+from sdp_deepspeed.engine.tensor_parallel import refuse_stage
 from sdp_deepspeed.masking.check import check_trained
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.messages import quoted

@@ -34,12 +34,12 @@ from transformers import (
 from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.architectures.image_flops import image_shape, takes_images
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.engine.refusals import refuse_settings
+from sdp_deepspeed.engine.refused_settings import refuse_settings
+from sdp_deepspeed.estimate.deepspeed_bytes import RankEstimate, ShardedRun, owned, plain
+from sdp_deepspeed.estimate.deepspeed_config import read_settings, setup_of, sharded_setup_of
 from sdp_deepspeed.estimate.flops import FlopCounter
-from sdp_deepspeed.estimate.per_rank import RankEstimate, ShardedRun, owned, plain
+from sdp_deepspeed.estimate.fsdp2_bytes import ShardedSetup, of_rank, sharded_tensors
 from sdp_deepspeed.estimate.precision import FP32_BYTES
-from sdp_deepspeed.estimate.settings import read_settings, setup_of, sharded_setup_of
-from sdp_deepspeed.estimate.sharded import ShardedSetup, of_rank, sharded_tensors
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.parallel.buckets import BucketLayout
 from sdp_deepspeed.plan.plan import Plan

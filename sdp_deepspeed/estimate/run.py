@@ -10,8 +10,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from sdp_deepspeed.config import KEY
+from sdp_deepspeed.estimate.deepspeed_config import configs_of_phases, without_auto
 from sdp_deepspeed.estimate.forecast import Model, classifies_images, model_of
-from sdp_deepspeed.estimate.settings import configs_of_phases, without_auto
 from sdp_deepspeed.recipe import read_recipe
 
 _TRAINER_BATCH = 8  # per_device_train_batch_size of TrainingArguments

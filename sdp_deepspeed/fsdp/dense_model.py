@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
+from sdp_deepspeed.fsdp.dtensors import ReplacedDTensors
 from sdp_deepspeed.fsdp.parts import Part, bare_copy
-from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward
 from sdp_deepspeed.parallel.dense_gathers import Segment, gather_segments
@@ -36,7 +36,7 @@ class DenseModel:
         mask: mask of the model, not applied yet.
         parts: parts of the parameters, by dense name.
         policy: FSDP2's mixed precision policy.
-        tensor_parallel: the parts of each parameter on tensor-parallel ranks; None without tensor parallelism.
+        dtensors: the DTensors of the weights; None without tensor parallelism.
 
     Attributes:
         module: the second tree.
@@ -47,9 +47,9 @@ class DenseModel:
         mask: Mask,
         parts: Mapping[str, Sequence[Part]],
         policy: MixedPrecisionPolicy,
-        tensor_parallel: TensorParallel | None,
+        dtensors: ReplacedDTensors | None,
     ) -> None:
-        self._mask, self._parts, self._policy, self._tensor_parallel = mask, parts, policy, tensor_parallel
+        self._mask, self._parts, self._policy, self._dtensors = mask, parts, policy, dtensors
         self._blank = {  # placeholders of the parameters while no layer runs
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
             for p in mask.parameters.values()
@@ -60,9 +60,9 @@ class DenseModel:
         self._places = self._find_places()
         live = {id(buffer): name for name, buffer in mask.buffers.items()}
         self._buffers = [
-            (live[id(buffer)], own, copied, name)
-            for own, copied in self._pairs
-            for name, buffer in own._buffers.items()
+            (live[id(buffer)], module, copied, name)
+            for module, copied in self._pairs
+            for name, buffer in module._buffers.items()
             if buffer is not None
         ]
         everyone = len(mask.plan.subnetwork_of_rank)
@@ -76,8 +76,9 @@ class DenseModel:
         if id(module) not in made:
             made[id(module)] = copied = bare_copy(module)
             self._pairs.append((module, copied))
-            if isinstance(own := vars(module).get("forward"), MethodType) and own.__self__ is module:
-                vars(copied)["forward"] = MethodType(own.__func__, copied)
+            forward = vars(module).get("forward")
+            if isinstance(forward, MethodType) and forward.__self__ is module:
+                vars(copied)["forward"] = MethodType(forward.__func__, copied)
             vars(copied).update({name: vars(module)[name] for name in _HOW})
             copied._modules = {name: None if m is None else self._copy(m, made) for name, m in module._modules.items()}
             copied._parameters = {
@@ -89,8 +90,8 @@ class DenseModel:
         """Places of each parameter in the second tree, by dense name: module, name, placeholder."""
         names = {id(parameter): name for name, parameter in self._mask.parameters.items()}
         places: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {name: [] for name in names.values()}
-        for own, copied in self._pairs:
-            for attribute, parameter in own._parameters.items():
+        for module, copied in self._pairs:
+            for attribute, parameter in module._parameters.items():
                 if parameter is not None:
                     places[names[id(parameter)]].append((copied, attribute, self._blank[id(parameter)]))
         return places
@@ -121,9 +122,9 @@ class DenseModel:
 
     def cast_like(self, modules: Iterable[nn.Module]) -> None:
         """Cast inputs and outputs of modules of the second tree as FSDP2 does for those of the model."""
-        policy, found = self._policy, {id(module) for module in modules}
-        for own, copied in self._pairs:
-            if id(own) in found:
+        policy, cast_ids = self._policy, {id(module) for module in modules}
+        for module, copied in self._pairs:
+            if id(module) in cast_ids:
                 inputs = policy.param_dtype if policy.cast_forward_inputs else None
                 replace_forward(copied, _run_cast, (inputs, policy.output_dtype))
 
@@ -134,7 +135,7 @@ class DenseModel:
         """Run a forward pass; collective, while the root of the model runs."""
         self._follow_model()
         self._gather_buffers()
-        self._set({name: module._parameters[own].detach() for name, (module, own) in self._whole.items()})
+        self._set({name: module._parameters[key].detach() for name, (module, key) in self._whole.items()})
         self._set(self.gather(name for name in self._of_root if name not in self._whole))
         try:
             return self.module.forward(*args, **kwargs)
@@ -155,13 +156,13 @@ class DenseModel:
 
     def current_buffers(self) -> dict[str, torch.Tensor]:
         """Buffers of the model by dense name; modules may have replaced them."""
-        found = {name: own._buffers[attribute] for name, own, _, attribute in self._buffers}
-        return {name: buffer for name, buffer in found.items() if buffer is not None}
+        buffers = {name: module._buffers[attribute] for name, module, _, attribute in self._buffers}
+        return {name: buffer for name, buffer in buffers.items() if buffer is not None}
 
     def return_buffers(self) -> None:
         """Copy the buffers of units from the second tree to the model; other buffers are shared by both."""
-        for name, own, copied, attribute in self._buffers:
-            dense, live = copied._buffers[attribute], own._buffers[attribute]
+        for name, module, copied, attribute in self._buffers:
+            dense, live = copied._buffers[attribute], module._buffers[attribute]
             for piece, _ in self._mask.buffer_pieces[name] if name in self._partial else ():
                 if self._mask.is_held(piece) and dense is not None:
                     self._mask.view(piece, live).copy_(piece.narrow(dense))
@@ -189,15 +190,18 @@ class DenseModel:
         """Copy hooks and training modes from the model, except while statistics are estimated."""
         if self._estimates:
             return
-        for own, copied in self._pairs:
-            copied.training = own.training
-            for table in _HOOKS if own is not self._mask.model else ():
-                hooks = {k: hook for k, hook in getattr(own, table).items() if not _is_of_the_subnetwork(hook)}
-                vars(copied)[table] = type(getattr(own, table))(hooks)
+        for module, copied in self._pairs:
+            copied.training = module.training
+            if module is self._mask.model:
+                continue
+            for table in _HOOKS:
+                hooks = getattr(module, table)
+                of_users = {key: hook for key, hook in hooks.items() if not _is_of_the_subnetwork(hook)}
+                vars(copied)[table] = type(hooks)(of_users)
 
     def _set(self, values: Mapping[str, torch.Tensor]) -> None:
         for name, value in values.items():
-            whole = value if self._tensor_parallel is None else self._tensor_parallel.around(name, value)
+            whole = value if self._dtensors is None else self._dtensors.around(name, value)
             for module, attribute, _ in self._places[name]:
                 module._parameters[attribute] = nn.Parameter(whole, requires_grad=False)
 

@@ -1,30 +1,31 @@
 """Make all ranks issue the collectives of a step in one global order, whatever units each of them holds.
 
-FSDP2's backward prefetch gathers the unit that ran before, which differs between ranks. Two ranks that share two units
-could then issue two collectives in opposite orders and deadlock. So backward prefetch is disabled. Forward still
-overlaps: the next gather is issued while the kernels of the current unit run.
+FSDP2's backward prefetch gathers the group that ran before, which differs between ranks. Two ranks with two common
+groups could then issue two collectives in opposite orders and deadlock. So backward prefetch is disabled. Forward still
+overlaps: the next gather is issued while the kernels of the current group run.
 
-A unit is a list of modules of adjacent layers, from a first to a last one, the same on all of its ranks: the branches
-that one holder set has, and its parts of split branches, which are nested in those of the other holder sets, in one
-order on all ranks. Units are numbered by their last module, nested ones from the outside in.
+A group, as FSDP2 calls them, is a list of modules of adjacent layers, from a first to a last one, the same on all of
+its ranks: the branches that one holder set has, and its parts of split branches, which are nested in those of the other
+holder sets, in one order on all ranks. Groups are numbered by their last module, nested ones from the outside in.
 
-- Forward: a unit is gathered when its first module begins, and freed when its last one ends. Modules run in one order,
+- Forward: a group is gathered when its first module begins, and freed when its last one ends. Modules run in one order,
   nested ones from the outside in, so all ranks issue subsequences of one sequence.
-- Backward: a unit is gathered when the gradient of its last module's output is ready, and reduced when that of its
-  first module's input is. Autograd runs in reverse order of recording, and an absent unit removes nodes from the graph
-  and adds none. So all ranks issue subsequences of one sequence: ..., AG(j), RS(j), AG(j-1), RS(j-1), ... for units
-  that run one after the other, and AG(j), AG(j-1), RS(j), RS(j-1) for nested ones. A unit with modules in two branches
+- Backward: a group is gathered when the gradient of its last module's output is ready, and reduced when that of its
+  first module's input is. Autograd runs in reverse order of recording, and an absent group removes nodes from the graph
+  and adds none. So all ranks issue subsequences of one sequence: ..., AG(j), RS(j), AG(j-1), RS(j-1), ... for groups
+  that run one after the other, and AG(j), AG(j-1), RS(j), RS(j-1) for nested ones. A group with modules in two branches
   is gathered with those that end in the second, and reduced with those that begin in the first.
-- The root, with everything that is in no unit, is gathered first and reduced at the end of backward.
-- Activation checkpointing reruns units upwards during backward, starting at a different unit on each rank. So before
-  the first of them, all units of the pass that backward has not reached yet, down to that one, are gathered downwards.
-- A unit whose input needs no gradient would be skipped on ranks where nothing before it is trained: see
+- The root, with everything outside these groups, is gathered first and reduced at the end of backward.
+- Activation checkpointing reruns groups upwards during backward, starting at a different group on each rank. So before
+  the first of them, all groups of the pass that backward has not reached yet, down to that one, are gathered downwards.
+- A group whose input needs no gradient would be skipped on ranks where nothing before it is trained: see
   `_need_gradient`.
-- Nested units are gathered in this order only if they return the same tensor. So the innermost one's output is copied
+- Nested groups are gathered in this order only if they return the same tensor. So the innermost one's output is copied
   and cast before FSDP2 adds its hooks: see `_after`.
 
 Of all unfinished collectives, the first one in that sequence can finish: each of its ranks has issued everything before
-it. With tensor parallelism, the ranks of a tensor-parallel group hold the same units, so they run the same program.
+it. With tensor parallelism, the ranks that train one copy of a subnetwork hold the same units, so they run the same
+program.
 """
 
 from __future__ import annotations
@@ -46,31 +47,31 @@ class CollectiveOrder:
 
     Args:
         root: the model.
-        units: modules of the units that this rank holds, ordered by the last one; each list is one FSDP2 group.
+        groups: modules of the groups that this rank holds, ordered by the last one; each list is one FSDP2 group.
         can_run_again: whether activations may be checkpointed. False if branches pass tensors to later layers (T5's
-            position bias): the gradient of such a tensor is complete in a different unit on each rank.
+            position bias): the gradient of such a tensor is complete in a different group on each rank.
         output_dtype: output dtype of FSDP2's mixed precision policy.
     """
 
     def __init__(
         self,
         root: Any,
-        units: Sequence[Sequence[nn.Module]],
+        groups: Sequence[Sequence[nn.Module]],
         *,
         can_run_again: bool = True,
         output_dtype: torch.dtype | None = None,
     ) -> None:
         self._can_run_again, self._output_dtype = can_run_again, output_dtype
-        self._units: list[Any] = [modules[0] for modules in units]
-        self._reached = len(units)  # the lowest unit that backward has reached
+        self._groups: list[Any] = [modules[0] for modules in groups]
+        self._reached = len(groups)  # the lowest group that backward has reached
         self._pass = (-1, -1)  # the backward pass, and the forward pass that it traverses
         self._num_passes = 0
-        self._running: set[int] = set()  # units that have run in this forward pass
-        self._ran: set[int] = set()  # units that ran in the forward pass that backward traverses
+        self._running: set[int] = set()  # groups that have run in this forward pass
+        self._ran: set[int] = set()  # groups that ran in the forward pass that backward traverses
         self._anchor = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
-        for fsdp in (root, *self._units):
+        for fsdp in (root, *self._groups):
             fsdp.set_modules_to_backward_prefetch([fsdp])  # it is gathered already; [] would mean the default
-        for number, modules in enumerate(units):
+        for number, modules in enumerate(groups):
             for module in modules:  # `prepend`: run before FSDP2's hooks
                 before = _eager(lambda _, args, kwargs, n=number: self._before(n, args, kwargs))
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -82,20 +83,20 @@ class CollectiveOrder:
             root.register_forward_pre_hook(_eager(lambda module, _: _refuse_checkpointing(module)), prepend=True)
 
     def _before(self, number: int, args: Any, kwargs: Any) -> Any:
-        """Called before a module of a unit runs."""
+        """Called before a module of a group runs."""
         if _is_in_backward() and not self._can_run_again:
             raise RuntimeError(_HANDED_ON)
         if _is_in_backward() and number < self._reached:
             for other in reversed(range(number, self._reached)):
                 if other in self._ran:
-                    self._units[other].unshard(async_op=True)
+                    self._groups[other].unshard(async_op=True)
             self._reached = number
         if not _is_in_backward():
             self._running.add(number)
         return self._need_gradient(args, kwargs)
 
     def _after(self, number: int, output: Any) -> Any:
-        """Called after a unit has run: installs a hook for when backward reaches it. FSDP2's own hook on the output is
+        """Called after a group has run: installs a hook for when backward reaches it. FSDP2's own hook on the output is
         lost if the model writes to an output that is a view, and would be on the output before the cast."""
         if not torch.is_grad_enabled():
             return None
@@ -118,7 +119,7 @@ class CollectiveOrder:
 
     def _restart(self, number: int, ran: set[int]) -> None:
         if self._pass != (now := (torch._C._current_graph_task_id(), number)):
-            self._pass, self._reached, self._ran = now, len(self._units), ran
+            self._pass, self._reached, self._ran = now, len(self._groups), ran
 
     def _need_gradient(self, args: Any, kwargs: Any) -> Any:
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

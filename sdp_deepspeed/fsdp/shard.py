@@ -25,13 +25,19 @@ from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.fsdp import state_dicts
 from sdp_deepspeed.fsdp.dense_model import DenseModel
+from sdp_deepspeed.fsdp.dtensors import ReplacedDTensors, check_per_head, columns_of
+from sdp_deepspeed.fsdp.fsdp_groups import (
+    BranchModules,
+    FsdpGroup,
+    gathered_together,
+    make_fsdp_groups,
+    modules_by_branch,
+)
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.order import CollectiveOrder
 from sdp_deepspeed.fsdp.parts import parts_of
-from sdp_deepspeed.fsdp.refusals import check_call, check_plan, check_same_settings
+from sdp_deepspeed.fsdp.refused_arguments import check_call, check_plan, check_same_settings
 from sdp_deepspeed.fsdp.sharded_model import OF_SHARED, OF_UNITS, ShardedModel, attach, device_type
-from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel, check_per_head, columns_of
-from sdp_deepspeed.fsdp.units import HeldUnit, UnitModules, gathered_together, held_units, units_of
 from sdp_deepspeed.fsdp.wrappers import without_wrappers
 from sdp_deepspeed.init import DeferredWeights, give
 from sdp_deepspeed.masking import Mask
@@ -128,12 +134,12 @@ class Start:
         mesh: the data-parallel ranks.
         columns: the data-parallel ranks of each tensor-parallel rank; empty without tensor parallelism.
         control: gloo group of all ranks.
-        tensor_parallel: None without tensor parallelism.
+        dtensors: None without tensor parallelism.
         deferred: weights of a model built under `Init`, else None.
         state_names: dense name of the tensor of each key of the state dict.
         plan: plan in coordinates of the dense model.
         mask: mask in coordinates of this rank's tensors.
-        units: units of all ranks.
+        branches: modules of all branches, also of those that this rank lacks.
         together: from `gathered_together`.
     """
 
@@ -143,12 +149,12 @@ class Start:
     options: ShardOptions
     columns: Sequence[tuple[int, ...]]
     control: Any
-    tensor_parallel: TensorParallel | None = None
+    dtensors: ReplacedDTensors | None = None
     deferred: DeferredWeights | None = None
     state_names: Mapping[str, str] = field(default_factory=dict)
     plan: Plan = field(init=False)
     mask: Mask = field(init=False)
-    units: Sequence[UnitModules] = ()
+    branches: Sequence[BranchModules] = ()
     together: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -161,32 +167,46 @@ class Start:
 def _shard(start: Start) -> ShardedModel:
     """Compute the plan, apply the mask, materialize and shard the model; collective."""
     module, options, control = start.module, start.options, start.control
-    start.tensor_parallel = TensorParallel(tuple(start.columns)) if start.columns else None
-    with start.tensor_parallel or nullcontext():
+    start.dtensors = ReplacedDTensors(tuple(start.columns)) if start.columns else None
+    with start.dtensors or nullcontext():
         run_on_all_ranks(partial(_prepare, start), control)
         check_same_plan(start.plan, control)
         check_same_parameters(module, start.columns or [range(dist.get_world_size())], control)
         mask, parts = start.mask, parts_of(start.mask, options.ignored_params)
-        make = partial(DenseModel, mask, parts, options.mp_policy, start.tensor_parallel)
+        make = partial(DenseModel, mask, parts, options.mp_policy, start.dtensors)
         dense = run_on_all_ranks(make, control)
     coverage = start.plan.mean_coverage([cost.flops for cost in unit_costs(module, mask.plan.units)])
-    holder_sets = {part.holders for own in parts.values() for part in own}
-    groups = Groups(holder_sets, ranks=start.columns or None, control=control)
+    all_parts = [part for of_name in parts.values() for part in of_name]
+    groups = Groups({part.holders for part in all_parts}, ranks=start.columns or None, control=control)
     _apply_mask(start, groups)
-    units = held_units(mask, start.units, parts, start.together)
-    of_units = _wrap(start, units, groups)
+    fsdp_groups = make_fsdp_groups(mask, start.branches, parts, start.together)
+    in_groups = _wrap(start, fsdp_groups, groups)
     sharded = ShardedModel(
-        *(module, start.block, start.plan, mask, groups, start.mesh, start.device, parts),
-        *([unit.modules for unit in units], dense, start.state_names, coverage),
-        *(start.tensor_parallel, CallBarrier(f"sdp_deepspeed/fsdp/{next(_numbers)}")),
+        module=module,
+        block=start.block,
+        plan=start.plan,
+        mask=mask,
+        groups=groups,
+        mesh=start.mesh,
+        device=start.device,
+        parts=parts,
+        fsdp_groups=[group.modules for group in fsdp_groups],
+        dense=dense,
+        state_names=start.state_names,
+        coverage=coverage,
+        dtensors=start.dtensors,
+        barrier=CallBarrier(f"sdp_deepspeed/fsdp/{next(_numbers)}"),
     )
-    of_root = {part.path for own in parts.values() for part in own if len(part.holders) == groups.data_parallel.size}
-    places = {path: sharded.owners[path] for path in of_root}
-    whole = {path: (own, name) for path, (own, name) in places.items() if id(own._parameters[name]) not in of_units}
+    whole = {}  # parameters that the root gathers or ignores
+    for part in all_parts:
+        if len(part.holders) == groups.data_parallel.size and id(sharded.parameter(part)) not in in_groups:
+            whole[part.path] = sharded.owners[part.path]
     dense.attach(groups, start.device, sharded.shard, whole)
-    dense.cast_like(module.get_submodule(path) for unit in start.units for path in unit.paths)
+    dense.cast_like(module.get_submodule(path) for of_branch in start.branches for path in of_branch.paths)
     can_run_again = not any(branch.description.extra_outputs for branch in mask.branches)
-    CollectiveOrder(module, sharded.units, can_run_again=can_run_again, output_dtype=options.mp_policy.output_dtype)
+    CollectiveOrder(
+        module, sharded.fsdp_groups, can_run_again=can_run_again, output_dtype=options.mp_policy.output_dtype
+    )
     return sharded
 
 
@@ -206,15 +226,15 @@ def _prepare(start: Start) -> None:
     check_plan(module, start.plan, options.ignored_params)
     start.together = gathered_together(start.plan, dense_tensors(module), branches)
     plan = start.plan
-    if start.tensor_parallel is not None:
+    if start.dtensors is not None:
         check_per_head(module, branches)
-        start.tensor_parallel.take_local(module)
+        start.dtensors.take_local(module)
         refuse_model(module)
         column = next(index for index, ranks in enumerate(start.columns) if dist.get_rank() in ranks)
-        plan = start.tensor_parallel.shards(column).local_plan(plan)
+        plan = start.dtensors.shards(column).local_plan(plan)
     is_scaled = start.block.branch_scale == "training"
     start.mask = Mask(module, plan, start.mesh.get_local_rank(), branches=branches, is_scaled=is_scaled)
-    start.units = list(units_of(start.mask))
+    start.branches = list(modules_by_branch(start.mask))
     if dist.get_rank() == 0:
         for warning in warnings:
             logger.warning("%s: %s", KEY, warning)
@@ -242,23 +262,23 @@ def _apply_mask(start: Start, groups: Groups) -> None:
             tensor.data = tensor.data.to(start.device)
 
 
-def _wrap(start: Start, units: Sequence[HeldUnit], groups: Groups) -> set[int]:
-    """Call FSDP2: for each held unit over its holders, then for the rest over all ranks.
+def _wrap(start: Start, fsdp_groups: Sequence[FsdpGroup], groups: Groups) -> set[int]:
+    """Call FSDP2: for each group over its holders, then for the rest over all ranks.
 
     Returns:
-        Ids of the parameters of units.
+        Ids of the sharded parameters of these groups.
     """
     mask, options, mesh = start.mask, start.options, start.mesh
-    meshes = _meshes({unit.holders for unit in units}, groups, mesh, is_divided=bool(start.columns))
-    for unit in units:
-        _shard_modules(unit.modules, meshes[unit.holders], options.arguments())
-    of_units = [parameter for unit in units for module in unit.modules for parameter in module.parameters()]
+    meshes = _meshes({group.holders for group in fsdp_groups}, groups, mesh, is_divided=bool(start.columns))
+    for group in fsdp_groups:
+        _shard_modules(group.modules, meshes[group.holders], options.arguments())
+    in_groups = [p for group in fsdp_groups for module in group.modules for p in module.parameters()]
     absent = _absent_names(mask)
     state_dicts.install(start.module, {name: mask.shapes[name] for name in absent})
     left_out = [mask.parameters[name] for name in absent if name in mask.parameters]
     shared_mesh = _named(mesh, OF_SHARED) if start.columns else mesh
     _shard_modules([start.module], shared_mesh, options.arguments(*left_out))
-    return {id(parameter) for parameter in of_units if parameter not in options.ignored_params}
+    return {id(parameter) for parameter in in_groups if parameter not in options.ignored_params}
 
 
 def _state_names(module: nn.Module) -> dict[str, str]:

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from sdp_deepspeed.accelerate_fsdp import SHARDED
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.fsdp.dense_model import DenseModel
+from sdp_deepspeed.fsdp.dtensors import ReplacedDTensors
 from sdp_deepspeed.fsdp.parts import Part
-from sdp_deepspeed.fsdp.tensor_parallel import TensorParallel
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.running_statistics import average_running_statistics
 from sdp_deepspeed.parallel.boxes import local_of
@@ -23,7 +23,7 @@ from sdp_deepspeed.parallel.consistency import CallBarrier
 from sdp_deepspeed.parallel.groups import Groups
 from sdp_deepspeed.parallel.zero_grad import extend_zero_grad
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.tensor_parallel import UNDIVIDED, TensorParallelShards
+from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
 
 _ATTRIBUTE = "_sdp_sharded"
 # Names of the mesh axes under tensor parallelism. They differ, so that no unit's mesh equals that of shared parameters.
@@ -45,11 +45,11 @@ class ShardedModel:
         mesh: mesh of the data-parallel ranks.
         device: device of the collectives.
         parts: parts of all parameters, by dense name.
-        units: modules of each FSDP2 group of this rank, ordered by the last module.
+        fsdp_groups: modules of each FSDP2 group of this rank, ordered by the last module.
         dense: runs the dense model.
         state_names: dense name of the tensor of each key of the dense state dict.
         coverage: C of the plan, weighted by FLOPs.
-        tensor_parallel: None without tensor parallelism.
+        dtensors: None without tensor parallelism.
 
     Attributes:
         owners: module and attribute name of each parameter that this rank has, by its path when it was sharded, since
@@ -64,11 +64,11 @@ class ShardedModel:
     mesh: DeviceMesh
     device: torch.device
     parts: Mapping[str, Sequence[Part]]
-    units: Sequence[Sequence[Any]]
+    fsdp_groups: Sequence[Sequence[Any]]
     dense: DenseModel
     state_names: Mapping[str, str]
     coverage: float
-    tensor_parallel: TensorParallel | None
+    dtensors: ReplacedDTensors | None
     barrier: CallBarrier
     has_warned: bool = False
     has_trained: bool = True  # since the last average of running statistics
@@ -86,9 +86,7 @@ class ShardedModel:
 
     @property
     def shards(self) -> TensorParallelShards:
-        return (
-            UNDIVIDED if self.tensor_parallel is None else self.tensor_parallel.shards(self.groups.tensor_parallel_rank)
-        )
+        return UNDIVIDED if self.dtensors is None else self.dtensors.shards(self.groups.tensor_parallel_rank)
 
     def held_parts(self) -> Iterator[Part]:
         """Yield the parts of which this rank has a shard, or the whole (`ignored_params`)."""
@@ -105,18 +103,18 @@ class ShardedModel:
 
     def reshard(self) -> None:
         """Free gathered parameters, so that all parameters are shards."""
-        self.reshard_units()
+        self.reshard_groups()
         root: Any = self.module
         root.reshard()
 
-    def reshard_units(self) -> None:
-        for modules in self.units:
+    def reshard_groups(self) -> None:
+        for modules in self.fsdp_groups:
             modules[0].reshard()
 
     def drop_gradients(self, parameters: set[int]) -> None:
         """Drop the gradients of parameters with these ids, sharded or gathered, that FSDP2 keeps elsewhere: those of
         gathered parameters that are not reduced yet, and those of their shards."""
-        for fsdp in (self.module, *(modules[0] for modules in self.units)):
+        for fsdp in (self.module, *(modules[0] for modules in self.fsdp_groups)):
             for group in fsdp._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
                     gathered = getattr(parameter, "_unsharded_param", None)
@@ -134,7 +132,7 @@ class ShardedModel:
         Args:
             what: name of the call, for messages.
         """
-        self.reshard_units()
+        self.reshard_groups()
         if self.has_trained:
             self.barrier.wait(what)
             self.average_statistics()

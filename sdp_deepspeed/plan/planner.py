@@ -20,7 +20,7 @@ from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.plan.assign import MAX_SETS_PER_RANK, assign, num_components
 from sdp_deepspeed.plan.coverage import Given, default_subnetworks, describe_holders, holders_of_units, whole_holders
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.tensor_parallel import UNDIVIDED, TensorParallelShards
+from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
 from sdp_deepspeed.units import Unit, UnitCost, check_pieces
 
 

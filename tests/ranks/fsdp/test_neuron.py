@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import sdp_deepspeed
-from sdp_deepspeed.fsdp import full_state_dict, sharded_model_of, units
+from sdp_deepspeed.fsdp import fsdp_groups, full_state_dict, sharded_model_of
 from tests.helpers.collective_log import Issued, check_order, collectives_of_fsdp
 from tests.helpers.mixtures import MIXTURES, mixture
 from tests.helpers.models import SPECIMENS, batches, family, llama, loss_of
@@ -129,8 +129,8 @@ def test_skips_layers(rank: Rank) -> None:
     of single layers."""
     block = {"strategy": {"attention": "block", "mlp": "neuron"}, "coverage": 0.5, "seed": 2}
     losses, counts, gradients = [], [], []
-    for slack in (0.0, units._SLACK):
-        with mock.patch.object(units, "_SLACK", slack):
+    for slack in (0.0, fsdp_groups._SLACK):
+        with mock.patch.object(fsdp_groups, "_SLACK", slack):
             model: Any = sharded(llama(6), block)
         checkpointed(model)
         losses.append(list[float]())

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 import sdp_deepspeed
 from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.checkpoint import hugging_face
-from sdp_deepspeed.estimate.sharded import ShardedSetup, estimate_sharded
+from sdp_deepspeed.estimate.fsdp2_bytes import ShardedSetup, estimate_sharded
 from sdp_deepspeed.fsdp import (
     clip_grad_norm_,
     full_state_dict,

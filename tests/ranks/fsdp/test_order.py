@@ -128,7 +128,7 @@ def test_runs_to_its_end(rank: Rank, parallel: bool, stretch: int, first: int) -
                     loss.backward()
         assert issued
         stored = sharded_model_of(model)
-        assert all(p.grad is not None for modules in stored.units for m in modules for p in m.parameters())
+        assert all(p.grad is not None for modules in stored.fsdp_groups for m in modules for p in m.parameters())
         dist.barrier()
         stored.groups.close()
 

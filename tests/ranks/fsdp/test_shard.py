@@ -81,7 +81,7 @@ def test_covers_everything(rank: Rank, granularity: str) -> None:
     model: Any = family("gpt2")
     plain: Any = deepcopy(model)
     model = sharded(model, {"holders": rank.size, "granularity": granularity})
-    assert len(sharded_model_of(model).units) == len(plain.transformer.h)
+    assert len(sharded_model_of(model).fsdp_groups) == len(plain.transformer.h)
     for layer in plain.transformer.h:
         torch_fully_shard([layer.ln_1, layer.attn, layer.ln_2, layer.mlp] if granularity == "sublayer" else layer)
     torch_fully_shard(plain)
@@ -148,7 +148,7 @@ def test_a_decoder_without_encoder(rank: Rank) -> None:
     gathered: list[str] = []
 
     def note(*_: Any) -> None:
-        units = sharded_model_of(model).units
+        units = sharded_model_of(model).fsdp_groups
         gathered.extend(
             n for group in units for m in group for n, p in m.named_parameters() if not isinstance(p, DTensor)
         )

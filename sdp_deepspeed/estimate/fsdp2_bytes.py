@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from math import prod
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.estimate.per_rank import RankEstimate
+from sdp_deepspeed.estimate.deepspeed_bytes import RankEstimate
 from sdp_deepspeed.estimate.precision import FP32_BYTES
-from sdp_deepspeed.fsdp.units import gathered_together
+from sdp_deepspeed.fsdp.fsdp_groups import gathered_together
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sdp_deepspeed.plan.tensor_parallel import Division, TensorParallelShards
+from sdp_deepspeed.plan.tensor_parallel_shards import Division, TensorParallelShards
 
 
 class WholeStateDicts:

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
 
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.estimate.per_rank import Setup
+from sdp_deepspeed.estimate.deepspeed_bytes import Setup
+from sdp_deepspeed.estimate.fsdp2_bytes import ShardedSetup
 from sdp_deepspeed.estimate.precision import Precision
-from sdp_deepspeed.estimate.sharded import ShardedSetup
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.schedule import Schedule
 from sdp_deepspeed.total_steps import fill_total_steps
@@ -193,7 +193,7 @@ def sharded_setup_of(config: Mapping[str, Any], accumulation: int) -> ShardedSet
     Raises:
         ValueError: see `read_settings`, or a setting that FSDP2 does not support.
     """
-    from sdp_deepspeed.fsdp.refusals import refused_of_block
+    from sdp_deepspeed.fsdp.refused_arguments import refused_of_block
 
     settings = read_settings(config)
     block = parse(config)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sdp_deepspeed.engine.refusals import refuse_settings
+from sdp_deepspeed.engine.refused_settings import refuse_settings
 from sdp_deepspeed.parallel.refused_models import refuse_model
 
 

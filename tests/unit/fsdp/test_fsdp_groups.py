@@ -10,7 +10,7 @@ import pytest
 
 from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.fsdp.units import gathered_together
+from sdp_deepspeed.fsdp.fsdp_groups import gathered_together
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors

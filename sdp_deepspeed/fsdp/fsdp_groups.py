@@ -1,4 +1,5 @@
-"""Units as FSDP2 groups: modules whose parameters have the same holders, in forward order."""
+"""FSDP2 groups: modules whose parameters have the same holders, in forward order. FSDP2 gathers, averages and frees a
+group together."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ _SLACK = 1.05  # since numbers of heads and neurons are rounded
 
 
 @dataclass(frozen=True)
-class UnitModules:
-    """Modules with the same holders, the same on all ranks.
+class BranchModules:
+    """Modules of one branch, or of all branches of a unit that is a layer; the same on all ranks.
 
     Args:
-        branch: the first branch of the unit.
+        branch: the branch, or the first one of the unit.
         holders: data-parallel indices; None for neurons or heads, which have several holder sets.
         paths: paths of the modules, in forward order.
     """
@@ -36,15 +37,15 @@ class UnitModules:
     paths: tuple[str, ...]
 
 
-class HeldUnit(NamedTuple):
-    """One FSDP2 group."""
+class FsdpGroup(NamedTuple):
+    """One FSDP2 group of this rank."""
 
     holders: Holders
     modules: tuple[nn.Module, ...]
 
 
-def units_of(mask: Mask) -> Iterator[UnitModules]:
-    """Yield units in forward order. A branch that every rank holds is a unit whose holders are all ranks.
+def modules_by_branch(mask: Mask) -> Iterator[BranchModules]:
+    """Yield the modules of all branches in forward order. Branches outside any unit are held by all ranks.
 
     Args:
         mask: not applied yet.
@@ -69,7 +70,7 @@ def units_of(mask: Mask) -> Iterator[UnitModules]:
             own = {piece.parameter for piece in mask.plan.units[index].pieces if piece.kind == "parameter"}
             outer = dict.fromkeys(path for member in blocks[index] for path in _outer(mask, member, own))
             paths = tuple(path for name in outer for path in _whole_modules(mask.model, name, own))
-            yield UnitModules(branch, mask.plan.ranks_of(index), paths)
+            yield BranchModules(branch, mask.plan.ranks_of(index), paths)
         elif any(tensor.parameter in cut for tensor in branch.cut_tensors):
             if len(branch.bodies) > 1:
                 raise ValueError(
@@ -77,11 +78,11 @@ def units_of(mask: Mask) -> Iterator[UnitModules]:
                     f'({", ".join(branch.description.bodies)}); use "block" for {branch.description.name!r}, or '
                     "DeepSpeed"
                 )
-            yield UnitModules(branch, None, branch.bodies)
+            yield BranchModules(branch, None, branch.bodies)
         elif branch.name not in of_blocks:
             own = {piece.parameter for piece in branch.pieces}
             paths = tuple(path for body in branch.bodies for path in _whole_modules(mask.model, body, own))
-            yield UnitModules(branch, everyone, paths)
+            yield BranchModules(branch, everyone, paths)
 
 
 def _check_encoder_is_reached(mask: Mask, blocks: Mapping[int, Sequence[LocatedBranch]]) -> None:
@@ -99,9 +100,9 @@ def _check_encoder_is_reached(mask: Mask, blocks: Mapping[int, Sequence[LocatedB
         )
 
 
-def held_units(
-    mask: Mask, units: Iterable[UnitModules], parts: Mapping[str, Sequence[Part]], together: Mapping[str, str]
-) -> list[HeldUnit]:
+def make_fsdp_groups(
+    mask: Mask, branches: Iterable[BranchModules], parts: Mapping[str, Sequence[Part]], together: Mapping[str, str]
+) -> list[FsdpGroup]:
     """FSDP2 groups of this rank, at the positions of their last branches. Neurons and heads are split by holder set
     (parts.py).
 
@@ -110,17 +111,18 @@ def held_units(
         parts: parts by dense name.
         together: from `gathered_together`.
     """
-    found: dict[tuple[str, Holders], tuple[nn.Module, ...]] = {}
-    for unit in units:
-        modules: dict[Holders, tuple[nn.Module, ...]] = {}
-        if unit.holders is None:
-            modules = {holders: (part,) for holders, part in split_branch(mask, unit.branch, parts).items()}
-        elif mask.rank in unit.holders and unit.paths:
-            modules[unit.holders] = tuple(mask.model.get_submodule(path) for path in unit.paths)
-        for holders, own in modules.items():
-            key = (together[unit.branch.name], holders)
-            found[key] = (*found.pop(key, ()), *own)
-    return [HeldUnit(holders, modules) for (_, holders), modules in found.items()]
+    groups: dict[tuple[str, Holders], tuple[nn.Module, ...]] = {}  # by name of the gathered branches, and holders
+    for of_branch in branches:
+        held: dict[Holders, tuple[nn.Module, ...]] = {}
+        if of_branch.holders is None:
+            for holders, part in split_branch(mask, of_branch.branch, parts).items():
+                held[holders] = (part,)
+        elif mask.rank in of_branch.holders and of_branch.paths:
+            held[of_branch.holders] = tuple(mask.model.get_submodule(path) for path in of_branch.paths)
+        for holders, modules in held.items():
+            key = (together[of_branch.branch.name], holders)
+            groups[key] = (*groups.pop(key, ()), *modules)
+    return [FsdpGroup(holders, modules) for (_, holders), modules in groups.items()]
 
 
 def gathered_together(plan: Plan, tensors: Sequence[TensorInfo], branches: Sequence[LocatedBranch]) -> dict[str, str]:

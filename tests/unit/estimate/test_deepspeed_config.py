@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.estimate.settings import (
+from sdp_deepspeed.estimate.deepspeed_config import (
     Settings,
     read_settings,
     setup_of,
     sharded_setup_of,
     without_auto,
 )
-from sdp_deepspeed.estimate.sharded import ShardedSetup
+from sdp_deepspeed.estimate.fsdp2_bytes import ShardedSetup
 
 
 def test_what_decides_bytes() -> None:

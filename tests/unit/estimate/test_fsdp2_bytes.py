@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.estimate.sharded import ShardedSetup, estimate_sharded
-from sdp_deepspeed.fsdp.units import gathered_together
+from sdp_deepspeed.estimate.fsdp2_bytes import ShardedSetup, estimate_sharded
+from sdp_deepspeed.fsdp.fsdp_groups import gathered_together
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors

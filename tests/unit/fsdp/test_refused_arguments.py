@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.fsdp.options import ShardOptions
-from sdp_deepspeed.fsdp.refusals import check_call, check_plan, parsed
+from sdp_deepspeed.fsdp.refused_arguments import check_call, check_plan, parsed
 from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers.models import llama
 

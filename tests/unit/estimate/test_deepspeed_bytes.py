@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from sdp_deepspeed.estimate.per_rank import Setup, estimate, plain
+from sdp_deepspeed.estimate.deepspeed_bytes import Setup, estimate, plain
 from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.plan.assign import assign
 from sdp_deepspeed.plan.plan import Plan

@@ -25,7 +25,7 @@ from sdp_deepspeed.fsdp.parts import chunk
 from sdp_deepspeed.masking.placeholders import PartialTensor
 from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.parallel.consistency import gather_objects
-from sdp_deepspeed.plan.tensor_parallel import Division, TensorParallelShards
+from sdp_deepspeed.plan.tensor_parallel_shards import Division, TensorParallelShards
 
 _REFUSAL = (
     "under tensor parallelism all ranks' parts have the same name, so only one would be saved; use "
@@ -65,7 +65,7 @@ class _Whole:
 
 
 @dataclass
-class TensorParallel:
+class ReplacedDTensors:
     """Tensor parallelism of a model, on one rank.
 
     Args:
@@ -96,7 +96,7 @@ class TensorParallel:
             if any(whole.is_divided for whole in wholes.values()):
                 self._hooks.append(inner.register_state_dict_post_hook(partial(_refuse, wholes)))
 
-    def __enter__(self) -> TensorParallel:
+    def __enter__(self) -> ReplacedDTensors:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:

@@ -14,7 +14,7 @@ from sdp_deepspeed.architectures.cut_tensors import CutTensor
 from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.plan.tensor_parallel import Division, TensorParallelShards
+from sdp_deepspeed.plan.tensor_parallel_shards import Division, TensorParallelShards
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.models import family
 
