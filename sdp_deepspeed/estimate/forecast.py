@@ -2,7 +2,7 @@
 
 The model consists of meta tensors. It is reduced to a rank's subnetwork by the mask that the engine applies, and runs
 forward and backward once while a dispatch mode counts FLOPs and the bytes of live tensors. Model state, buffers and
-traffic come from per_rank.py, or from sharded.py for FSDP2.
+traffic come from deepspeed_bytes.py, or from fsdp2_bytes.py for FSDP2.
 """
 
 from __future__ import annotations
