@@ -90,9 +90,11 @@ def _options(
 
 def _byte_count(text: str) -> int:
     """Bytes of "5GB" or "200M" (powers of 1000), "24GiB" (powers of 1024), or a number."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.ASCII | re.IGNORECASE)
-    exponent = " KMGT".index((found[2] or " ").upper()) if found else 0
-    count = int(float(found[1]) * (1024 if found[3] else 1000) ** exponent) if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.ASCII | re.IGNORECASE)
+    count = 0
+    if match is not None:
+        exponent = " KMGT".index((match[2] or " ").upper())
+        count = int(float(match[1]) * (1024 if match[3] else 1000) ** exponent)
     if count < 1:
         raise ValueError(f"got {text!r}, expected a size such as 24GiB or 200MB")
     return count
@@ -121,16 +123,16 @@ def plan(
     if source.suffix == ".json":
         from sdp_deepspeed.plan.plan import Plan
 
-        found = Plan.load(source)
+        shown = Plan.load(source)
     else:
-        found, costs, warnings = _planned(source, overrides or [], ranks)
-    print(found.table(costs))
+        shown, costs, warnings = _planned(source, overrides or [], ranks)
+    print(shown.table(costs))
     for warning in warnings:
         print(f"  warning: {warning}")
     if save is not None:
-        found.save(save)
+        shown.save(save)
     if plot is not None:
-        _draw(found, plot)
+        _draw(shown, plot)
 
 
 def _planned(source: Path, overrides: Sequence[str], ranks: int) -> tuple[Plan, Sequence[UnitCost], Sequence[str]]:
@@ -144,24 +146,24 @@ def _planned(source: Path, overrides: Sequence[str], ranks: int) -> tuple[Plan, 
     if block is None:
         raise ValueError(f"{source}: {KEY} is missing or disabled; add it, such as sdp.coverage=0.5")
     with run.model.fake:
-        found, warnings = plan_model(run.model.module, block, ranks)
-        return found, unit_costs(run.model.module, found.units), warnings
+        shown, warnings = plan_model(run.model.module, block, ranks)
+        return shown, unit_costs(run.model.module, shown.units), warnings
 
 
-def _draw(found: Plan, path: Path) -> None:
+def _draw(shown: Plan, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    names, k = [unit.name for unit in found.units], found.num_subnetworks
-    table = [[subnetwork in holders for subnetwork in range(k)] for holders in found.holders]
+    names, k = [unit.name for unit in shown.units], shown.num_subnetworks
+    rows = [[subnetwork in holders for subnetwork in range(k)] for holders in shown.holders]
     figure = Figure(figsize=(min(16, 3 + 0.3 * k), min(40, 1.2 + 0.2 * len(names))), layout="constrained")
     axes = figure.add_subplot()
-    axes.pcolormesh(table, cmap="Blues", vmin=0, vmax=1.4, edgecolors="white", linewidth=0.5)
+    axes.pcolormesh(rows, cmap="Blues", vmin=0, vmax=1.4, edgecolors="white", linewidth=0.5)
     step = -(-len(names) // 180)  # more labels would overlap
     axes.set_yticks([index + 0.5 for index in range(0, len(names), step)], names[::step], fontsize=6)
     axes.invert_yaxis()
     axes.set_xlabel("subnetwork")
     axes.set_title(
-        f"{found.regime}, coverage {found.coverage:.3g}, spectral gap {found.spectral_gap():.3f}", fontsize=9
+        f"{shown.regime}, coverage {shown.coverage:.3g}, spectral gap {shown.spectral_gap():.3f}", fontsize=9
     )
     figure.savefig(path, dpi=150)
 
@@ -195,26 +197,28 @@ def estimate(
     for index, phase in enumerate(run.phases, start=1):
 
         def columns(config: Mapping[str, Any], is_first: bool = index == 1) -> dict[str, Forecast]:
-            own = (
-                {} if parse(config) is None else {"SDP": forecast_of(run.model, config, num_ranks=ranks, host=run.host)}
-            )
-            return own | (plain_forecasts(run.model, config, num_ranks=ranks) if is_first else {})
+            forecasts: dict[str, Forecast] = {}
+            if parse(config) is not None:
+                forecasts["SDP"] = forecast_of(run.model, config, num_ranks=ranks, host=run.host)
+            if is_first:
+                forecasts |= plain_forecasts(run.model, config, num_ranks=ranks)
+            return forecasts
 
-        found = columns(phase)
+        forecasts = columns(phase)
         largest = None if limit is None else largest_micro_batches(columns, phase, ranks, limit)
-        too_small |= limit is not None and next(iter(found.values())).peak > limit
-        print("\n".join(_estimate_text(run, found, largest, ranks, f"phase {index} of {len(run.phases)}: ")))
+        too_small |= limit is not None and next(iter(forecasts.values())).peak > limit
+        print("\n".join(_estimate_text(run, forecasts, largest, ranks, f"phase {index} of {len(run.phases)}: ")))
     if too_small:
         raise typer.Exit(1)
 
 
 def _estimate_text(
-    run: Run, found: Mapping[str, Forecast], largest: Mapping[str, int] | None, ranks: int, phase: str
+    run: Run, forecasts: Mapping[str, Forecast], largest: Mapping[str, int] | None, ranks: int, phase: str
 ) -> Iterator[str]:
-    first = next(iter(found.values()))
+    first = next(iter(forecasts.values()))
     prefix, millions = phase if len(run.phases) > 1 else "", first.num_parameters / 1e6
     yield f"{prefix}{millions:.1f}M parameters, {ranks} ranks, {first.items_per_step:,} {run.items} per step"
-    unit, name = (_GIB, "GiB") if max(column.peak for column in found.values()) >= 10 * _GIB else (_MIB, "MiB")
+    unit, name = (_GIB, "GiB") if max(column.peak for column in forecasts.values()) >= 10 * _GIB else (_MIB, "MiB")
     rows: list[tuple[str, Callable[[Forecast], int]]] = [
         ("weights", lambda column: column.rank.weights),
         ("gradients", lambda column: column.rank.gradients),
@@ -225,14 +229,14 @@ def _estimate_text(
         ("peak", lambda column: column.peak),
         ("sent per step", lambda column: column.rank.sent),
     ]
-    cells = [(f"{name} on one rank", *found)]
+    cells = [(f"{name} on one rank", *forecasts)]
     for title, value in rows:
-        values = [value(column) for column in found.values()]
+        values = [value(column) for column in forecasts.values()]
         if any(values) or "host" not in title:
             cells.append((title, *(f"{number / unit:,.2f}" for number in values)))
-    cells.append(("TFLOPs per step", *(f"{column.flops / 1e12:.4g}" for column in found.values())))
+    cells.append(("TFLOPs per step", *(f"{column.flops / 1e12:.4g}" for column in forecasts.values())))
     if largest is not None:
-        cells.append(("largest micro-batch", *(str(largest[name]) for name in found)))
+        cells.append(("largest micro-batch", *(str(largest[name]) for name in forecasts)))
     width = max(len(row[0]) for row in cells)
     yield from (f"  {row[0]:<{width}}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in cells)
     yield from (f"  warning: {warning}" for warning in first.warnings)
@@ -261,9 +265,9 @@ def _find(path: Path, tag: str | None) -> tuple[Path, list[str]]:
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder")
     if tag is not None or (path / files.CHECKSUMS).is_file():
-        found = path if tag is None else files.path_of(path, tag)
-        files.read_checksums(found)
-        return found, []
+        folder = path if tag is None else files.path_of(path, tag)
+        files.read_checksums(folder)
+        return folder, []
     complete, tags = files.complete_tags(path), files.tags_to_try(path)
     if not complete:
         raise ValueError(f"{path}: has no complete checkpoint of sdp_deepspeed")
@@ -275,8 +279,8 @@ def _find(path: Path, tag: str | None) -> tuple[Path, list[str]]:
 @checkpoint.command()
 def inspect(path: _Checkpoint, tag: _Tag = None) -> None:
     """Describe a checkpoint, without reading its tensors."""
-    found, problems = _find(path, tag)
-    print("\n".join([f"checkpoint {found}", *_description(found), *problems]))
+    folder, problems = _find(path, tag)
+    print("\n".join([f"checkpoint {folder}", *_description(folder), *problems]))
     raise typer.Exit(1 if problems else 0)
 
 
@@ -312,9 +316,9 @@ def verify(path: _Checkpoint, tag: _Tag = None) -> None:
     """Compare a checkpoint's files with their checksums. Exit code 1 if one is missing or damaged."""
     from sdp_deepspeed.checkpoint import files
 
-    found, problems = _find(path, tag)
-    problems += files.problems_in(found)
-    print("\n".join(problems or [f"{found} is complete: sizes and checksums of all files match"]))
+    folder, problems = _find(path, tag)
+    problems += files.problems_in(folder)
+    print("\n".join(problems or [f"{folder} is complete: sizes and checksums of all files match"]))
     raise typer.Exit(1 if problems else 0)
 
 
@@ -340,10 +344,10 @@ def export(
     from sdp_deepspeed.checkpoint import files, hugging_face
     from sdp_deepspeed.checkpoint.checkpointer import COMMON, read_bytes
 
-    found, _ = _find(path, tag)
-    if problems := files.problems_in(found):
+    folder, _ = _find(path, tag)
+    if problems := files.problems_in(folder):
         raise ValueError("; ".join(problems))
-    reader = files.Reader(found)
+    reader = files.Reader(folder)
     hugging_face.export(
         reader,
         read_bytes(reader, COMMON),
@@ -352,7 +356,7 @@ def export(
         max_shard_size=max_shard_size,
         tokenizer=tokenizer,
     )
-    print(f"{found} -> {out}")
+    print(f"{folder} -> {out}")
 
 
 @checkpoint.command("import")

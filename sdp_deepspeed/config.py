@@ -258,7 +258,7 @@ def parse(ds_config: Mapping[str, Any]) -> SubnetworkConfig | None:
     config = _validated(block, KEY)
     if not config.enabled:
         return None
-    first, *_ = [_validated(own, path) for path, own in blocks_of_phases(block, KEY)]
+    first, *_ = [_validated(phase, path) for path, phase in blocks_of_phases(block, KEY)]
     return first
 
 

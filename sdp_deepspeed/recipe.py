@@ -51,29 +51,29 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), sections: Sequence[st
     if path.name == str(path) and not path.exists() and installed.is_file():
         path = installed
     try:
-        found = yaml.load(regular(path).read_text(encoding="utf-8"), _Loader)  # of safe tags only
+        recipe = yaml.load(regular(path).read_text(encoding="utf-8"), _Loader)  # of safe tags only
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: not a YAML file: {error}") from None
     if sections is None:
-        sections = (*_SECTIONS, KEY if isinstance(found, dict) and KEY in found else "deepspeed")
-    if not isinstance(found, dict):
+        sections = (*_SECTIONS, KEY if isinstance(recipe, dict) and KEY in recipe else "deepspeed")
+    if not isinstance(recipe, dict):
         raise ValueError(f"{path}: expected the sections {', '.join(sections)}")
-    check_keys(found, sections, str(path))
-    if isinstance(found.get("deepspeed"), str):
-        found["deepspeed"] = read_json(path.parent / found["deepspeed"])
+    check_keys(recipe, sections, str(path))
+    if isinstance(recipe.get("deepspeed"), str):
+        recipe["deepspeed"] = read_json(path.parent / recipe["deepspeed"])
     for override in overrides:
-        _apply_override(found, override, sections)
+        _apply_override(recipe, override, sections)
     for name in sections:
-        if not isinstance(found.get(name), dict):
-            raise ValueError(f"{path}: section {name}: got {found.get(name)!r}, expected a mapping")
-    if "timm" in found.get("model", {}):
-        found["model"] |= {"model_type": "timm_wrapper", "architecture": found["model"].pop("timm")}
-    return found
+        if not isinstance(recipe.get(name), dict):
+            raise ValueError(f"{path}: section {name}: got {recipe.get(name)!r}, expected a mapping")
+    if "timm" in recipe.get("model", {}):
+        recipe["model"] |= {"model_type": "timm_wrapper", "architecture": recipe["model"].pop("timm")}
+    return recipe
 
 
-def _apply_override(found: dict[str, Any], override: str, sections: Sequence[str]) -> None:
+def _apply_override(recipe: dict[str, Any], override: str, sections: Sequence[str]) -> None:
     """Apply `a.b.c=value`; the value is YAML; for `deepspeed`, it may be the path of a JSON file."""
     path, equals, text = override.partition("=")
     if not equals:
@@ -90,7 +90,7 @@ def _apply_override(found: dict[str, Any], override: str, sections: Sequence[str
     check_keys(keys[:1], sections, "overrides")
     if keys == ["deepspeed"] and isinstance(value, str):
         value = read_json(Path(value))
-    inner: Any = found
+    inner: Any = recipe
     for key in keys[:-1]:
         inner = inner.setdefault(key, {})
         if not isinstance(inner, dict):

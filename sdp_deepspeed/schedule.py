@@ -175,7 +175,7 @@ def blocks_of_phases(block: Mapping[str, Any], key: str) -> list[tuple[str, dict
     if phases is None:
         return [(key, base)]
     blocks = [merged(base, _phase(phase, 1, None).block) for phase in phases]
-    return [(f"{key}.schedule[{index}]", own) for index, own in enumerate(blocks)]
+    return [(f"{key}.schedule[{index}]", phase) for index, phase in enumerate(blocks)]
 
 
 def has_shares(phases: Sequence[Mapping[str, Any]]) -> bool:

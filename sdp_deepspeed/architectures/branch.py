@@ -205,8 +205,11 @@ def attribute(module: nn.Module, path: str) -> Any:
 
 
 def _meets(layer: nn.Module, conditions: tuple[tuple[str, Any], ...]) -> bool:
-    found = ((attribute(layer, path), value) for path, value in conditions)
-    return all(isinstance(own, value) if isinstance(value, type) else own == value for own, value in found)
+    for path, expected in conditions:
+        value = attribute(layer, path)
+        if not (isinstance(value, expected) if isinstance(expected, type) else value == expected):
+            return False
+    return True
 
 
 def _is_inside(name: str, others: tuple[str, ...]) -> bool:

@@ -55,7 +55,7 @@ def is_of_package(layer: nn.Module) -> bool:
 
 
 def _is_known(module: nn.Module, file: str) -> bool:
-    kind, own = type(module), vars(module).get("forward")
-    if not is_in_its_source(kind) or (own is not None and not is_wrapper_of_its_class(own, kind)):
+    kind, forward = type(module), vars(module).get("forward")
+    if not is_in_its_source(kind) or (forward is not None and not is_wrapper_of_its_class(forward, kind)):
         return False
     return kind.__module__ == file or f"{kind.__module__}.".startswith(_COMMON)

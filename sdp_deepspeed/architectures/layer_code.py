@@ -44,7 +44,7 @@ def _names_in(code: CodeType | None) -> set[str]:
     return set(code.co_names).union(*map(_names_in, inner))
 
 
-def check_own_forward(name: str, layer: nn.Module, described: type, code: Mapping[str, Any] | None) -> None:
+def check_layer_code(name: str, layer: nn.Module, described: type, code: Mapping[str, Any] | None) -> None:
     """Raise ValueError for a layer that runs other code than the described class.
 
     Args:
@@ -52,21 +52,21 @@ def check_own_forward(name: str, layer: nn.Module, described: type, code: Mappin
         described: its class, or the nearest described base class.
         code: methods of `described` when it was described; None if it was described by name.
     """
-    layer_class, own_code = type(layer), code_of(described)
-    for method, function in own_code.items():
+    layer_class, methods = type(layer), code_of(described)
+    for method, function in methods.items():
         if _method(layer_class, method) is not function:
             raise ValueError(
                 f"{name!r}: {layer_class.__name__} has its own {method!r}, so the description of its base class "
                 f"{described.__name__} may not apply. {_advice(layer_class, described)}"
             )
-    if _bare(own_code) != _bare(code) if code is not None else not is_in_its_source(described):
+    if _bare(methods) != _bare(code) if code is not None else not is_in_its_source(described):
         raise ValueError(
             f"{name!r}: methods of {described.__name__} were replaced after it was described, so its description may "
             f"not apply. {_advice(described, described)}"
         )
-    for method, function in own_code.items():
-        own = vars(layer).get(method)
-        if own is not None and _unwrapped(own) is not _unwrapped(function):
+    for method, function in methods.items():
+        replacement = vars(layer).get(method)
+        if replacement is not None and _unwrapped(replacement) is not _unwrapped(function):
             raise ValueError(
                 f"{name!r}: this {layer_class.__name__} has its own method {method!r}, so its description may not "
                 "apply; wrap the original with functools.wraps, or describe a separate class"

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from sdp_deepspeed.architectures.branch import Branch
-from sdp_deepspeed.architectures.layer_code import check_own_forward, code_of
+from sdp_deepspeed.architectures.layer_code import check_layer_code, code_of
 from sdp_deepspeed.messages import listed
 
 
@@ -75,7 +75,7 @@ def branches_in(name: str, layer: nn.Module) -> tuple[Branch, ...]:
     if base is None:
         return ()
     description = _DESCRIPTIONS[_qualified(base)]
-    check_own_forward(name, layer, base, description.code)
+    check_layer_code(name, layer, base, description.code)
     try:
         branches = tuple(branch for branch in description.branches if branch.is_in(layer))
         for branch in branches:

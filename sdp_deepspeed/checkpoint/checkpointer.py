@@ -38,7 +38,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 @dataclass(frozen=True)
-class Found:
+class Checkpoint:
     """A verified checkpoint.
 
     Args:
@@ -105,8 +105,8 @@ class Checkpointer:
         def prepare() -> State:
             files.check_tag(tag)
             tensors = written_state(state, exclude_frozen=exclude_frozen)
-            own = {"random": random_state(), "buffers": live_buffers(state)}
-            add_bytes(tensors, f"{RANK}/{dist.get_rank()}", plain_bytes(own))
+            of_rank = {"random": random_state(), "buffers": live_buffers(state)}
+            add_bytes(tensors, f"{RANK}/{dist.get_rank()}", plain_bytes(of_rank))
             whole = plain_bytes(_facts(state, numbers) | {"common": dict(common)})
             if is_first:
                 add_bytes(tensors, COMMON, whole)
@@ -151,7 +151,9 @@ class Checkpointer:
                 dcp.save(tensors, storage_writer=writer, planner=SavePlanner(), process_group=group)
             except CheckpointException as error:
                 raise RuntimeError(_describe(error)) from None
-            checksums = {name: found for own in gather_objects(writer.checksums, group) for name, found in own.items()}
+            checksums: dict[str, list[int]] = {}
+            for of_rank in gather_objects(writer.checksums, group):
+                checksums |= of_rank
             run_on_all_ranks(publish, group)
         except Exception as error:
             text = f"checkpoint {folder / tag} was not saved, earlier ones are intact: {error}"
@@ -182,7 +184,7 @@ class Checkpointer:
 
     # ---- load -------------------------------------------------------------------------------------------------------
 
-    def find(self, folder: Path, tag: str | None, control: Any) -> Found | None:
+    def find(self, folder: Path, tag: str | None, control: Any) -> Checkpoint | None:
         """Find and verify the checkpoint to load, without changing anything.
 
         Args:
@@ -198,18 +200,18 @@ class Checkpointer:
         path = self._choose(folder, tag, control)
         if path is None:
             return None
-        return Found(path, run_on_all_ranks(lambda: read_bytes(files.Reader(path), COMMON), control))
+        return Checkpoint(path, run_on_all_ranks(lambda: read_bytes(files.Reader(path), COMMON), control))
 
-    def load(self, folder: Path, tag: str | None, state: RankState, **options: bool) -> Found | None:
+    def load(self, folder: Path, tag: str | None, state: RankState, **options: bool) -> Checkpoint | None:
         """Call `find` and `restore`."""
-        found = self.find(folder, tag, state.groups.control)
-        if found is not None:
-            self.restore(found, state, **options)
-        return found
+        checkpoint = self.find(folder, tag, state.groups.control)
+        if checkpoint is not None:
+            self.restore(checkpoint, state, **options)
+        return checkpoint
 
     def restore(
         self,
-        found: Found,
+        checkpoint: Checkpoint,
         state: RankState,
         *,
         optimizer_states: bool = True,
@@ -227,7 +229,7 @@ class Checkpointer:
             ValueError: on all ranks, before anything is changed, if the checkpoint is of a different model.
             RuntimeError: on all ranks, if a file cannot be read although it was verified; weights are then undefined.
         """
-        control, facts, reader = state.groups.control, found.facts, files.Reader(found.path)
+        control, facts, reader = state.groups.control, checkpoint.facts, files.Reader(checkpoint.path)
 
         def prepare() -> tuple[Targets, dict[str, Any] | None]:
             optimizer = facts["optimizer"] if optimizer_states else None
@@ -240,12 +242,12 @@ class Checkpointer:
             if targets.moments is not None:
                 restore_optimizer(state, targets.moments, facts["optimizer"])
 
-        targets, own = run_on_all_ranks(prepare, control)
+        targets, of_rank = run_on_all_ranks(prepare, control)
         run_on_all_ranks(read, control)
         state.optimizer.gather_weights()
-        if own is not None:
-            restore_random_state(own["random"])
-            restore_buffers(state, own["buffers"])
+        if of_rank is not None:
+            restore_random_state(of_rank["random"])
+            restore_buffers(state, of_rank["buffers"])
 
     def _choose(self, folder: Path, tag: str | None, control: Any) -> Path | None:
         """Choose the folder of the checkpoint to load."""
@@ -256,12 +258,12 @@ class Checkpointer:
             path = files.path_of(folder, name)
             share = {"rank": dist.get_rank(), "size": dist.get_world_size()}
             of_ranks = gather_objects(files.problems_in(path, read=self._verify, **share), control)
-            found = list(dict.fromkeys(problem for of_rank in of_ranks for problem in of_rank))
-            if not found:
+            of_files = list(dict.fromkeys(problem for of_rank in of_ranks for problem in of_rank))
+            if not of_files:
                 if problems and is_first:
                     logger.warning("%s; loading %s", "; ".join(problems), path)
                 return path
-            problems += found[:3]
+            problems += of_files[:3]
         if problems:
             raise ValueError(f"{folder} has no complete checkpoint{f' {tag!r}' if tag else ''}: {'; '.join(problems)}")
         return None
@@ -270,7 +272,7 @@ class Checkpointer:
 def _gather(call: str, work: Callable[[], Any], control: Any) -> list[Any]:
     """`gather_results` of ranks that make the same call; otherwise raise ValueError on all ranks."""
     calls, results = zip(*gather_results(lambda: (call, work()), control), strict=True)
-    if other := next((rank for rank, found in enumerate(calls) if found != calls[0]), None):
+    if other := next((rank for rank, of_rank in enumerate(calls) if of_rank != calls[0]), None):
         raise ValueError(
             f"checkpoint: rank 0 called {calls[0]}, rank {other} called {calls[other]}; make the same call on all ranks"
         )
@@ -307,10 +309,10 @@ def plain_bytes(content: Mapping[str, Any]) -> bytes:
         buffer.seek(0)
         plain = torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception as error:
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        refused = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise ValueError(
             "client_state and the state of the LR scheduler must be tensors, numbers, strings, lists and dicts; "
-            f"{f'found {found[1]}' if found else str(error).splitlines()[0]}"
+            f"{f'found {refused[1]}' if refused else str(error).splitlines()[0]}"
         ) from None
     buffer = io.BytesIO()
     torch.save(plain, buffer)
@@ -337,7 +339,7 @@ def read_bytes(reader: files.Reader, key: str) -> dict[str, Any]:
 def dense_tensors(reader: files.Reader) -> dict[str, Any]:
     """DCP's metadata of the tensors of a checkpoint, by key."""
     stored = reader.read_metadata().state_dict_metadata
-    return {key: found for key, found in stored.items() if key != COMMON and not key.startswith(f"{RANK}/")}
+    return {key: tensor for key, tensor in stored.items() if key != COMMON and not key.startswith(f"{RANK}/")}
 
 
 def _describe(error: CheckpointException) -> str:

@@ -160,14 +160,14 @@ def path_of(folder: Path, tag: str) -> Path:
 
 def complete_tags(folder: Path) -> list[str]:
     """Tags of complete checkpoints, newest first; their files may have been damaged since."""
-    found = set()
+    saved: set[tuple[int, str]] = set()
     for file in folder.glob(f"*/{CHECKSUMS}"):
         if file.parent.suffix != WRITING:
             try:
-                found.add((int(read_checksums(file.parent)["saved_at"]), file.parent.name.removesuffix(REPLACED)))
+                saved.add((int(read_checksums(file.parent)["saved_at"]), file.parent.name.removesuffix(REPLACED)))
             except (OSError, ValueError, KeyError):
                 continue
-    return list(dict.fromkeys(tag for _, tag in sorted(found, reverse=True)))
+    return list(dict.fromkeys(tag for _, tag in sorted(saved, reverse=True)))
 
 
 def tags_to_try(folder: Path) -> list[str]:
@@ -221,8 +221,8 @@ def read_checksums(path: Path) -> dict[str, Any]:
     file = path / CHECKSUMS
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        own, names, found = content.pop("own"), content["files"], content["format"]
-        if found == FORMAT and own != _hash_of(content):
+        checksum, names, version = content.pop("own"), content["files"], content["format"]
+        if version == FORMAT and checksum != _hash_of(content):
             raise ValueError("its checksum does not match")
         if any("/" in name for name in names) or INDEX not in names:
             raise ValueError("it lists files that a checkpoint does not have")
@@ -230,8 +230,8 @@ def read_checksums(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a complete checkpoint: {CHECKSUMS} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from None
-    if found != FORMAT:
-        raise ValueError(f"{file} has format {found}, expected {FORMAT}; use the version that wrote it")
+    if version != FORMAT:
+        raise ValueError(f"{file} has format {version}, expected {FORMAT}; use the version that wrote it")
     return content
 
 
@@ -247,10 +247,11 @@ def problems_in(path: Path, *, rank: int = 0, size: int = 1, read: bool = True) 
         read: whether to check contents as well as sizes.
     """
     try:
-        found = sorted(read_checksums(path)["files"].items())[rank::size]
+        expected = sorted(read_checksums(path)["files"].items())[rank::size]
     except (OSError, ValueError) as error:
         return [str(error)]
-    return [text for name, sums in found if (text := problem_of(path / name, sums, read=read)) is not None]
+    problems = [problem_of(path / name, sums, read=read) for name, sums in expected]
+    return [problem for problem in problems if problem is not None]
 
 
 def problem_of(file: Path, expected: Sequence[int], *, read: bool = True) -> str | None:
@@ -263,17 +264,17 @@ def problem_of(file: Path, expected: Sequence[int], *, read: bool = True) -> str
     try:
         if not file.is_file():
             return f"{file} is missing"
-        if (found := file.stat().st_size) != size:
-            return f"{file} is damaged: it has {found} bytes, expected {size}"
+        if (num_bytes := file.stat().st_size) != size:
+            return f"{file} is damaged: it has {num_bytes} bytes, expected {size}"
         if not read:
             return None
-        own = xxhash.xxh3_64()
+        sum_of_file = xxhash.xxh3_64()
         with file.open("rb") as stream:
             while block := stream.read(2**20):
-                own.update(block)
+                sum_of_file.update(block)
     except OSError as error:
         return f"{file} cannot be read: {error.strerror}"
-    return None if own.intdigest() == checksum else f"{file} is damaged: its checksum does not match"
+    return None if sum_of_file.intdigest() == checksum else f"{file} is damaged: its checksum does not match"
 
 
 class _ChecksummedFile:

@@ -91,7 +91,7 @@ def export(
     """
     tokens = None if tokenizer is None else _tokenizer(tokenizer)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    shapes = {key.partition("/")[2]: found.size for key, found in stored.items() if key.startswith(f"{WEIGHT}/")}
+    shapes = {key.partition("/")[2]: tensor.size for key, tensor in stored.items() if key.startswith(f"{WEIGHT}/")}
     with new_folder(out) as folder:
         tensors = _scratch_tensors(folder, shapes, _dtypes(facts["dtypes"], dtype))
         reader.read(LoadPlanner(), _whole(tensors))
@@ -120,10 +120,10 @@ def dense_state_dict(
     """
     offered = {key: boxes for key, boxes in written_state(state).items() if key.startswith(f"{WEIGHT}/")}
     directory = BoxDirectory(offered, state.groups.control)
-    own: dict[str, torch.Tensor] = {**state.mask.parameters, **state.mask.buffers}
-    dtypes = _dtypes({name: str(tensor.dtype).removeprefix("torch.") for name, tensor in own.items()}, dtype)
+    live: dict[str, torch.Tensor] = {**state.mask.parameters, **state.mask.buffers}
+    dtypes = _dtypes({name: str(tensor.dtype).removeprefix("torch.") for name, tensor in live.items()}, dtype)
     stored: dict[str, Any] = directory.metadata.state_dict_metadata
-    shapes = {key.partition("/")[2]: found.size for key, found in stored.items()} if dist.get_rank() == 0 else {}
+    shapes = {key.partition("/")[2]: tensor.size for key, tensor in stored.items()} if dist.get_rank() == 0 else {}
     tensors = run_on_all_ranks(
         lambda: _room_for(shapes, dtypes), state.groups.control
     )  # an allocation error is raised on all ranks
@@ -136,8 +136,11 @@ def _room_for(shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype
 
 
 def _dtypes(names: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    own = {name: getattr(torch, text) for name, text in names.items()}
-    return {name: dtype if dtype is not None and kept.is_floating_point else kept for name, kept in own.items()}
+    dtypes: dict[str, torch.dtype] = {}
+    for name, text in names.items():
+        of_run: torch.dtype = getattr(torch, text)
+        dtypes[name] = dtype if dtype is not None and of_run.is_floating_point else of_run
+    return dtypes
 
 
 def _whole(tensors: Mapping[str, torch.Tensor]) -> State:
@@ -244,8 +247,8 @@ def _replaced_export(folder: Path) -> Iterator[Path]:
 def _weights_of(name: str) -> str | None:
     """Common name of the files of one set of weights (one file, or shards and an index), such as "model" or the variant
     "model.fp16". None for other files."""
-    found = re.fullmatch(r"(.+?)(-\d{5}-of-\d{5})?\.safetensors(\.index(\..+)?\.json)?", name)
-    return found and found[1] + (found[4] or "")
+    match = re.fullmatch(r"(.+?)(-\d{5}-of-\d{5})?\.safetensors(\.index(\..+)?\.json)?", name)
+    return match and match[1] + (match[4] or "")
 
 
 def _visibility(path: Path) -> int:
@@ -300,22 +303,23 @@ def _stored_tensors(folder: Path, state: RankState) -> dict[str, torch.Tensor]:
     stored = {name: tensor for file in _weight_files(folder) for name, tensor in _mapped(file).items()}
     in_module, converted = _module_names(stored, model)
     known = {*state.mask.parameters, *persistent_buffers(model)}
-    found, repeated, unknown = matched(in_module, model, known)
-    if converted and known - found.keys():
+    stored_of, repeated, unknown = matched(in_module, model, known)
+    if converted and known - stored_of.keys():
         raise ValueError(
             f"{folder} stores the model's {quoted(converted)} in parts; save it with save_pretrained(..., "
             "save_original_format=False)"
         )
     if unknown:
         raise ValueError(f"{folder} is of another model: it has {quoted(unknown)}; build the model that was saved")
-    for name, other in ((found[name], other) for name, other in repeated if dist.get_rank() == 0):
-        one, two = stored[in_module[name]], stored[in_module[other]]
-        if one.dtype != two.dtype or not torch.equal(one, two):
+    for dense, second in repeated if dist.get_rank() == 0 else ():
+        first = stored_of[dense]
+        values, again = stored[in_module[first]], stored[in_module[second]]
+        if values.dtype != again.dtype or not torch.equal(values, again):
             raise ValueError(
-                f"{folder}: {name!r} and {other!r} differ, but the model ties them; build it with "
+                f"{folder}: {first!r} and {second!r} differ, but the model ties them; build it with "
                 "tie_word_embeddings=false"
             )
-    return {state.key(WEIGHT, name): stored[in_module[other]] for name, other in found.items()}
+    return {state.key(WEIGHT, dense): stored[in_module[name]] for dense, name in stored_of.items()}
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -387,19 +391,19 @@ def matched(
     tied = tied_names(model)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    found: dict[str, str] = {}
+    stored_of: dict[str, str] = {}
     repeated: list[tuple[str, str]] = []
     unknown: list[str] = []
     for name in sorted(stored, key=lambda name: (name not in known, name)):
         spellings = [name, f"{prefix}{name}", name.removeprefix(prefix)]
-        own = next((spelling for spelling in spellings if spelling in known), None)
-        second = next((tied[spelling] for spelling in spellings if spelling in tied), None)
-        if own is not None and own not in found:
-            found[own] = name
-        elif own is None and second is not None and second not in found:
-            found[second] = name
-        elif own is None and second is not None:
-            repeated.append((second, name))
+        dense = next((spelling for spelling in spellings if spelling in known), None)
+        tied_to = next((tied[spelling] for spelling in spellings if spelling in tied), None)
+        if dense is not None and dense not in stored_of:
+            stored_of[dense] = name
+        elif dense is None and tied_to is not None and tied_to not in stored_of:
+            stored_of[tied_to] = name
+        elif dense is None and tied_to is not None:
+            repeated.append((tied_to, name))
         elif not any(re.search(pattern, name) for pattern in ignored):
             unknown.append(name)
-    return found, repeated, unknown
+    return stored_of, repeated, unknown

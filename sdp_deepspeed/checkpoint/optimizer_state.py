@@ -50,21 +50,21 @@ def group_facts(state: RankState) -> dict[int, GroupFacts]:
     result: dict[int, GroupFacts] = {}
     for number, group in zip(state.group_numbers, optimizer.param_groups, strict=True):
         known = result.get(number)
-        found = dict(known.scalars or {}) if known else {}
+        scalars = dict(known.scalars or {}) if known else {}
         for parameter in group["params"]:
-            own = optimizer.state.get(parameter, {})
-            for key in own.keys() - moment_names(own, parameter):
-                value = own[key]
+            values = optimizer.state.get(parameter, {})
+            for key in values.keys() - moment_names(values, parameter):
+                value = values[key]
                 if torch.is_tensor(value) and value.numel() != 1:
                     raise ValueError(
                         f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a parameter of "
                         f"shape {tuple(parameter.shape)}, expected a scalar or one value per element"
                     )
                 if value is not None:
-                    found[key] = max(found.get(key, 0), value.item() if torch.is_tensor(value) else value)
+                    scalars[key] = max(scalars.get(key, 0), value.item() if torch.is_tensor(value) else value)
         is_stepped = bool(group["params"]) or (known is not None and known.scalars is not None)
         options = {key: value for key, value in group.items() if key not in ("params", NUMBER)}
-        result[number] = GroupFacts(options, found if is_stepped else None)
+        result[number] = GroupFacts(options, scalars if is_stepped else None)
     return result
 
 
@@ -75,13 +75,16 @@ def optimizer_facts(state: RankState, of_ranks: Sequence[Mapping[int, GroupFacts
     Args:
         of_ranks: `group_facts` of all ranks.
     """
-    numbers = range(1 + max((number for own in of_ranks for number in own), default=-1))
-    known = [[own[number] for own in of_ranks if number in own] for number in numbers]
+    num_groups = 1 + max((number for of_rank in of_ranks for number in of_rank), default=-1)
+    known: list[list[GroupFacts]] = [[] for _ in range(num_groups)]
+    for of_rank in of_ranks:
+        for number, facts in of_rank.items():
+            known[number].append(facts)
     return {
         "kind": _kind(state.optimizer.optimizer),
         "groups": dict(state.optimizer.param_groups),
-        "options": [facts[0].options for facts in known],
-        "scalars": [next((f.scalars for f in facts if f.scalars is not None), {}) for facts in known],
+        "options": [of_group[0].options for of_group in known],
+        "scalars": [next((f.scalars for f in of_group if f.scalars is not None), {}) for of_group in known],
     }
 
 
@@ -90,9 +93,9 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
     return _ALIKE.get(name, name)
 
 
-def moment_names(own: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
+def moment_names(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
     """Keys of optimizer state with one value per element."""
-    return [key for key, value in own.items() if torch.is_tensor(value) and value.shape == parameter.shape]
+    return [key for key, value in state.items() if torch.is_tensor(value) and value.shape == parameter.shape]
 
 
 def new_moments(state: RankState, stored: Mapping[str, Any], facts: Facts) -> Moments:
@@ -153,8 +156,8 @@ def restore_optimizer(state: RankState, moments: Moments, facts: Facts) -> None:
         kept.clear()
         kept.update(loaded)
     optimizer.param_groups = groups
-    for parameter, own in moments.items():  # load_state_dict has cast them to the parameter's dtype
-        optimizer.state[parameter].update(own)
+    for parameter, values in moments.items():  # load_state_dict has cast them to the parameter's dtype
+        optimizer.state[parameter].update(values)
 
 
 def _as_kept(optimizer: torch.optim.Optimizer, numbers: Mapping[str, float]) -> dict[str, Any]:
@@ -181,8 +184,8 @@ def _options(state: RankState, facts: Facts) -> list[dict[str, Any]]:
         options = dict(group)
         if is_alike:
             taken = (options.keys() | {"initial_lr"}) - {"params", *_IMPLEMENTATION}
-            found = stored[stored_of.get(number, number)]
-            options |= {key: value for key, value in found.items() if key in taken}
+            of_checkpoint = stored[stored_of.get(number, number)]
+            options |= {key: value for key, value in of_checkpoint.items() if key in taken}
         options["params"] = list(range(first, first + len(group["params"])))
         first += len(group["params"])
         result.append(options)

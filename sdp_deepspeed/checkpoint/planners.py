@@ -98,13 +98,13 @@ class LoadPlanner(DefaultLoadPlanner):
             ValueError: the checkpoint lacks elements; DCP itself would leave these unchanged.
         """
         plan = super().create_local_plan()
-        found: dict[str, int] = {}
+        planned: dict[str, int] = {}  # elements by key
         for item in plan.items:
-            found[item.dest_index.fqn] = found.get(item.dest_index.fqn, 0) + item.lengths.numel()
+            planned[item.dest_index.fqn] = planned.get(item.dest_index.fqn, 0) + item.lengths.numel()
         for key, boxes in self.state_dict.items():
             wanted = sum(values.numel() for values in boxes.parts.values())
-            if found.get(key, 0) != wanted:
-                raise ValueError(f"{key!r}: the checkpoint has {found.get(key, 0)} of the {wanted} elements needed")
+            if planned.get(key, 0) != wanted:
+                raise ValueError(f"{key!r}: the checkpoint has {planned.get(key, 0)} of the {wanted} elements needed")
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:

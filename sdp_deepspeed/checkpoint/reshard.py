@@ -147,8 +147,8 @@ def fill(wanted: State, offered: State, directory: BoxDirectory, device: torch.d
             place.view(values.shape).copy_(values)
         received = torch.empty(sum(in_sizes), dtype=dtype, device=device)
         dist.all_to_all_single(received, packed, in_sizes, out_sizes)
-        found = [item for of_rank in incoming for item in of_rank]
-        for item, values in zip(found, received.split([item.lengths.numel() for item in found]), strict=True):
+        arriving = [item for of_rank in incoming for item in of_rank]
+        for item, values in zip(arriving, received.split([item.lengths.numel() for item in arriving]), strict=True):
             planner.resolve_tensor(item).copy_(values.view(item.lengths))
         sent += (packed.numel() - out_sizes[me]) * packed.itemsize
     return sent
@@ -181,12 +181,12 @@ def _batches(metadata: Metadata) -> Iterator[tuple[set[str], torch.dtype]]:
         batch: set[str] = set()
         num_bytes = 0
         for key in keys:
-            own = tensors[key].size.numel() * dtype.itemsize
-            if batch and num_bytes + own > _BYTES:
+            size = tensors[key].size.numel() * dtype.itemsize
+            if batch and num_bytes + size > _BYTES:
                 yield batch, dtype
                 batch, num_bytes = set(), 0
             batch.add(key)
-            num_bytes += own
+            num_bytes += size
         if batch:
             yield batch, dtype
 

@@ -79,13 +79,13 @@ def _check(texts: Sequence[str]) -> None:
         raise RuntimeError(
             f"rank {listed(without)} has a config without {KEY!r}, or with enabled: false; use one config on all ranks"
         )
-    found = [json.loads(text) for text in texts]
-    failed = [rank for rank, one in enumerate(found) if one["error"] is not None]
+    of_ranks = [json.loads(text) for text in texts]
+    failed = [rank for rank, of_rank in enumerate(of_ranks) if of_rank["error"] is not None]
     if failed:
-        where = f" [on rank {listed(failed)}]" if len(failed) < len(found) else ""
-        raise ValueError(found[failed[0]]["error"] + where)
+        where = f" [on rank {listed(failed)}]" if len(failed) < len(of_ranks) else ""
+        raise ValueError(of_ranks[failed[0]]["error"] + where)
     if len(set(texts)) > 1:
-        raise ValueError(difference([one["values"] for one in found]))
+        raise ValueError(difference([of_rank["values"] for of_rank in of_ranks]))
 
 
 def _comparable(block: SubnetworkConfig, config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, str]:

@@ -54,24 +54,24 @@ def load(
     """
     control = engine.groups.control
     run_on_all_ranks(lambda: _refuse_foreign(folder, tag), control)
-    found = engine.checkpoints.find(folder, tag, control)
-    if found is None:
+    checkpoint = engine.checkpoints.find(folder, tag, control)
+    if checkpoint is None:
         text = f"load_checkpoint: {folder} has no checkpoint, so nothing was loaded"
         log_dist(text, ranks=[0], level=logging.WARNING)
         return None, None
-    common = found.common
+    common = checkpoint.common
     if scheduler and not module_only:
         run_on_all_ranks(lambda: _check_scheduler(engine.lr_scheduler, common["lr_scheduler"]), control)
     engine.optimizer.zero_grad()  # drop gradients of the current run
     if not module_only:  # per-rank state is restored under the same plan only
         follow_schedule(engine, common["counters"]["global_steps"])
-    engine.checkpoints.restore(found, rank_state(engine), own_state=not module_only, **options)
+    engine.checkpoints.restore(checkpoint, rank_state(engine), own_state=not module_only, **options)
     if not module_only:
         _restore_progress(engine, common["counters"], common["lr_scheduler"] if scheduler else None)
         scaler = engine.optimizer.loss_scaler
         if scaler.dynamic and common["loss_scaler"].get("dynamic", True):  # a run in bf16 or fp32 saved the scale 1
             vars(scaler).update(common["loss_scaler"])
-    return str(found.path), common["client_state"]
+    return str(checkpoint.path), common["client_state"]
 
 
 def _refuse_foreign(folder: Path, tag: str | None) -> None:

@@ -195,15 +195,15 @@ class DenseView:
         view, owned = self, WeakSet(model.modules())
 
         def hide(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-            for own, name in partial_tensors(module).items():
-                key = prefix + own
+            for attribute, name in partial_tensors(module).items():
+                key = prefix + attribute
                 if key in state and module in owned and view.mask.plan.regime == "backward":
                     state[key] = view.mask.joined(name)
                 elif key in state:
                     state[key] = PartialTensor.of(f"{key}: {_PARTIAL if module in owned else _COPIED}")
 
         def refuse(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-            names = [prefix + own for own in partial_tensors(module)]
+            names = [prefix + attribute for attribute in partial_tensors(module)]
             if any(name in state for name in names):
                 raise RuntimeError(
                     f"load_state_dict: this rank has only a part of {names[0]}; load inside "

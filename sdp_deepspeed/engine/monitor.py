@@ -67,8 +67,8 @@ class StepEvents:
             return
         engine = self._engine
         total = float(torch.stack(losses).float().sum()) if losses else math.nan
-        own = total if self._are_shares or not losses else total / len(losses)
-        every = gather_objects(own, engine.groups.control)
+        mean = total if self._are_shares or not losses else total / len(losses)
+        every = gather_objects(mean, engine.groups.control)
         values = {
             "subnetwork_loss" if engine.plan.trains_subnetworks else "train_loss": sum(every) / len(every),
             "gradient_norm": engine.get_global_grad_norm(),

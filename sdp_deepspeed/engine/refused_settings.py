@@ -115,17 +115,17 @@ def refuse_settings(tree: Mapping[str, Any]) -> None:
     """
     # Keys of a precision that is off have no effect.
     tree = {key: part for key, part in tree.items() if key not in ("fp16", "bf16") or _is_on(part)}
-    found = [
+    refused = [
         f"{path}: got {value!r}, which is not supported with {KEY}: {why}"
         for path, _, is_refused, why in REFUSED
         if (value := _lookup(tree, path)) is not None and is_refused(value)
     ]
     if _lookup(tree, "zero_optimization.compute_grad_norm") is False and (tree.get("gradient_clipping", 1.0) or 0) > 0:
-        found.append(
+        refused.append(
             "zero_optimization.compute_grad_norm: got False, but clipping needs the norm; set gradient_clipping to 0"
         )
-    if found:
-        raise ValueError("\n".join(found))
+    if refused:
+        raise ValueError("\n".join(refused))
 
 
 def _lookup(tree: Any, path: str) -> Any:

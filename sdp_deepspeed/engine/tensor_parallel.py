@@ -101,9 +101,9 @@ class TensorParallel:
             ValueError: on all ranks of the group, if tensors differ.
         """
         names = [name for name in self.replicated(tensors) if tensors[name].numel()]
-        own = {name: torch.hash_tensor(tensors[name]).view(torch.int64).item() for name in names}
-        every = _of_group(gather_objects(own, control), self.group)
-        differing = [name for name in own if any(other.get(name) != own[name] for other in every)]
+        hashes = {name: torch.hash_tensor(tensors[name]).view(torch.int64).item() for name in names}
+        every = _of_group(gather_objects(hashes, control), self.group)
+        differing = [name for name in hashes if any(other.get(name) != hashes[name] for other in every)]
         if differing:
             raise ValueError(
                 f"tensor-parallel ranks have different values of the replicated {listed(differing)}; build the model "
@@ -203,14 +203,15 @@ def _of_autotp(
     every = _of_group(gather_objects({name: tuple(p.shape) for name, p in parameters.items()}, control), group)
     divisions = {}
     for name, dense in whole.shapes.items():
-        dims = {dim for own in every for dim, size in enumerate(own[name]) if size != dense[dim]}
+        shapes = [of_rank[name] for of_rank in every]
+        dims = {dim for shape in shapes for dim, size in enumerate(shape) if size != dense[dim]}
         if dims:
             dim = min(dims)
-            divisions[name] = Division(dense, dim, tuple(own[name][dim] for own in every))
+            divisions[name] = Division(dense, dim, tuple(shape[dim] for shape in shapes))
             if len(dims) > 1 or sum(divisions[name].lengths) != dense[dim]:
-                shapes = listed(str(own[name]) for own in every)
                 raise ValueError(
-                    f"tensor_parallel: {name!r} of shape {dense} is divided into {shapes}, expected parts along one dim"
+                    f"tensor_parallel: {name!r} of shape {dense} is divided into {listed(shapes)}, expected parts "
+                    "along one dim"
                 )
     shards = TensorParallelShards(dist.get_rank(group), len(every), divisions)
     branches = [shards.local_branch(branch) for branch in whole.branches]
@@ -235,7 +236,7 @@ def _of_author(model: nn.Module, group: dist.ProcessGroup | None, control: dist.
     dims |= {name: dim for name, p in marked.items() if (dim := int(getattr(p, "partition_dim", -1))) >= 0}
     divisions = {}
     for name in marked:
-        shapes = [own[name] for own in every]
+        shapes = [of_rank[name] for of_rank in every]
         if name in dims:
             dim, lengths = dims[name], tuple(shape[dims[name]] for shape in shapes)
             divisions[name] = Division((*shapes[0][:dim], sum(lengths), *shapes[0][dim + 1 :]), dim, lengths)

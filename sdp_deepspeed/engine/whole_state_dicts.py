@@ -27,10 +27,10 @@ class WholeStateDicts:
         self._shards, self._group, self._are_whole = shards, group, False
         names = {id(p): name for name, p in model.named_parameters() if name in shards.divisions}
         for module in model.modules():
-            own = {key: names[id(p)] for key, p in module._parameters.items() if id(p) in names}
-            if own:
-                module.register_state_dict_post_hook(partial(self._gather, own))
-                module.register_load_state_dict_pre_hook(partial(self._narrow, own))
+            divided = {key: names[id(p)] for key, p in module._parameters.items() if id(p) in names}
+            if divided:
+                module.register_state_dict_post_hook(partial(self._gather, divided))
+                module.register_load_state_dict_pre_hook(partial(self._narrow, divided))
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -43,8 +43,8 @@ class WholeStateDicts:
             self._are_whole = before
 
     @torch.no_grad()
-    def _gather(self, own: Mapping[str, str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        for attribute, name in own.items() if self._are_whole else ():
+    def _gather(self, divided: Mapping[str, str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        for attribute, name in divided.items() if self._are_whole else ():
             key = prefix + attribute
             if key != name and name in state:  # tied to another key
                 state[key] = state[name]
@@ -58,16 +58,16 @@ class WholeStateDicts:
                 f"{name} is divided among tensor-parallel ranks along an unknown dim; set its attribute partition_dim"
             )
         whole = shard.new_zeros(division.shape)
-        self._own_part(division, whole).copy_(shard)
+        self._shard_of(division, whole).copy_(shard)
         dist.all_reduce(whole, group=self._group)  # exact, since other ranks add zeros; shards may have different sizes
         return whole
 
-    def _narrow(self, own: Mapping[str, str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        for attribute, name in own.items() if self._are_whole else ():
+    def _narrow(self, divided: Mapping[str, str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        for attribute, name in divided.items() if self._are_whole else ():
             key, division = prefix + attribute, self._shards.divisions[name]
             if key in state and tuple(state[key].shape) == division.shape:
-                state[key] = self._own_part(division, state[key])
+                state[key] = self._shard_of(division, state[key])
 
-    def _own_part(self, division: Division, whole: torch.Tensor) -> torch.Tensor:
+    def _shard_of(self, division: Division, whole: torch.Tensor) -> torch.Tensor:
         index = self._shards.index
         return whole.narrow(division.dim, sum(division.lengths[:index]), division.lengths[index])

@@ -139,8 +139,8 @@ class ShardedRun:
         frozen = [info for info in self.tensors if not info.trainable]
         return sum(
             piece.num_elements(shapes[name])
-            for (_, name), found in pieces_by_tensor(frozen, self.plan).items()
-            for piece, ranks in found
+            for (_, name), pieces in pieces_by_tensor(frozen, self.plan).items()
+            for piece, ranks in pieces
             if self.is_backward or rank in ranks
         )
 

@@ -452,14 +452,13 @@ def plain_forecasts(model: Model, config: Mapping[str, Any], *, num_ranks: int) 
     step = micro_step(model, inputs, parameters, ignored=named_tensors(model.module).values(), watched=in_units)
     figures, peaks = {}, {}
     for stage in (0, 1, 2):
-        own = plain(tensors, replace(setup, stage=stage), num_ranks=num_ranks)
+        estimate = plain(tensors, replace(setup, stage=stage), num_ranks=num_ranks)
         in_backward = step.peak_keeping if stage < 2 else step.peak
         if accumulation > 1:
-            in_backward = own.gradients + step.peak
-        figures[f"ZeRO-{stage}"] = own
-        peaks[f"ZeRO-{stage}"] = (
-            own.weights + own.optimizer + max(own.buffers + in_backward, own.gradients + own.step_gradients)
-        )
+            in_backward = estimate.gradients + step.peak
+        figures[f"ZeRO-{stage}"] = estimate
+        in_step = estimate.gradients + estimate.step_gradients
+        peaks[f"ZeRO-{stage}"] = estimate.weights + estimate.optimizer + max(estimate.buffers + in_backward, in_step)
     precision = setup.precision
     sizes = {"compute": precision.weights, "num_moments": precision.num_moments, "accumulation": accumulation}
     for name, sharded in {
@@ -497,16 +496,16 @@ def largest_micro_batches(
 
     def peaks(rows: int) -> dict[str, int]:
         sizes = {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": accumulation}
-        found = columns({key: value for key, value in config.items() if key != "train_batch_size"} | sizes)
-        return {name: column.peak for name, column in found.items()}
+        forecasts = columns({key: value for key, value in config.items() if key != "train_batch_size"} | sizes)
+        return {name: column.peak for name, column in forecasts.items()}
 
     # Large micro-batches peak in the backward pass, where bytes grow linearly with the micro-batch.
-    one, few, many = peaks(1), peaks(64 * micro), peaks(128 * micro)
+    smallest, few, many = peaks(1), peaks(64 * micro), peaks(128 * micro)
     result = {}
-    for name in one:
+    for name in smallest:
         per_row = (many[name] - few[name]) / (64 * micro)
         fixed = few[name] - 64 * micro * per_row
-        result[name] = 0 if one[name] > limit else max(1, int((limit - fixed) / per_row))
+        result[name] = 0 if smallest[name] > limit else max(1, int((limit - fixed) / per_row))
     return result
 
 

@@ -100,15 +100,18 @@ def sharded_tensors(
     everyone = tuple(range(len(plan.subnetwork_of_rank)))
     together = gathered_together(plan, parameters, branches)
     for branch in branches:
-        own = [p.parameter for body in branch.bodies for p in branch.pieces if p.parameter.startswith(f"{body}.")]
-        first = {name: pieces_of["parameter", name][0] for name in own if ("parameter", name) in pieces_of}
+        first = {}  # first piece of each parameter in the branch's bodies
+        for piece in branch.pieces:
+            is_inside = piece.parameter.startswith(tuple(f"{body}." for body in branch.bodies))
+            if is_inside and ("parameter", piece.parameter) in pieces_of:
+                first[piece.parameter] = pieces_of["parameter", piece.parameter][0]
         if all(holders == everyone and piece.dim is None for piece, holders in first.values()):
             unit_of |= dict.fromkeys(first, branch.name)
         unit_of |= {p.parameter: together[branch.name] for p in branch.pieces if p.parameter in unit_of}
     layers: dict[str, set[str]] = {}
     for branch in branches:
         layers.setdefault(together[branch.name], set()).add(branch.layer)
-    overlapping = {name for name, own in layers.items() if len(own) > 1}
+    overlapping = {name for name, of_name in layers.items() if len(of_name) > 1}
     cut = {name for (_, name), pieces in pieces_of.items() if pieces[0][0].dim is not None}
     overlapping |= {unit_of[name] for name in cut if name in unit_of}
     for info, pieces in zip(parameters, pieces_of.values(), strict=True):

@@ -53,9 +53,9 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> Run:
     length = None if images else data.get("sequence_length")
     if not images and (type(length) is not int or length < 1):
         raise ValueError(f"data.sequence_length: got {length!r}, expected an integer, at least 1")
-    own, given = ("image_size", "size") if images else ("vocab_size", "vocab_size")
+    key, given = ("image_size", "size") if images else ("vocab_size", "vocab_size")
     if given in data:
-        shape = {own: data[given]} | shape
+        shape = {key: data[given]} | shape
     config = recipe.get("deepspeed")
     if config is None:
         auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")

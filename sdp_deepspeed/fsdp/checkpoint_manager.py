@@ -37,8 +37,9 @@ class SteppedShards:
         sharded.reshard()
         control = sharded.groups.control
         self.group_numbers = [group.get(NUMBER, index) for index, group in enumerate(optimizer.param_groups)]
-        own = run_on_all_ranks(self._numbers_by_name, control)
-        every = {name: number for of_rank in gather_objects(own, control) for name, number in of_rank.items()}
+        every: dict[str, int] = {}
+        for of_rank in gather_objects(run_on_all_ranks(self._numbers_by_name, control), control):
+            every |= of_rank
         self.param_groups = {name: every[name] for name in sharded.parts if name in every}
 
     def _numbers_by_name(self) -> dict[str, int]:
@@ -207,7 +208,7 @@ class CheckpointManager:
                 optimizer or LR scheduler.
         """
         state = self._state("load_checkpoint")
-        found = self._checkpointer.load(
+        checkpoint = self._checkpointer.load(
             Path(load_dir),
             None if tag is None else str(tag),
             state,
@@ -215,16 +216,16 @@ class CheckpointManager:
             own_state=not load_module_only,
             strict=load_module_strict,
         )
-        if found is None:
+        if checkpoint is None:
             return None, None
-        common = found.common
+        common = checkpoint.common
         if not load_module_only:
             self.global_steps = common["counters"]["global_steps"]
             stored = common["lr_scheduler"]
             if load_lr_scheduler_states and self._lr_scheduler is not None and stored is not None:
                 run_on_all_ranks(lambda: self._lr_scheduler.load_state_dict(stored), state.groups.control)
                 _fit_to_groups(self._lr_scheduler, self._optimizer.param_groups)
-        return str(found.path), common["client_state"]
+        return str(checkpoint.path), common["client_state"]
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Load weights from a local folder in Hugging Face format (safetensors); each rank reads what it holds.
@@ -247,7 +248,7 @@ class CheckpointManager:
 
 def _check_whole(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for an optimizer of whole tensors (Muon) if tensors are split by neurons or heads."""
-    is_divided = any(part.dim is not None for own in sharded.parts.values() for part in own)
+    is_divided = any(part.dim is not None for parts in sharded.parts.values() for part in parts)
     if is_divided and groups_of_whole_tensors(optimizer):
         raise ValueError(
             f"{type(optimizer).__name__} updates whole matrices, but ranks hold neurons or heads of them; use "

@@ -126,8 +126,8 @@ def check_per_head(module: nn.Module, branches: Sequence[LocatedBranch]) -> None
     parameters = dict(module.named_parameters())
     plain: list[str] = []
     for branch in branches:
-        own = [piece.parameter for piece in branch.pieces if piece.parameter in parameters]
-        if any(isinstance(p := parameters[name], DTensor) and _Whole.of(p).is_divided for name in own):
+        of_branch: list[Any] = [parameters[piece.parameter] for piece in branch.pieces if piece.parameter in parameters]
+        if any(isinstance(parameter, DTensor) and _Whole.of(parameter).is_divided for parameter in of_branch):
             plain += [name for name in branch.per_head_parameters if not isinstance(parameters[name], DTensor)]
     if plain:
         raise ValueError(
@@ -144,17 +144,17 @@ def columns_of(module: nn.Module, mesh: DeviceMesh, control: Any) -> tuple[tuple
         ValueError: on all ranks, if these and the DTensors' meshes are not columns and rows of one grid.
     """
     meshes = {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}
-    own = tuple(mesh.mesh.tolist())
-    gathered = gather_objects((own, [tuple(other.mesh.flatten().tolist()) for other in meshes]), control)
+    column = tuple(mesh.mesh.tolist())
+    gathered = gather_objects((column, [tuple(other.mesh.flatten().tolist()) for other in meshes]), control)
     columns = tuple(sorted({column for column, _ in gathered}))
     if len(columns) == 1 and not any(rows for _, rows in gathered):
         return ()
     rows = set(zip(*columns, strict=False))
     everybody = sorted(rank for column in columns for rank in column)
-    of_dtensors = sorted({row for _, own_rows in gathered for row in own_rows})
+    of_dtensors = sorted({row for _, rows_of_rank in gathered for row in rows_of_rank})
     is_grid = everybody == list(range(len(gathered))) and len({len(column) for column in columns}) == 1
     if not is_grid or any(
-        other not in rows or rank not in other for rank, (_, own) in enumerate(gathered) for other in own
+        row not in rows or rank not in row for rank, (_, of_rank) in enumerate(gathered) for row in of_rank
     ):
         raise ValueError(
             f"fully_shard: mesh: got ranks {listed(columns)}, and DTensors over ranks {listed(of_dtensors)}, expected "

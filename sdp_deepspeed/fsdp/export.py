@@ -40,11 +40,14 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     sharded = sharded_model_of(module)
     sharded.begin_evaluation("full_state_dict")
     values = hugging_face.dense_state_dict(state_of(sharded), sharded.device)
-    own = sharded.dense.current_buffers()
+    buffers = sharded.dense.current_buffers()
     if dist.get_rank() != 0:
         return {}
     # Tied weights stay one tensor.
-    return {n: values[of] if of in values else local_of(own[of]).cpu() for n, of in sharded.state_names.items()}
+    state: dict[str, torch.Tensor] = {}
+    for key, name in sharded.state_names.items():
+        state[key] = values[name] if name in values else local_of(buffers[name]).cpu()
+    return state
 
 
 def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
@@ -65,9 +68,9 @@ def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None
         if dist.get_rank() == 0:
             model: Any = sharded.dense.module  # of the original class, which the config names
             save = partial(hugging_face.save_pretrained, model, Path(folder), tokenizer, **options)
-            own = getattr(model, "save_pretrained", None)
+            of_model = getattr(model, "save_pretrained", None)
             try:
-                if own is None or "state_dict" in signature(own).parameters:
+                if of_model is None or "state_dict" in signature(of_model).parameters:
                     save(state_dict=state)
                 else:
                     with sharded.dense.holding(state):
@@ -99,8 +102,8 @@ def reestimate_batch_norm(module: nn.Module, batches: Iterable[Any], *, num_batc
         sharded.begin_evaluation("reestimate_batch_norm")
         try:
             with sharded.dense.estimating():
-                found = run_on_all_ranks(lambda: estimate_statistics(copied, taken, run=module), control)
-                write_statistics(found, sharded.groups.data_parallel.process_group)
+                statistics = run_on_all_ranks(lambda: estimate_statistics(copied, taken, run=module), control)
+                write_statistics(statistics, sharded.groups.data_parallel.process_group)
                 sharded.dense.return_buffers()
         finally:
             module.training = was_training

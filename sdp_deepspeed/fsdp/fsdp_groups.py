@@ -67,9 +67,9 @@ def modules_by_branch(mask: Mask) -> Iterator[BranchModules]:
                     f"{KEY}.strategy: with FSDP2 every rank must hold {branch.name!r}, which passes tensors to later "
                     f'layers; use "neuron" for {branch.description.name!r}, or DeepSpeed'
                 )
-            own = {piece.parameter for piece in mask.plan.units[index].pieces if piece.kind == "parameter"}
-            outer = dict.fromkeys(path for member in blocks[index] for path in _outer(mask, member, own))
-            paths = tuple(path for name in outer for path in _whole_modules(mask.model, name, own))
+            names = {piece.parameter for piece in mask.plan.units[index].pieces if piece.kind == "parameter"}
+            outer = dict.fromkeys(path for member in blocks[index] for path in _outer(mask, member, names))
+            paths = tuple(path for module in outer for path in _whole_modules(mask.model, module, names))
             yield BranchModules(branch, mask.plan.ranks_of(index), paths)
         elif any(tensor.parameter in cut for tensor in branch.cut_tensors):
             if len(branch.bodies) > 1:
@@ -80,8 +80,8 @@ def modules_by_branch(mask: Mask) -> Iterator[BranchModules]:
                 )
             yield BranchModules(branch, None, branch.bodies)
         elif branch.name not in of_blocks:
-            own = {piece.parameter for piece in branch.pieces}
-            paths = tuple(path for body in branch.bodies for path in _whole_modules(mask.model, body, own))
+            names = {piece.parameter for piece in branch.pieces}
+            paths = tuple(path for body in branch.bodies for path in _whole_modules(mask.model, body, names))
             yield BranchModules(branch, everyone, paths)
 
 
@@ -141,8 +141,8 @@ def gathered_together(plan: Plan, tensors: Sequence[TensorInfo], branches: Seque
     held: dict[str, Counter[int]] = {branch.layer: Counter() for branch in branches}  # elements on each rank
     whole: Counter[str] = Counter()
     dtypes: dict[str, set[Any]] = {layer: set() for layer in held}
-    own = [info for info in tensors if info.kind == "parameter" and info.name in layer_of]
-    for info, pieces in zip(own, pieces_by_tensor(own, plan).values(), strict=True):
+    parameters = [info for info in tensors if info.kind == "parameter" and info.name in layer_of]
+    for info, pieces in zip(parameters, pieces_by_tensor(parameters, plan).values(), strict=True):
         for piece, holders in pieces:
             size = piece.num_elements(info.shape)
             whole[layer_of[info.name]] += size
@@ -160,12 +160,12 @@ def gathered_together(plan: Plan, tensors: Sequence[TensorInfo], branches: Seque
     return {branch.name: branch.name if branch.name in is_alone else first[branch.layer] for branch in branches}
 
 
-def _outer(mask: Mask, branch: LocatedBranch, own: set[str]) -> Sequence[str]:
+def _outer(mask: Mask, branch: LocatedBranch, of_unit: set[str]) -> Sequence[str]:
     """Paths of a branch's modules; of its layer, if the branch has a parameter of the layer itself."""
     if not branch.parameters:
         return branch.modules
     names = {f"{branch.layer}.{name}" for name, _ in mask.model.get_submodule(branch.layer).named_parameters()}
-    if others := names - own:
+    if others := names - of_unit:
         raise ValueError(
             f"{KEY}: the layer of {branch.parameters[0]!r} has parameters of other units ({min(others)!r}); match its "
             "unit in `shared`, or move it to a separate module"
@@ -173,20 +173,20 @@ def _outer(mask: Mask, branch: LocatedBranch, own: set[str]) -> Sequence[str]:
     return (branch.layer,)
 
 
-def _whole_modules(model: nn.Module, path: str, own: set[str]) -> Iterator[str]:
-    """Yield the outermost modules that have only parameters of `own`, such as the projections of an attention body that
-    also has a shared table."""
+def _whole_modules(model: nn.Module, path: str, of_unit: set[str]) -> Iterator[str]:
+    """Yield the outermost modules that have only parameters of `of_unit`, such as the projections of an attention body
+    that also has a shared table."""
     module = model.get_submodule(path)
     names = {f"{path}.{name}" for name, _ in module.named_parameters()}
-    if not names & own:
+    if not names & of_unit:
         return
-    if names <= own:
+    if names <= of_unit:
         yield path
         return
-    if {f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)} & own:
+    if {f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)} & of_unit:
         raise ValueError(
-            f"{KEY}: {path!r} has parameters of a unit and shared ones ({min(names - own)!r}); match its unit in "
+            f"{KEY}: {path!r} has parameters of a unit and shared ones ({min(names - of_unit)!r}); match its unit in "
             "`shared`, or move them to separate modules"
         )
     for name, _ in module.named_children():
-        yield from _whole_modules(model, f"{path}.{name}", own)
+        yield from _whole_modules(model, f"{path}.{name}", of_unit)

@@ -99,23 +99,23 @@ def parts_of(mask: Mask, ignored: AbstractSet[nn.Parameter]) -> dict[str, list[P
     """
     branch_of = {t.parameter: branch for branch in mask.branches for t in branch.cut_tensors}
     digests = {branch.name: _digests(mask, branch) for branch in mask.branches}
-    found: dict[str, list[Part]] = {}
+    parts: dict[str, list[Part]] = {}
     for name, pieces in mask.pieces.items():
         shape, dim = list(mask.shapes[name]), pieces[0][0].dim
         if dim is None:
             is_sharded = mask.parameters[name] not in ignored
-            found[name] = [Part(name, name, pieces[0][1], (pieces[0][0],), None, tuple(shape), is_sharded)]
+            parts[name] = [Part(name, name, pieces[0][1], (pieces[0][0],), None, tuple(shape), is_sharded)]
             continue
         branch, by_holders = branch_of[name], dict[Holders, list[Piece]]()
         for piece, holders in pieces:
             by_holders.setdefault(holders, []).append(piece)
-        found[name] = []
-        for holders, own in sorted(by_holders.items()):
-            shape[dim] = sum(piece.length for piece in own)
+        parts[name] = []
+        for holders, of_holders in sorted(by_holders.items()):
+            shape[dim] = sum(piece.length for piece in of_holders)
             key = f"{branch.description.name}_{digests[branch.name][holders]}"
             path = f"{branch.layer}.{PARTS}.{key}.{_inside(branch, name)}"
-            found[name].append(Part(name, path, holders, tuple(own), dim, tuple(shape)))
-    return found
+            parts[name].append(Part(name, path, holders, tuple(of_holders), dim, tuple(shape)))
+    return parts
 
 
 def _digests(mask: Mask, branch: LocatedBranch) -> dict[Holders, str]:
@@ -124,7 +124,7 @@ def _digests(mask: Mask, branch: LocatedBranch) -> dict[Holders, str]:
     for name in (tensor.parameter for tensor in branch.cut_tensors if tensor.parameter in mask.pieces):
         for piece, holders in mask.pieces[name]:
             pieces.setdefault(holders, []).append((name, piece.dim, piece.start, piece.length))
-    return {h: hashlib.sha256(json.dumps([h, own]).encode()).hexdigest()[:8] for h, own in pieces.items()}
+    return {h: hashlib.sha256(json.dumps([h, of_holders]).encode()).hexdigest()[:8] for h, of_holders in pieces.items()}
 
 
 def _inside(branch: LocatedBranch, name: str) -> str:
@@ -212,12 +212,15 @@ def _split_layer(
         copied._parameters = {name: None for name, value in layer._parameters.items() if value is None}
         for name in layer._parameters.keys() - copied._parameters.keys() - parts.keys():
             vars(copied)[name] = torch.empty(0)  # the layer keeps this bias; initializers look for the attribute
-        for name, own in parts.items():
-            values = torch.cat([mask.view(piece) for piece in own[number].pieces], own[number].dim or 0)
-            copied._parameters[name] = nn.Parameter(values, requires_grad=mask.trainable[own[number].name])
+        for name, held in parts.items():
+            part = held[number]
+            values = torch.cat([mask.view(piece) for piece in part.pieces], part.dim or 0)
+            copied._parameters[name] = nn.Parameter(values, requires_grad=mask.trainable[part.name])
         set_sizes(copied)
         copies.append(copied)
-    cuts = {name: ParameterSplit(own[0].dim or 0, _ranges(mask, own[0].name, sets)) for name, own in parts.items()}
+    cuts = {}
+    for name, (first, *_) in parts.items():
+        cuts[name] = ParameterSplit(first.dim or 0, _ranges(mask, first.name, sets))
     split_layer(layer, [copied._parameters for copied in copies], cuts, output_bias=bias, is_sum=is_sum)
     for name in parts:
         parameter = layer._parameters.pop(name)

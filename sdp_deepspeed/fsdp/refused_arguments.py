@@ -105,9 +105,9 @@ def check_same_settings(config: SubnetworkConfig, options: str, control: Any) ->
     Raises:
         RuntimeError: on all ranks, naming the settings that differ and their values.
     """
-    own = {name: f"{value}" for name, value in config.comparable().items()} | {"options": options}
-    every = gather_objects(own, control)
-    if any(other != own for other in every):
+    settings = {name: f"{value}" for name, value in config.comparable().items()} | {"options": options}
+    every = gather_objects(settings, control)
+    if any(other != settings for other in every):
         raise RuntimeError(f"fully_shard: {difference(every)}")
 
 

@@ -44,15 +44,15 @@ def clip_grad_norm_(
         parameters = [parameters]
     named = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
     elsewhere = _counted_elsewhere(parameters, named)
-    found = [parameter for parameter in named if parameter.grad is not None]
-    gradients: list[Any] = [parameter.grad for parameter in found]
+    trained = [parameter for parameter in named if parameter.grad is not None]
+    gradients: list[Any] = [parameter.grad for parameter in trained]
     if any(not isinstance(gradient, DTensor) for gradient in gradients):
         raise ValueError(
             "clip_grad_norm_: a gradient is not a DTensor; pass parameters of a model that sdp_deepspeed.fully_shard "
             "returned, without ignored_params, after backward"
         )
     local = [gradient.to_local() for gradient in gradients]
-    owned = [shard for shard, parameter in zip(local, found, strict=True) if id(parameter) not in elsewhere]
+    owned = [shard for shard, parameter in zip(local, trained, strict=True) if id(parameter) not in elsewhere]
     meshes = [parameter.device_mesh for parameter in named if isinstance(parameter, DTensor)]
     device = torch.device(meshes[0].device_type if meshes else device_type())  # offloaded gradients are elsewhere
     norm = gradient_norm(owned, device)
@@ -113,4 +113,4 @@ def _by_mesh(group: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
         if parameter.numel():
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             by_mesh.setdefault(mesh, []).append(member)
-    return [{**group, "params": own} for own in by_mesh.values()]
+    return [{**group, "params": of_mesh} for of_mesh in by_mesh.values()]

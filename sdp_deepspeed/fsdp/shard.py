@@ -315,9 +315,9 @@ def _meshes(
     everyone, axes = tuple(range(mesh.size())), OF_UNITS if is_divided else None
     meshes = {everyone: _named(mesh, OF_UNITS) if is_divided else mesh}
     for holders in sorted(holder_sets - {everyone}):
-        own = groups.of(holders)
-        assert own is not None
-        group = own.process_group or group_of_one()
+        holder_group = groups.of(holders)
+        assert holder_group is not None
+        group = holder_group.process_group or group_of_one()
         meshes[holders] = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=axes)
     return meshes
 

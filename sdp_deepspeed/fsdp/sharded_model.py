@@ -163,8 +163,8 @@ def sharded_model_of(module: nn.Module) -> ShardedModel:
     """
     if not is_sharded(module):
         raise ValueError(f"{type(module).__name__} was not sharded by sdp_deepspeed.fully_shard; call that first")
-    found: ShardedModel = vars(module)[_ATTRIBUTE]
-    return found
+    sharded: ShardedModel = vars(module)[_ATTRIBUTE]
+    return sharded
 
 
 def device_type() -> str:

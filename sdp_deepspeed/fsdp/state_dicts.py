@@ -91,8 +91,8 @@ def install(model: nn.Module, absent: Mapping[str, torch.Size]) -> None:
     """
     by_owner: dict[str, dict[str, torch.Size]] = {}
     for name, shape in absent.items():
-        owner, _, own = name.rpartition(".")
-        by_owner.setdefault(owner, {})[own] = shape
+        owner, _, attribute = name.rpartition(".")
+        by_owner.setdefault(owner, {})[attribute] = shape
     for owner, shapes in by_owner.items():
         module = model.get_submodule(owner)
         module.register_state_dict_post_hook(partial(_show, shapes))

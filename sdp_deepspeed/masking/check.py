@@ -58,11 +58,11 @@ def blocks_of_units(plan: Plan, branches: Sequence[LocatedBranch]) -> dict[int, 
 
 
 def _members(unit: Unit, branches: Sequence[LocatedBranch]) -> list[LocatedBranch]:
-    own = {(piece.kind, piece.parameter) for piece in unit.pieces if piece.dim is None}
+    whole = {(piece.kind, piece.parameter) for piece in unit.pieces if piece.dim is None}
     members = [
         branch
         for branch in branches
-        if branch.is_bypassed and branch.pieces and own.issuperset((p.kind, p.parameter) for p in branch.pieces)
+        if branch.is_bypassed and branch.pieces and whole.issuperset((p.kind, p.parameter) for p in branch.pieces)
     ]
     left_over = {p.parameter for p in unit.pieces} - {p.parameter for branch in members for p in branch.pieces}
     if left_over or not members:

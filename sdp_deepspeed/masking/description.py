@@ -153,23 +153,23 @@ def _compare(
     mask.apply()
     expected = _backward(loss_of(expected_model, batch))
     try:
-        found = _backward(loss_of(masked_model, batch))
+        loss = _backward(loss_of(masked_model, batch))
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
         raise AssertionError(f"{mode}: subnetwork {rank} does not run, unlike the dense model: {error}") from error
-    assert torch.allclose(found, expected, rtol=_TOLERANCE), (
-        f"{mode}: the loss of subnetwork {rank} is {found.item():.6g}, expected {expected.item():.6g}; some branch is "
+    assert torch.allclose(loss, expected, rtol=_TOLERANCE), (
+        f"{mode}: the loss of subnetwork {rank} is {loss.item():.6g}, expected {expected.item():.6g}; some branch is "
         "not x + after(body(norm(x))) as described (branch_scale: a norm is not named), or (neuron) `scaled` lacks an "
         "attribute with the number of heads"
     )
     gradients: Mapping[str, torch.Tensor | None] = {n: p.grad for n, p in expected_model.named_parameters()}
     largest = max(float(g.abs().max()) for g in gradients.values() if g is not None)
     for name, pieces in mask.pieces.items():
-        gradient, own = gradients[name], mask.parameters[name].grad
+        gradient, of_rank = gradients[name], mask.parameters[name].grad
         for piece, holders in pieces:
             if scaled_model is not None and len(holders) > 1:
                 continue  # of a branch that is zero here; the layer's output has its gradient times C
             if mask.trained(piece) and gradient is not None:
-                value = torch.zeros_like(piece.narrow(gradient)) if own is None else mask.view(piece, own)
+                value = torch.zeros_like(piece.narrow(gradient)) if of_rank is None else mask.view(piece, of_rank)
                 assert torch.allclose(value, piece.narrow(gradient), rtol=_TOLERANCE, atol=_TOLERANCE * largest), (
                     f"{mode}: the gradient of {name!r} in subnetwork {rank} is wrong; see the description of its branch"
                 )

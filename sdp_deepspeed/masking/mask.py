@@ -137,11 +137,11 @@ class Mask:
         return dense
 
     def _partial_tensors(self) -> dict[nn.Module, dict[str, str]]:
-        found: dict[nn.Module, dict[str, str]] = {}
+        names: dict[nn.Module, dict[str, str]] = {}
         for name in filter(self.is_partial, self.shapes):
-            owner, _, own = name.rpartition(".")
-            found.setdefault(self.model.get_submodule(owner), {})[own] = name
-        return found
+            owner, _, attribute = name.rpartition(".")
+            names.setdefault(self.model.get_submodule(owner), {})[attribute] = name
+        return names
 
     def tensors(self) -> list[torch.Tensor]:
         """Parameters, buffers, and the frozen parts of split layers."""
@@ -163,9 +163,9 @@ class Mask:
     def check_shapes(self) -> None:
         """Raise RuntimeError if a tensor no longer has the shape that the subnetwork needs."""
         for name, shape in self._reshaped.items():
-            if (found := self._tensor(name).shape) != shape:
+            if (current := self._tensor(name).shape) != shape:
                 raise RuntimeError(
-                    f"{name!r}: its data was replaced by {tuple(found)}, this rank's subnetwork has {tuple(shape)}; "
+                    f"{name!r}: its data was replaced by {tuple(current)}, this rank's subnetwork has {tuple(shape)}; "
                     "assign weights inside `with engine.dense():`"
                 )
 
@@ -312,14 +312,14 @@ class Mask:
     def output_biases(self) -> dict[str, tuple[str, bool]]:
         """For each module with an output projection, by dense name: the name of the bias, and whether the projection is
         a parameter of the module (experts), so that its output is a sum over neurons."""
-        found = {}
+        biases = {}
         for branch in self.branches:
             for tensor in branch.cut_tensors:
                 if tensor.cut.is_output:
                     owner, _, name = tensor.parameter.rpartition(".")
                     is_parameter = tensor.cut.module.rpartition(".")[2] == name
-                    found[owner] = (f"{name}_bias" if is_parameter else "bias", is_parameter)
-        return found
+                    biases[owner] = (f"{name}_bias" if is_parameter else "bias", is_parameter)
+        return biases
 
     def _put(self, pieces: Sequence[Piece], tensor: torch.Tensor, data: torch.Tensor | None = None) -> None:
         if data is not None:
@@ -354,8 +354,8 @@ def is_masked(module: nn.Module) -> bool:
 def partial_tensors(module: nn.Module) -> dict[str, str]:
     """Dense names, by name in the module, of tensors that some rank has in part, or not at all. The same on all ranks;
     none of a dense module. Copies of a masked module have the same names."""
-    found: dict[str, str] = vars(module).get(_MASKED, {})
-    return found
+    names: dict[str, str] = vars(module).get(_MASKED, {})
+    return names
 
 
 def side_by_side(pieces: Sequence[Piece], dense: torch.Tensor) -> torch.Tensor:

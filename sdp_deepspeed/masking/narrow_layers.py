@@ -67,8 +67,8 @@ class Sizes:
         for (module, name), count in self.counts.items():
             setattr(module, name, count * held // total)
         for (module, name), (config, counts) in self.configs.items():
-            own = {key: count * held // total for key, count in counts.items()}
-            vars(module)[name] = config if held == total else _NarrowConfig(_sdp_config=config, **own)
+            counts_of_rank = {key: count * held // total for key, count in counts.items()}
+            vars(module)[name] = config if held == total else _NarrowConfig(_sdp_config=config, **counts_of_rank)
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ def select_heads(body: nn.Module, branch: LocatedBranch, heads: Sequence[int]) -
 
 def _run_held_heads(forward: ReplacedForward, *args: Any, **kwargs: Any) -> Any:
     state: HeldHeads = forward.state
-    own = dict(kwargs)
+    selected = dict(kwargs)
     for name in state.by_head:
         if isinstance(value := kwargs.get(name), torch.Tensor):
             heads = value.unflatten(1, (state.num_heads, -1))
-            own[name] = torch.cat([heads[:, head] for head in state.heads], 1)
-    output = forward.previous(*args, **own)
+            selected[name] = torch.cat([heads[:, head] for head in state.heads], 1)
+    output = forward.previous(*args, **selected)
     first = output[0] if state.num_outputs > 1 else output
     return around(first, state.num_outputs, state.extra_outputs, kwargs)

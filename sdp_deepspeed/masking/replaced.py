@@ -51,9 +51,10 @@ class KnownParameters:
         get: Any = dict.get
         if all(map(operator.is_, map(get, self._registries, self._keys), self._values)):
             return
-        found = dict(self._model.named_parameters())
-        unknown = [name for name, p in found.items() if id(p) not in self._names and p.requires_grad]
-        lost = [name for i, name in self._names.items() if i not in {id(p) for p in found.values()} and name in found]
+        current = dict(self._model.named_parameters())
+        current_ids = {id(parameter) for parameter in current.values()}
+        unknown = [name for name, p in current.items() if id(p) not in self._names and p.requires_grad]
+        lost = [name for known, name in self._names.items() if known not in current_ids and name in current]
         if unknown or lost:
             raise RuntimeError(
                 f"Parameters were replaced after deepspeed.initialize: {quoted([*dict.fromkeys([*unknown, *lost])])}; "

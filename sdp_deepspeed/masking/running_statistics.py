@@ -49,9 +49,11 @@ def average_running_statistics(mask: Mask, group: dist.ProcessGroup | None, devi
     sizes = [piece.num_elements(mask.shapes[piece.parameter]) for piece, _ in means]
     sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
     largest = torch.zeros(len(counts), dtype=torch.int64, device=device)
-    own = [(piece, part) for (piece, ranks), part in zip(means, sums.split(sizes), strict=True) if mask.rank in ranks]
-    for piece, part in own:
-        part.copy_(mask.view(piece))
+    means_of_rank = []
+    for (piece, ranks), summed in zip(means, sums.split(sizes), strict=True):
+        if mask.rank in ranks:
+            summed.copy_(mask.view(piece))
+            means_of_rank.append((piece, summed))
     for index, (piece, ranks) in enumerate(counts):
         if mask.rank in ranks:
             largest[index] = mask.view(piece)
@@ -59,8 +61,8 @@ def average_running_statistics(mask: Mask, group: dist.ProcessGroup | None, devi
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     divisors = torch.tensor([float(len(ranks)) for _, ranks in means], dtype=torch.float64, device=device)
     sums /= divisors.repeat_interleave(torch.tensor(sizes, device=device))
-    for piece, part in own:
-        mask.view(piece).copy_(part)
+    for piece, mean in means_of_rank:
+        mask.view(piece).copy_(mean)
     for (piece, ranks), count in zip(counts, largest, strict=True):
         if mask.rank in ranks:
             mask.view(piece).copy_(count)
@@ -88,8 +90,10 @@ def estimate_statistics(
     sums: dict[_BatchNorm, list[torch.Tensor]] = {}
 
     def add(norm: _BatchNorm, *_: Any) -> None:
-        own = [getattr(norm, name).double() for name in _MEANS]
-        sums[norm] = [total + value for total, value in zip(sums[norm], own, strict=True)] if norm in sums else own
+        values = [getattr(norm, name).double() for name in _MEANS]
+        if norm in sums:
+            values = [total + value for total, value in zip(sums[norm], values, strict=True)]
+        sums[norm] = values
 
     hooks = [norm.register_forward_hook(add) for norm in norms]
     model.eval()
@@ -101,8 +105,10 @@ def estimate_statistics(
         for batch in batches:
             _call(run or model, batch)
         counts = {norm: getattr(norm, _COUNT).clone() for norm in sums}
-        found = {norm: [*(total / counts[norm] for total in totals), counts[norm]] for norm, totals in sums.items()}
-        return {norm: found.get(norm) or [value.double() for value in before[norm]] for norm in norms}
+        statistics = {norm: [value.double() for value in before[norm]] for norm in norms}
+        for norm, totals in sums.items():
+            statistics[norm] = [*(total / counts[norm] for total in totals), counts[norm]]
+        return statistics
     finally:
         for hook in hooks:
             hook.remove()
@@ -115,11 +121,11 @@ def estimate_statistics(
 
 @torch.no_grad()
 def write_statistics(
-    found: Mapping[_BatchNorm, Sequence[torch.Tensor]], group: dist.ProcessGroup | None = None
+    statistics: Mapping[_BatchNorm, Sequence[torch.Tensor]], group: dist.ProcessGroup | None = None
 ) -> None:
     """Set running means and variances to the means over the ranks of a group, which have run equally many batches, and
     set batch counts."""
-    for norm, values in found.items():
+    for norm, values in statistics.items():
         for name, value in zip((*_MEANS, _COUNT), values, strict=True):
             if group is not None and name != _COUNT:
                 dist.all_reduce(value, group=group)

@@ -55,15 +55,15 @@ def coverage_of_branches(plan: Plan, branches: Sequence[LocatedBranch]) -> dict[
         for piece in unit.pieces:
             in_units[piece.parameter] += piece.length
     for branch in branches:
-        own = values[branch.name]
+        coverages = values[branch.name]
         if any(0 < in_units[tensor.parameter] < tensor.size for tensor in branch.cut_tensors if tensor.cut.is_output):
-            own.add(1.0)  # other groups are held by all ranks
-        if len(own) > 1:
+            coverages.add(1.0)  # other groups are held by all ranks
+        if len(coverages) > 1:
             raise ValueError(
-                f'{KEY}.branch_scale: got "training", but groups of {branch.name!r} have coverage {sorted(own)}; give '
-                'them the same coverage, or use "none"'
+                f'{KEY}.branch_scale: got "training", but groups of {branch.name!r} have coverage {sorted(coverages)}; '
+                'give them the same coverage, or use "none"'
             )
-    return {name: own.pop() for name, own in values.items() if own and own != {1.0}}
+    return {name: coverages.pop() for name, coverages in values.items() if coverages and coverages != {1.0}}
 
 
 def starts_smaller(model: nn.Module, branch: LocatedBranch) -> bool:

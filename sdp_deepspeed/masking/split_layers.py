@@ -52,16 +52,14 @@ class Ranges:
         runs: list[list[torch.Tensor]] = [[] for _ in range(max(self.portions) + 1)]
         for run, portion in zip(x.split(self.lengths, dim), self.portions, strict=True):
             runs[portion].append(run)
-        return [own[0] if len(own) == 1 else torch.cat(own, dim) for own in runs]
+        return [of_portion[0] if len(of_portion) == 1 else torch.cat(of_portion, dim) for of_portion in runs]
 
     def join(self, portions: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """Inverse of `split`."""
-        runs = [
-            iter(
-                own.split([n for n, portion in zip(self.lengths, self.portions, strict=True) if portion == number], dim)
-            )
-            for number, own in enumerate(portions)
-        ]
+        lengths: list[list[int]] = [[] for _ in portions]
+        for length, portion in zip(self.lengths, self.portions, strict=True):
+            lengths[portion].append(length)
+        runs = [iter(values.split(of_portion, dim)) for values, of_portion in zip(portions, lengths, strict=True)]
         return torch.cat([next(runs[portion]) for portion in self.portions], dim)
 
     def merged(self) -> Ranges:
@@ -163,7 +161,8 @@ def _join_channels(forward: ReplacedForward, x: torch.Tensor) -> torch.Tensor:
     state: SplitState = forward.state
     ranges = state.cuts["weight"].ranges
     inputs = ranges.split(x, state.dim)
-    return ranges.join([_run_portion(forward, number, own) for number, own in enumerate(inputs)], state.dim)
+    outputs = [_run_portion(forward, number, channels) for number, channels in enumerate(inputs)]
+    return ranges.join(outputs, state.dim)
 
 
 def _add_outputs(forward: ReplacedForward, x: torch.Tensor) -> torch.Tensor:
@@ -172,7 +171,7 @@ def _add_outputs(forward: ReplacedForward, x: torch.Tensor) -> torch.Tensor:
     inputs = state.cuts["weight"].ranges.split(x, state.dim)
     if state.compact:
         inputs[0] = inputs[0].contiguous()
-    return reduce(add, [_run_portion(forward, number, own) for number, own in enumerate(inputs)])
+    return reduce(add, [_run_portion(forward, number, values) for number, values in enumerate(inputs)])
 
 
 def _add_experts(forward: ReplacedForward, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -185,8 +184,8 @@ def _join_parameters(forward: ReplacedForward, *args: Any, **kwargs: Any) -> Any
     """Forward of a module with small parameters: it runs once with concatenated ones."""
     state, joined = forward.state, {}  # not dict[str, Any](), which compilers cannot trace
     for name, cut in state.cuts.items():
-        own = [portion[name] if portion else getattr(forward.module, name) for portion in state.portions]
-        joined[name] = cut.ranges.join(own, cut.dim)
+        values = [portion[name] if portion else getattr(forward.module, name) for portion in state.portions]
+        joined[name] = cut.ranges.join(values, cut.dim)
     return run_with(forward, joined, *args, **kwargs)
 
 

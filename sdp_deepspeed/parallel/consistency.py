@@ -32,9 +32,9 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
     """All-gather a small picklable object over a group with a CPU backend, in rank order."""
     if not dist.is_initialized():
         return [value]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, value, group=group)
+    return of_ranks
 
 
 def raise_on_all_ranks(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
@@ -53,9 +53,9 @@ def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = No
 def gather_results(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """As `run_on_all_ranks`, but returns the results of all ranks in rank order; they must be small and picklable."""
     result, error = _attempt(work)
-    found = gather_objects((_report(error), result), group)
-    _raise_first([report for report, _ in found], error)
-    return [of_rank for _, of_rank in found]
+    of_ranks = gather_objects((_report(error), result), group)
+    _raise_first([report for report, _ in of_ranks], error)
+    return [result for _, result in of_ranks]
 
 
 def first_batches(batches: Iterable[Any], num_batches: int, group: dist.ProcessGroup | None) -> list[Any]:
@@ -96,25 +96,26 @@ def _report(error: Exception | None) -> tuple[str, str] | None:
     return (kind.__name__, f"{error}") if kind else ("RuntimeError", f"{type(error).__name__}: {error}")
 
 
-def _raise_first(reports: Sequence[tuple[str, str] | None], own: Exception | None) -> None:
+def _raise_first(reports: Sequence[tuple[str, str] | None], error: Exception | None) -> None:
     failed = {rank: report for rank, report in enumerate(reports) if report is not None}
     if not failed:
         return
     name, text = failed[min(failed)]
     if len(failed) < len(reports):
         text = f"{text} [on rank {listed(failed)}]"
-    raise next(known for known in _KINDS if known.__name__ == name)(text) from own
+    raise next(known for known in _KINDS if known.__name__ == name)(text) from error
 
 
 def difference(values: Sequence[Mapping[str, str]]) -> str:
     """An error message that names the settings that differ, from the settings of each rank."""
     lines = []
-    for name in sorted({name for own in values for name in own}):
+    for name in sorted(set().union(*values)):
         ranks: dict[str, list[int]] = {}
-        for rank, own in enumerate(values):
-            ranks.setdefault(own.get(name, "absent"), []).append(rank)
+        for rank, of_rank in enumerate(values):
+            ranks.setdefault(of_rank.get(name, "absent"), []).append(rank)
         if len(ranks) > 1:
-            lines.append(f"{name} is {' and '.join([f'{v} on rank {listed(own)}' for v, own in ranks.items()][:5])}")
+            texts = [f"{value} on rank {listed(with_value)}" for value, with_value in ranks.items()]
+            lines.append(f"{name} is {' and '.join(texts[:5])}")
     return (
         f"ranks have different settings: {listed(lines, separator='; ')}. Pass the same config and arguments on all "
         "ranks"
@@ -128,8 +129,8 @@ def refuse_difference(what: str, facts: Mapping[int, Sequence[str]]) -> None:
         facts: facts of each rank, gathered.
     """
     first = min(facts)
-    for rank, own in facts.items():
-        pairs = itertools.zip_longest(facts[first], own, fillvalue="nothing")
+    for rank, of_rank in facts.items():
+        pairs = itertools.zip_longest(facts[first], of_rank, fillvalue="nothing")
         if differing := next((pair for pair in pairs if pair[0] != pair[1]), None):
             raise RuntimeError(
                 f"{what}: {differing[1]} on rank {rank}, {differing[0]} on rank {first}; use the same model, "
@@ -179,13 +180,13 @@ def check_agreement(mask: Mask, groups: Groups) -> None:
     Raises:
         RuntimeError: two ranks have different values of a slice.
     """
-    own = {
+    sums_here = {
         piece: zlib.crc32(mask.view(piece).contiguous().flatten().view(torch.uint8).cpu().numpy().data)
         for pieces in mask.pieces.values()
         for piece, _ in pieces
         if mask.stored(piece)
     }
-    gathered = gather_objects((groups.tensor_parallel_rank, groups.rank, own), groups.control)
+    gathered = gather_objects((groups.tensor_parallel_rank, groups.rank, sums_here), groups.control)
     global_ranks = groups.ranks[groups.tensor_parallel_rank]
     sums_of = {global_ranks[index]: sums for number, index, sums in gathered if number == groups.tensor_parallel_rank}
     for piece in dict.fromkeys(piece for sums in sums_of.values() for piece in sums):

@@ -20,9 +20,9 @@ def refuse_model(model: nn.Module) -> None:
             raise ValueError(f"{KEY}: {name!r} ({type(module).__name__}) produces sparse gradients; use sparse=False")
         if "deepspeed.moe.layer" in {base.__module__ for base in type(module).__mro__}:
             raise ValueError(f"{KEY}: {name!r} is a DeepSpeed mixture of experts; use one of Transformers' instead")
-    for one, other in _in_the_same_memory(model):
+    for first, second in _in_the_same_memory(model):
         raise ValueError(
-            f"{KEY}: {one!r} and {other!r} share memory, but are two Parameters; assign the Parameter itself "
+            f"{KEY}: {first!r} and {second!r} share memory, but are two Parameters; assign the Parameter itself "
             "(b.weight = a.weight, not .data), or clone one"
         )
 
@@ -45,12 +45,12 @@ def _in_the_same_memory(model: nn.Module) -> Iterator[tuple[str, str]]:
         before.setdefault(key, []).append((start, stop, is_trained, name))
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two views of one storage share an element; strided views may interleave without sharing any."""
     places = [
         torch.arange(t.untyped_storage().nbytes() // t.element_size(), device="cpu")
         .as_strided(t.shape, t.stride(), int(t.storage_offset()))
         .flatten()
-        for t in (one, other)
+        for t in (first, second)
     ]
     return bool(torch.isin(*places).any())

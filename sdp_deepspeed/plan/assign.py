@@ -54,7 +54,7 @@ def spectral_gap(holders: Sequence[Subnetworks], weights: Sequence[int], num_sub
     if num_components(sets, k) > 1:
         return 0.0
     table = incidence(sets, k)
-    overlaps = (table.T * np.array([shares[one] for one in sets])) @ table
+    overlaps = (table.T * np.array([shares[subnetworks] for subnetworks in sets])) @ table
     # W is similar to this symmetric matrix.
     sums = overlaps.sum(axis=1)
     return float(np.clip(1.0 - np.linalg.eigvalsh(overlaps / np.sqrt(np.outer(sums, sums)))[-2], 0.0, 1.0))
@@ -64,19 +64,19 @@ def incidence(holders: Sequence[Subnetworks], num_subnetworks: int) -> Ints:
     """0/1 table of units by subnetworks, [U, k]."""
     table = np.zeros((len(holders), num_subnetworks), dtype=np.int64)
     rows = np.repeat(np.arange(len(holders)), [len(subnetworks) for subnetworks in holders])
-    table[rows, [one for subnetworks in holders for one in subnetworks]] = 1
+    table[rows, [subnetwork for subnetworks in holders for subnetwork in subnetworks]] = 1
     return table
 
 
 def num_components(holders: Iterable[Subnetworks], num_subnetworks: int) -> int:
     """Number of connected components of the bipartite graph of subnetworks and units."""
-    parts = [1 << one for one in range(num_subnetworks)]
+    components = [1 << subnetwork for subnetwork in range(num_subnetworks)]  # bit masks
     for subnetworks in dict.fromkeys(holders):
-        mask = sum(1 << one for one in subnetworks)
-        met = [part for part in parts if part & mask]
-        if len(met) > 1:
-            parts = [part for part in parts if not part & mask] + [sum(met)]
-    return len(parts)
+        mask = sum(1 << subnetwork for subnetwork in subnetworks)
+        connected = [component for component in components if component & mask]
+        if len(connected) > 1:
+            components = [component for component in components if not component & mask] + [sum(connected)]
+    return len(components)
 
 
 @lru_cache(maxsize=512)
@@ -116,10 +116,11 @@ def _flattest(k: int, p: int, spectrum: NDArray[np.float64], even: tuple[int, ..
             swaps.append((*block[:place], shuffler.choice(outside), *block[place + 1 :]))
         scores = _scores(_indicator(swaps, k), spectrum, even)
         first = int(np.lexsort(scores)[0])
-        block, found = swaps[first], tuple(float(score[first]) for score in reversed(scores))
-        failures = failures + 1 if best == found else 0
-        best = found
-    return tuple(sorted((one - min(block)) % k for one in block))
+        block = swaps[first]
+        reached = tuple(float(score[first]) for score in reversed(scores))
+        failures = failures + 1 if best == reached else 0
+        best = reached
+    return tuple(sorted((element - min(block)) % k for element in block))
 
 
 def _scores(
@@ -148,7 +149,7 @@ def _complement(block: BaseBlock, k: int) -> BaseBlock:
 @lru_cache(maxsize=512)
 def translates(block: BaseBlock, k: int) -> tuple[Subnetworks, ...]:
     """Translates B + t for t from 0 to k - 1, each ascending."""
-    return tuple(tuple(sorted((one + t) % k for one in block)) for t in range(k))
+    return tuple(tuple(sorted((element + t) % k for element in block)) for t in range(k))
 
 
 @lru_cache(maxsize=512)
@@ -196,8 +197,9 @@ def assign(
         attempt = _Attempt(kinds, amounts, k, number, wanted)
         attempt.balance()
         flaws = attempt.flaws()
-        found = (*flaws, round(1 - spectral_gap(attempt.holders, weights, k), 6)), attempt.holders
-        best = found if best is None or found[0] < best[0] else best
+        score = (*flaws, round(1 - spectral_gap(attempt.holders, weights, k), 6))
+        if best is None or score < best[0]:
+            best = score, attempt.holders
         if not num_rest and not flaws[0] and not any(flaws[2:-1]):
             break
     assert best is not None
@@ -238,14 +240,18 @@ class _Attempt:
         shuffler, numbers = random.Random(number), sorted({p for p, _, _ in kinds if p < k})
         self._max_sets = max(MAX_SETS_PER_RANK, *numbers, 0)
         for p in numbers:
-            own = {kind: units for kind, units in kinds.items() if kind[0] == p}
-            steps = {k // gcd(len(u), k) for (_, name, _), u in own.items() if name is None or len(u) * p <= 2 * k}
+            of_p = {kind: units for kind, units in kinds.items() if kind[0] == p}
+            steps = set()
+            for (_, name, _), units in of_p.items():
+                if name is None or len(units) * p <= 2 * k:
+                    steps.add(k // gcd(len(units), k))
             even = tuple(sorted(step for step in steps if p % step == 0)) if number % 3 != 1 else ()
             blocks = base_blocks(k, p, max(1, MAX_SETS_PER_RANK // (p * len(numbers))), even)
             others = (tuple(range(p)),) if number % 3 == 2 else blocks
-            sets, choice = ([one for block in some for one in translates(block, k)] for some in (blocks, others))
+            sets = [holders for block in blocks for holders in translates(block, k)]
+            choice = [holders for block in others for holders in translates(block, k)]
             table, num_dealt = np.concatenate([_table(block, k) for block in others]), 0
-            for (_, name, _), units in sorted(own.items(), key=lambda item: -int(amounts[item[1]].sum())):
+            for (_, name, _), units in sorted(of_p.items(), key=lambda item: -int(amounts[item[1]].sum())):
                 whole, left, turn = len(units) // k * k, len(units) % k, shuffler.randrange(k)
                 begin = (num_dealt + whole) % len(choice)
                 places = [begin + (turn + i * k // left) % k for i in range(left)]
@@ -253,8 +259,8 @@ class _Attempt:
                     places = shuffler.sample(range(len(choice)), left)
                 dealt = [sets[(num_dealt + i - i % k + (i + turn) % k) % len(sets)] for i in range(whole)]
                 dealt += [choice[i] for i in places]
-                for unit, one in zip(units, dealt, strict=True):
-                    self.holders[unit] = one
+                for unit, holders in zip(units, dealt, strict=True):
+                    self.holders[unit] = holders
                 for unit in units[0 if number % 4 == 3 else whole :]:
                     self._movable.append((unit, choice, table, _WANTED if unit in wanted else name))
                 num_dealt += max(whole, k)
@@ -290,7 +296,7 @@ class _Attempt:
         return (
             sum(int((rows[units].sum(axis=0) == 0).sum()) for units in self._needs.values()),
             num_components(self.holders, k),
-            *(max(0, int(np.ceil((one - _BALANCED) / 0.05))) for one in _imbalance(rows.T @ self._amounts)),
+            *(max(0, int(np.ceil((excess - _BALANCED) / 0.05))) for excess in _imbalance(rows.T @ self._amounts)),
             max(0, num_sets - self._max_sets),
         )
 
@@ -320,8 +326,11 @@ def _permuted(holders: Sequence[Subnetworks], alike: Sequence[list[int]], k: int
     for units in alike:
         sets = [holders[unit] for unit in units]
         shuffler.shuffle(sets)
-        for unit, one in zip(units, sets, strict=True):
-            result[unit] = one
+        for unit, subnetworks in zip(units, sets, strict=True):
+            result[unit] = subnetworks
     turn = shuffler.randrange(k)
-    turned = {one: tuple(sorted((number + turn) % k for number in one)) for one in {*result}}
-    return tuple(turned[one] for one in result) if {*turned.values()} == {*turned} else tuple(result)
+    turned = {
+        subnetworks: tuple(sorted((subnetwork + turn) % k for subnetwork in subnetworks)) for subnetworks in {*result}
+    }
+    keeps_sets = {*turned.values()} == {*turned}
+    return tuple(turned[subnetworks] for subnetworks in result) if keeps_sets else tuple(result)

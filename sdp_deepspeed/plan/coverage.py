@@ -139,7 +139,7 @@ def holders_of_units(
     """
     if not isinstance(given, tuple):
         return (whole_holders(given, k, path),) * len(names)
-    found, last = [k] * len(names), num_layers - 1
+    numbers, last = [k] * len(names), num_layers - 1
     undecided = set(range(len(names)))
     rules: tuple[CoverageRule | HoldersRule, ...] = given
     for index, rule in enumerate(rules):
@@ -158,8 +158,8 @@ def holders_of_units(
                 f"model has {num_layers} layers"
             )
         for unit in cut:
-            found[unit] = _holders_by_rule(rule, k, layers[unit], last, where)
-    return tuple(found)
+            numbers[unit] = _holders_by_rule(rule, k, layers[unit], last, where)
+    return tuple(numbers)
 
 
 def _holders_by_rule(rule: CoverageRule | HoldersRule, k: int, layer: int, last: int, path: str) -> int:
@@ -219,7 +219,8 @@ def _is_whole(share: float, k: int) -> bool:
 
 def describe_holders(numbers: Sequence[int]) -> str:
     """Text for the numbers of holders of units."""
-    found = sorted({*numbers})
-    if len(found) == 1:
-        return f"{found[0]} holders each"
-    return f"{found[0]} to {found[-1]} holders, {sum(numbers)} in all" if found else "no holders"
+    if not numbers:
+        return "no holders"
+    if min(numbers) == max(numbers):
+        return f"{numbers[0]} holders each"
+    return f"{min(numbers)} to {max(numbers)} holders, {sum(numbers)} in all"

@@ -279,8 +279,8 @@ def _check_table(plan: Plan) -> None:
         if p not in (None, len(holders)):
             raise ValueError(f"plan: unit {name!r} has {len(holders)} holders, but num_holders is {p}")
     if p is None and len({*map(len, plan.holders)}) == 1:
-        found = len(plan.holders[0])
-        raise ValueError(f"plan.num_holders: got None, but every unit has {found} holders; set it to {found}")
+        number = len(plan.holders[0])
+        raise ValueError(f"plan.num_holders: got None, but every unit has {number} holders; set it to {number}")
     held = {subnetwork for holders in {*plan.holders} for subnetwork in holders}
     if len(held) < k:
         raise ValueError(f"plan: {k - len(held)} of {k} subnetworks hold no unit; each must hold at least one")

@@ -74,8 +74,12 @@ def plan_model(
 
 def _crossing(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> list[int]:
     """Blocks with cross-attention; without any, a subnetwork's loss does not reach the encoder."""
-    own = {p.parameter for b in branches if b.description.name == CROSS_ATTENTION for p in b.pieces}
-    return [index for index, unit in enumerate(units) if any(p.parameter in own and p.dim is None for p in unit.pieces)]
+    crossing = {p.parameter for b in branches if b.description.name == CROSS_ATTENTION for p in b.pieces}
+    blocks = []
+    for index, unit in enumerate(units):
+        if any(piece.parameter in crossing and piece.dim is None for piece in unit.pieces):
+            blocks.append(index)
+    return blocks
 
 
 def make_plan(
@@ -108,15 +112,15 @@ def make_plan(
     )
     _check_reach(holders, k, "the model", "fewer subnetworks, or finer units")
     for branch in dict.fromkeys(name for name in branches or () if name is not None):
-        own = [one for one, name in zip(holders, branches or (), strict=True) if name == branch]
-        _check_reach(own, k, f"branch {branch!r}", 'more neuron_groups, or strategy "block" for that part')
+        of_branch = [subnetworks for subnetworks, name in zip(holders, branches or (), strict=True) if name == branch]
+        _check_reach(of_branch, k, f"branch {branch!r}", 'more neuron_groups, or strategy "block" for that part')
     number = num_holders[0] if len({*num_holders}) == 1 else None
     ranks = _subnetwork_of_rank(k, data_parallel_size)
     return Plan(block.regime, block.strategy, k, number, block.seed, tuple(units), holders, ranks)
 
 
 def _check_reach(holders: Sequence[tuple[int, ...]], k: int, what: str, remedy: str) -> None:
-    if len({subnetwork for one in {*holders} for subnetwork in one}) < k:
+    if len(set().union(*holders)) < k:
         words, least = describe_holders([*map(len, holders)]), -(-k // max(1, len(holders)))
         raise ValueError(
             f"{what}: {len(holders)} units with {words} cannot give each of {k} subnetworks one; use {least} or more "

@@ -106,19 +106,20 @@ class TensorParallelShards:
         """The slices of a unit in each shard of a tensor, which must be equal."""
         division = self.divisions[pieces[0].parameter]
         width = self._width(division, pieces[0])
-        found: list[list[tuple[int, int]]] = [[] for _ in range(self.size)]
+        slices: list[list[tuple[int, int]]] = [[] for _ in range(self.size)]  # start and length, by shard
         for piece in pieces:
             start, stop = piece.start, piece.start + piece.length
             for index in range(start // width, min(-(-stop // width), self.size)):
                 low, high = max(start - index * width, 0), min(stop - index * width, width)
-                found[index].append((low, high - low))
-        if any(sorted(other) != sorted(found[0]) for other in found):
-            words = listed((", ".join(f"[{a}, {a + n})" for a, n in own) or "nothing" for own in found), separator="; ")
+                slices[index].append((low, high - low))
+        if any(sorted(of_shard) != sorted(slices[0]) for of_shard in slices):
+            texts = [", ".join(f"[{a}, {a + n})" for a, n in of_shard) or "nothing" for of_shard in slices]
+            words = listed(texts, separator="; ")
             raise ValueError(
                 f"plan: unit {unit.name!r} takes different pieces of {pieces[0].parameter!r} in the {self.size} "
                 f"tensor-parallel shards: {words}; use a plan made with {self.size} tensor-parallel ranks, or blocks"
             )
-        return [replace(pieces[0], start=start, length=length) for start, length in found[0]]
+        return [replace(pieces[0], start=start, length=length) for start, length in slices[0]]
 
     def _width(self, division: Division, piece: Piece) -> int:
         """Number of indices of a shard along the dim of a piece, which must be the divided one."""

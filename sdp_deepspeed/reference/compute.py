@@ -21,11 +21,11 @@ class DenseFlops:
 
     Args:
         total: FLOPs of a forward and backward pass.
-        own: FLOPs of the forward pass by dense name of the module, without its children.
+        of_modules: FLOPs of the forward pass by dense name of the module, without its children.
     """
 
     total: int
-    own: Mapping[str, int]
+    of_modules: Mapping[str, int]
 
 
 def dense_flops(model: nn.Module, loss: Callable[[], torch.Tensor]) -> DenseFlops:
@@ -40,14 +40,14 @@ def dense_flops(model: nn.Module, loss: Callable[[], torch.Tensor]) -> DenseFlop
         value.backward()
     counts = {path: sum(by_operator.values()) for path, by_operator in forward.get_flop_counts().items()}
     root = type(model).__name__
-    own = {name: counts.get(f"{root}.{name}" if name else root, 0) for name, _ in model.named_modules()}
-    for name in reversed(own):  # children before parents; a ModuleList does not count
+    of_modules = {name: counts.get(f"{root}.{name}" if name else root, 0) for name, _ in model.named_modules()}
+    for name in reversed(of_modules):  # children before parents; a ModuleList does not count
         parent = name.rpartition(".")[0]
         while parent and f"{root}.{parent}" not in counts:
             parent = parent.rpartition(".")[0]
         if name:
-            own[parent] -= counts.get(f"{root}.{name}", 0)
-    return DenseFlops(forward.get_total_flops() + backward.get_total_flops(), own)
+            of_modules[parent] -= counts.get(f"{root}.{name}", 0)
+    return DenseFlops(forward.get_total_flops() + backward.get_total_flops(), of_modules)
 
 
 def worker_flops(model: nn.Module, plan: Plan, subnetwork: int, dense: DenseFlops) -> int:
@@ -59,11 +59,11 @@ def worker_flops(model: nn.Module, plan: Plan, subnetwork: int, dense: DenseFlop
     held = held_mask(model, plan, subnetwork)
     total = dense.total
     for name, module in model.named_modules():
-        if not dense.own[name]:
+        if not dense.of_modules[name]:
             continue
-        absent = dense.own[name] * _absent_share(module, name, held)
-        assert absent.denominator == 1, f"{name}: {absent} of {dense.own[name]} FLOPs"
-        has_weights = any(own.dim() > 1 for own in module.parameters(recurse=False))  # else it multiplies activations
+        absent = dense.of_modules[name] * _absent_share(module, name, held)
+        assert absent.denominator == 1, f"{name}: {absent} of {dense.of_modules[name]} FLOPs"
+        has_weights = any(p.dim() > 1 for p in module.parameters(recurse=False))  # else it multiplies activations
         total -= int(absent) * (3 if plan.regime == "forward" else int(has_weights))
     return total
 
@@ -71,7 +71,7 @@ def worker_flops(model: nn.Module, plan: Plan, subnetwork: int, dense: DenseFlop
 def _absent_share(module: nn.Module, name: str, held: Mapping[str, torch.Tensor]) -> Fraction:
     """Absent share of the matrices in a module and its submodules."""
     prefix = f"{name}." if name else ""
-    names = [prefix + own for own, parameter in module.named_parameters() if parameter.dim() > 1]
-    masks = [held[own] for own in names if own in held]  # tied ones have their first name
+    names = [prefix + name for name, parameter in module.named_parameters() if parameter.dim() > 1]
+    masks = [held[name] for name in names if name in held]  # tied ones have their first name
     cut = [mask for mask in masks if not mask.all()]
     return 1 - Fraction(int(sum(mask.sum() for mask in cut)), sum(mask.numel() for mask in cut)) if cut else Fraction(0)

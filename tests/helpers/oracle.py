@@ -281,7 +281,7 @@ class Run:
                 checkpoint(case, model)
                 with FlopCounterMode(display=False) as counter:
                     loss_of(case, model, sample).backward()
-                forward = sum(dense.own.values())
+                forward = sum(dense.of_modules.values())
                 again = math.ceil((counter.get_total_flops() - dense.total) / forward)  # layers may be nested
                 assert found <= expected + again * forward, (found, expected, dense.total, again)
 

@@ -60,7 +60,7 @@ def test_flops_of_a_worker(regime: str, expected: tuple[int, int]) -> None:
     model = TwoBranches()
     dense = dense_flops(model, lambda: model(torch.ones(ROWS, WIDTH)))
     assert dense.total == 2 * STEM + 3 * MLP + 3 * BLOCK
-    assert {name: flops for name, flops in dense.own.items() if flops} == {
+    assert {name: flops for name, flops in dense.of_modules.items() if flops} == {
         "stem": STEM,
         "layers.0.0": MLP // 2,
         "layers.0.1": MLP // 2,
