@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks import figures
+from benchmarks import figures, quickstart_table
 from benchmarks.figures import MIB, SDP, most, ratio_of_steps
 from benchmarks.quality import AXES, LABELS, NARROW, README, Figures, few_data_rows, quality_rows
 
@@ -297,6 +297,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "quality-axes": (partial(quality, AXES, from_budget=500), ("learning", "recipe_costs")),
     "quality-narrow": (partial(quality, NARROW), ("learning", "recipe_costs")),
     "few-data": (few_data, ("learning",)),
+    "quickstart-table": (lambda run: f"```text\n{quickstart_table.table(run['runs'])}\n```", ("quickstart",)),
     "quickstart": (lambda _: "![Loss and memory of the quickstart run](quickstart.svg)", ("quickstart",)),
     "checkpoints": (checkpoints, ("checkpoints_4_ranks",)),
     "host-time": (host_time, ("host_time",)),

@@ -1,4 +1,4 @@
-"""The examples as they stand: Trainer, Accelerate, a DeepSpeed loop, FSDP2, and a hand-written model, on two ranks."""
+"""The examples as they stand, on two ranks: Trainer, Accelerate, Lightning, loops, and a hand-written model."""
 
 from __future__ import annotations
 
@@ -60,6 +60,19 @@ def test_accelerate_launches_the_example(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     check(done.stdout + done.stderr, tmp_path)
+
+
+@pytest.mark.slow  # lightning is not among the tests' requirements
+def test_lightning_trains_resumes_and_saves_the_dense_model(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="needs `pip install lightning`")
+    program = [str(ROOT / "tests/helpers/lightning_on_the_cpu.py"), str(ROOT / "launch/examples/with_lightning.py")]
+    output = run([*program, str(tmp_path), "--steps", "8"], tmp_path / "log")
+    check(output, tmp_path / "hf")
+    before = (tmp_path / "hf/model.safetensors").read_bytes()
+    more = run([*program, str(tmp_path), "--steps", "9"], tmp_path / "more")
+    assert "Restored all states from the checkpoint" in more
+    check(more, tmp_path / "hf")
+    assert (tmp_path / "hf/model.safetensors").read_bytes() != before
 
 
 def own_model() -> nn.Module:
