@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -61,9 +60,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "world(*sizes, slow=(), gpu_backend=...): a test with the argument `rank` runs on so many forked ranks",
     )
-    config.addinivalue_line(
-        "markers", "checks(sizes, maker, slow=()): a test for each check that maker(size, config) lists; slow: patterns"
-    )
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -99,38 +95,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-Maker = Callable[[int, pytest.Config], Iterable[tuple[str, Any]]]
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test for each size of a world.
-
-    `@pytest.mark.checks(size, maker)` on a test with the argument `outcome`: a test per check, one set of ranks.
-
-    Checks are slow by a mark of the function, or where "size-name" matches a pattern of `slow`.
-    """
+    """A test for each size of a world."""
     world = metafunc.definition.get_closest_marker("world")
     named = [str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize")]
     if world is not None and "rank" in metafunc.fixturenames and not any("'rank'" in names for names in named):
         slow = world.kwargs.get("slow", ())
         sizes = [pytest.param(size, marks=[pytest.mark.slow] if size in slow else []) for size in world.args]
         metafunc.parametrize("rank", sizes)
-    marker = metafunc.definition.get_closest_marker("checks")
-    if marker is None:
-        return
-    sizes, maker = marker.args
-    slow = marker.kwargs.get("slow", ())
-    checks = [
-        pytest.param((size, maker, name), id=f"{size}-{name}", marks=_marks(f"{size}-{name}", check, slow))
-        for size in (sizes if isinstance(sizes, tuple) else (sizes,))
-        for name, check in maker(size, metafunc.config)
-    ]
-    metafunc.parametrize("outcome", checks, indirect=True)
-
-
-def _marks(name: str, check: Any, slow: Iterable[str]) -> list[Any]:
-    matched = any(fnmatch.fnmatchcase(name, pattern) for pattern in slow)
-    return [pytest.mark.slow] if matched else getattr(getattr(check, "func", check), "pytestmark", [])
 
 
 @dataclass
@@ -145,9 +117,6 @@ class _Run:
             done, why = next(self.outcomes)
             self.known[done] = why
         return self.known[name]
-
-
-_RUNS: dict[tuple[int, Maker], _Run] = {}
 
 
 @dataclass(frozen=True)
@@ -210,27 +179,13 @@ def place(request: pytest.FixtureRequest) -> Any:
     return GPU if request.config.getoption("--gpu") and request.node.get_closest_marker("gpu") else CPU
 
 
-@pytest.fixture
-def outcome(request: pytest.FixtureRequest, place: Any) -> str | None:
-    """Why a check failed, or None. Checks run when the first of them is asked for; what was not selected does not."""
-    from tests.helpers.ranks import each_outcome
-
-    size, maker, name = request.param
-    if (size, maker) not in _RUNS:
-        asked = [getattr(item, "callspec", None) for item in request.session.items]
-        selected = [call.params["outcome"] for call in asked if call is not None and "outcome" in call.params]
-        checks = [check for check in maker(size, request.config) if (size, maker, check[0]) in selected]
-        _RUNS[size, maker] = _Run(each_outcome(size, checks, place=place))
-    return _RUNS[size, maker].outcome(name)
-
-
 def pytest_sessionstart(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):
         sweep_segments()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    for run in (*_RUNS.values(), *_WORLDS.values()):
+    for run in _WORLDS.values():
         run.outcomes.close()  # type: ignore[attr-defined]  # a run that was interrupted leaves no ranks behind
     if not hasattr(session.config, "workerinput"):
         sweep_segments()

@@ -161,8 +161,9 @@ def restore_optimizer(state: RankState, moments: Moments, facts: Facts) -> None:
 
 
 def _as_kept(optimizer: torch.optim.Optimizer, numbers: Mapping[str, float]) -> dict[str, Any]:
-    """Step counts in the optimizer's type: fp32 tensors in PyTorch, integers in DeepSpeed."""
-    home = type(optimizer).__module__
+    """Step counts in the optimizer's type: fp32 tensors in PyTorch, integers in DeepSpeed. Muon has none; those of the
+    parameters that it leaves to an Adam are that Adam's."""
+    home = type(getattr(optimizer, "aux_optimizer", None) or optimizer).__module__
     if home.startswith("torch."):
         return {key: torch.tensor(value, dtype=torch.float32, device="cpu") for key, value in numbers.items()}
     return {key: int(value) for key, value in numbers.items()} if home.startswith("deepspeed") else dict(numbers)

@@ -9,18 +9,6 @@ A test with the argument `rank` runs on every rank of a world, whose size a mark
 shown whole, and the tests after it run in ranks that are started anew. So no test may lean on what an earlier one left
 in its process. One that leaves something behind which disturbs others comes last in its file.
 
-A file lists its checks for each world size:
-
-    def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Check]]:
-        yield "the_sum_is_that_of_all", the_sum_is_that_of_all
-
-    @pytest.mark.checks(2, _cases)
-    def test_two_ranks(outcome: str | None) -> None:
-        assert outcome is None, outcome
-
-Mark slow checks with `@pytest.mark.slow` above the function, or by name: `slow=["2-*zero0*"]` in the mark. A check that
-leaves something behind which disturbs others comes last in its list.
-
 Ranks are forked from a server that has imported torch, DeepSpeed and Transformers and has done nothing else: each is a
 process of its own, as fresh as a new interpreter, without the seconds that these imports take. Ranks on a GPU are new
 interpreters, as CUDA may not be forked.

@@ -21,10 +21,12 @@ from tests.helpers.core_training import Layout, Training, training
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, refusal
 
+pytestmark = pytest.mark.world(2)
+
 LARGEST = 2**15  # bytes of a file: tensors have more, all others less
 
 
-def damaged_files_are_refused(rank: Rank) -> None:
+def test_damaged_files_are_refused(rank: Rank) -> None:
     """Each file in turn is cut short, changed in one bit, deleted: it is named, or the checkpoint before is loaded."""
     manager, folder = Checkpointer(), rank.folder
     with training(Layout(2)) as run:
@@ -78,7 +80,7 @@ def _damaged(rank: Rank, path: Path, damage: Callable[[Path], Any]) -> Iterator[
     dist.barrier()
 
 
-def files_may_not_grow(rank: Rank) -> None:
+def test_files_may_not_grow(rank: Rank) -> None:
     """A limit of the system on one rank, which fails as a full disk does: in the middle of a file."""
     for asynchronous in (False, True):
         manager, folder = Checkpointer(asynchronous=asynchronous), rank.folder / str(asynchronous)
@@ -123,7 +125,7 @@ def _limited(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def what_one_rank_cannot_do(rank: Rank) -> None:
+def test_what_one_rank_cannot_do(rank: Rank) -> None:
     """An error on all: to look for checkpoints, to read one, to finish one, to describe its state."""
     manager = Checkpointer()
     with training(Layout(2)) as run:
@@ -149,7 +151,7 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def calls_that_differ(rank: Rank) -> None:
+def test_calls_that_differ(rank: Rank) -> None:
     manager = Checkpointer()
     with training(Layout(2)) as run:
 
@@ -182,7 +184,7 @@ def calls_that_differ(rank: Rank) -> None:
         assert loaded.common == plain
 
 
-def one_job_in_a_folder(rank: Rank) -> None:
+def test_one_job_in_a_folder(rank: Rank) -> None:
     """Of another process: here one that the folder's lock is not told of."""
     with training(Layout(2)) as run:
         manager = Checkpointer()
@@ -195,19 +197,3 @@ def one_job_in_a_folder(rank: Rank) -> None:
         manager.close()
         other.save(rank.folder, "tag", run.state, {})
         other.close()
-
-
-def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (
-        damaged_files_are_refused,
-        files_may_not_grow,
-        what_one_rank_cannot_do,
-        calls_that_differ,
-        one_job_in_a_folder,
-    ):
-        yield check.__name__, check
-
-
-@pytest.mark.checks(2, _checks)
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

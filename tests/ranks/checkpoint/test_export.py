@@ -46,7 +46,8 @@ def write(name: str, folder: Path, rank: Rank) -> None:
         torch.save(logits, folder / f"{name}.pt")
 
 
-def start_from_a_folder(rank: Rank) -> None:
+@pytest.mark.world(2)
+def test_start_from_a_folder(rank: Rank) -> None:
     """Also of a model without weights, of which no rank ever has all."""
     folder = rank.folder / "in"
     if rank.rank == 0:
@@ -61,7 +62,8 @@ def start_from_a_folder(rank: Rank) -> None:
         assert_identical(dense_state(engine), expected)
 
 
-def of_other_libraries(rank: Rank) -> None:
+@pytest.mark.world(2)
+def test_of_other_libraries(rank: Rank) -> None:
     """With tied weights: whatever was exported is the whole state dict, and is loaded again."""
     for kind, name in ((Wrapped, "model"), (Diffusing, "diffusion_pytorch_model")):
         folder, exported = rank.folder / name, rank.folder / f"{name}_exported"
@@ -89,8 +91,7 @@ def of_other_libraries(rank: Rank) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoints")
-    checks: list[Any] = [(name, partial(write, name, path)) for name in RUNS]
-    outcomes = run_ranks(2, [*checks, ("folder", start_from_a_folder), ("others", of_other_libraries)])
+    outcomes = run_ranks(2, [(name, partial(write, name, path)) for name in RUNS])
     assert not any(outcomes.values()), next(filter(None, outcomes.values()))
     return path
 

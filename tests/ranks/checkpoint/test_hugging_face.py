@@ -22,6 +22,8 @@ from tests.helpers.models import TOKENS, family, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, refusal
 
+pytestmark = pytest.mark.world(2)
+
 CPU, BF16, NEURON = torch.device("cpu"), torch.bfloat16, {"strategy": "neuron"}
 LAYOUTS = {
     "blocks_bf16": Layout(2, dtype=BF16),
@@ -81,7 +83,7 @@ def in_and_out(architecture: str, layout: str, rank: Rank) -> None:
     dist.barrier()
 
 
-def tied(rank: Rank) -> None:
+def test_tied(rank: Rank) -> None:
     """The second name is in the file or not, and the model ties or not."""
     both = saved(llama(tied=True, seed=5), rank.folder / "both", rank)
     rewrite(both, rank, lambda state: {"lm_head.weight": state["model.embed_tokens.weight"].clone()} | state)
@@ -114,7 +116,7 @@ def rewrite(folder: Path, rank: Rank, change: Callable[[dict[str, torch.Tensor]]
     dist.barrier()
 
 
-def without_the_prefix(rank: Rank) -> None:
+def test_without_the_prefix(rank: Rank) -> None:
     """As the first GPT-2 files are: of the model without its head, with buffers that Transformers computes itself."""
     folder = saved(family("gpt2", seed=5), rank.folder / "in", rank)
 
@@ -130,7 +132,7 @@ def without_the_prefix(rank: Rank) -> None:
         assert_identical(live, {name: value for name, value in expected.items() if name in live})
 
 
-def mistakes(rank: Rank) -> None:
+def test_mistakes(rank: Rank) -> None:
     """All ranks say the same, and nothing is changed."""
     with training(Layout(2), model=llama()) as run:
         before = run.tensors()
@@ -171,20 +173,3 @@ def only_pickles(path: Path) -> None:
     for file in path.glob("model*"):
         file.unlink()
     (path / "pytorch_model.bin").write_bytes(b"")
-
-
-def _checks(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for architecture, layout in (
-        ("llama", "blocks_bf16"),
-        ("gpt2", "neurons_zero2"),
-        ("gpt_neox", "backward_stage0_bf16"),
-        ("qwen3", "neurons_zero2"),
-    ):
-        yield f"{architecture}-{layout}", partial(in_and_out, architecture, layout)
-    for check in (tied, without_the_prefix, mistakes):
-        yield check.__name__, check
-
-
-@pytest.mark.checks(2, _checks, slow=["*gpt_neox*", "*qwen3*"])
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from tests.helpers.models import llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
+pytestmark = pytest.mark.world(2)
+
 
 def draw() -> list[float]:
     """One number from each source of randomness that a checkpoint restores."""
@@ -32,40 +33,50 @@ def draw_after(seed: int) -> None:
     draw()
 
 
-def an_interrupted_run_goes_on(rank: Rank) -> None:
+def started(stage: int, precision: str, optimizer: str, block: dict[str, Any]) -> Any:
+    settings, model = settings_of(stage, precision, **block), llama()
+    if optimizer == "Muon":
+        settings["optimizer"] = {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9, "torch_adam": True}}
+        for name, parameter in model.named_parameters():
+            vars(parameter)["use_muon"] = parameter.dim() == 2 and "layers" in name
+    return engine_of(settings, model)
+
+
+def test_an_interrupted_run_goes_on(rank: Rank) -> None:
     """Bit for bit: losses, weights, moments, masters, schedule, counters, random numbers."""
     backward, neuron = {"regime": "backward"}, {"strategy": "neuron"}
-    cases: list[tuple[int, str, dict[str, Any]]] = [
-        (0, "fp32", {}),
-        (1, "fp32", backward),
-        (1, "bf16", neuron),
-        (0, "bf16", backward | neuron),
-        (2, "bf16+fp32", {}),
-        (2, "fp32", neuron | {"checkpoint": {"asynchronous": True}}),
+    cases: list[tuple[int, str, str, dict[str, Any]]] = [
+        (0, "fp32", "AdamW", {}),
+        (1, "fp32", "AdamW", backward),
+        (1, "bf16", "AdamW", neuron),
+        (0, "bf16", "AdamW", backward | neuron),
+        (2, "bf16+fp32", "AdamW", {}),
+        (2, "fp32", "AdamW", neuron | {"checkpoint": {"asynchronous": True}}),
+        (1, "fp32", "Muon", {}),  # whose matrices are stepped whole
     ]
-    for stage, precision, block in cases:
-        folder = str(rank.folder / f"{stage}{precision}")
-        engine = engine_of(settings_of(stage, precision, **block))
-        train(engine, num_steps=3)
-        draw_after(rank.rank)
-        engine.save_checkpoint(folder, client_state={"position": 17, "name": "x"})
-        numbers, losses = draw(), train(engine, num_steps=3, first=3)
-        engine.wait_for_checkpoint()
+    for number, case in enumerate(cases):
+        folder, engine = str(rank.folder / f"{number}"), started(*case)
+        with torch.compiler.set_stance("force_eager"):
+            train(engine, num_steps=3)
+            draw_after(rank.rank)
+            engine.save_checkpoint(folder, client_state={"position": 17, "name": "x"})
+            numbers, losses = draw(), train(engine, num_steps=3, first=3)
+            engine.wait_for_checkpoint()
 
-        resumed = engine_of(settings_of(stage, precision, **block))
-        train(resumed, num_steps=1, seed=9)  # its state is not the initial one
-        path, client_state = resumed.load_checkpoint(folder)
-        assert path == str(Path(folder) / "global_step3")
-        assert client_state == {"position": 17, "name": "x"}
-        assert (resumed.global_steps, resumed.global_samples) == (3, 3 * 2 * rank.size)
-        assert draw() == numbers
-        assert train(resumed, num_steps=3, first=3) == losses
+            resumed = started(*case)
+            train(resumed, num_steps=1, seed=9)  # its state is not the initial one
+            path, client_state = resumed.load_checkpoint(folder)
+            assert path == str(Path(folder) / "global_step3")
+            assert client_state == {"position": 17, "name": "x"}
+            assert (resumed.global_steps, resumed.global_samples) == (3, 3 * 2 * rank.size)
+            assert draw() == numbers
+            assert train(resumed, num_steps=3, first=3) == losses
         assert resumed.get_lr() == engine.get_lr()
         assert_identical(stepped(resumed), stepped(engine))
         assert_identical(dense_state(resumed), dense_state(engine))
 
 
-def tags_and_latest(rank: Rank) -> None:
+def test_tags_and_latest(rank: Rank) -> None:
     engine, states = engine_of(settings_of()), {}
     for tag in ("first", "second", "first"):  # the third replaces the first
         train(engine, num_steps=1)
@@ -83,7 +94,7 @@ def tags_and_latest(rank: Rank) -> None:
     assert names_in(rank.folder) == ["first", "latest", "second", "third"]
 
 
-def nothing_to_load(rank: Rank) -> None:
+def test_nothing_to_load(rank: Rank) -> None:
     engine = engine_of(settings_of())
     before = dense_state(engine)
     assert engine.load_checkpoint(str(rank.folder)) == (None, None)
@@ -92,7 +103,7 @@ def nothing_to_load(rank: Rank) -> None:
     assert_identical(dense_state(engine), before)
 
 
-def client_state_is_plain(rank: Rank) -> None:
+def test_client_state_is_plain(rank: Rank) -> None:
     engine = engine_of(settings_of())
     plain: dict[str, Any] = {"t": torch.arange(3), "nested": [1, {"a": None, "b": (2.5, True)}]}
     engine.save_checkpoint(str(rank.folder), client_state=plain)
@@ -105,7 +116,7 @@ def client_state_is_plain(rank: Rank) -> None:
     assert names_in(rank.folder) == ["global_step0", "latest"]
 
 
-def parts_of_a_checkpoint(rank: Rank) -> None:
+def test_parts_of_a_checkpoint(rank: Rank) -> None:
     """bf16: after a load without optimizer states the masters follow the weights, or the next step undoes the load."""
     folder = str(rank.folder)
     for precision in ("fp32", "bf16"):
@@ -135,7 +146,7 @@ def parts_of_a_checkpoint(rank: Rank) -> None:
         refusal(ValueError, partial(engine.load_checkpoint, folder, custom_load_fn=print), "custom_load_fn")
 
 
-def frozen_parameters_may_be_left_out(rank: Rank) -> None:
+def test_frozen_parameters_may_be_left_out(rank: Rank) -> None:
     def with_frozen_embeddings() -> Any:
         model: Any = llama()
         model.get_input_embeddings().weight.requires_grad_(False)
@@ -162,7 +173,7 @@ def train_and_take_back(engine: Any, folder: str) -> list[float]:
     return losses
 
 
-def saving_behind_the_training(rank: Rank) -> None:
+def test_saving_behind_the_training(rank: Rank) -> None:
     """What is saved is the state at the call, whatever steps follow; an error comes with the next call."""
     engine = engine_of(settings_of(1, "bf16", checkpoint={"asynchronous": True}))
     train(engine, num_steps=2)
@@ -176,7 +187,7 @@ def saving_behind_the_training(rank: Rank) -> None:
     assert engine.load_checkpoint(str(rank.folder))[0] == str(rank.folder / "again")
 
 
-def only_some_stay(rank: Rank) -> None:
+def test_only_some_stay(rank: Rank) -> None:
     """The newest is what was written last: after going back it is not what has more steps."""
     engine = engine_of(settings_of(checkpoint={"keep_last": 3}))
     folder = str(rank.folder)
@@ -190,7 +201,7 @@ def only_some_stay(rank: Rank) -> None:
     assert engine.load_checkpoint(folder)[0] == str(rank.folder / "again")
 
 
-def checksums_are_compared_unless_switched_off(rank: Rank) -> None:
+def test_checksums_are_compared_unless_switched_off(rank: Rank) -> None:
     engine = engine_of(settings_of())
     train(engine, num_steps=1)
     engine.save_checkpoint(str(rank.folder), tag="tag")
@@ -206,7 +217,7 @@ def checksums_are_compared_unless_switched_off(rank: Rank) -> None:
 
 
 @pytest.mark.slow
-def a_rank_alone_is_told(rank: Rank) -> None:
+def test_a_rank_alone_is_told(rank: Rank) -> None:
     """At once where the other goes on with training, or does something else."""
     engines = [engine_of(settings_of()) for _ in range(2)]
     folder = str(rank.folder)
@@ -222,24 +233,3 @@ def a_rank_alone_is_told(rank: Rank) -> None:
         dist.barrier()
     assert not names_in(rank.folder)
     engines[1].save_checkpoint(folder)
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (
-        an_interrupted_run_goes_on,
-        tags_and_latest,
-        nothing_to_load,
-        client_state_is_plain,
-        parts_of_a_checkpoint,
-        frozen_parameters_may_be_left_out,
-        saving_behind_the_training,
-        only_some_stay,
-        checksums_are_compared_unless_switched_off,
-        a_rank_alone_is_told,
-    ):
-        yield check.__name__, check
-
-
-@pytest.mark.checks(2, _cases)
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,8 +19,10 @@ from tests.helpers.models import batches, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, micro_step, refusal, train
 
+pytestmark = pytest.mark.world(2)
 
-def a_group_of_which_a_rank_owns_nothing(rank: Rank) -> None:
+
+def test_a_group_of_which_a_rank_owns_nothing(rank: Rank) -> None:
     """Rank 0 writes what is one for the run; step counts of a group that it does not step are told by others."""
     for stage, part in itertools.product((0, 1), ("layers.0.self_attn", "layers.0.mlp", "layers.1.mlp")):
 
@@ -43,7 +44,7 @@ def a_group_of_which_a_rank_owns_nothing(rank: Rank) -> None:
         assert_identical(stepped(resumed), stepped(engine))
 
 
-def one_more_is_frozen(rank: Rank) -> None:
+def test_one_more_is_frozen(rank: Rank) -> None:
     """Options of the param groups still are the checkpoint's: what both runs train is grouped alike."""
     settings = settings_of() | {"optimizer": {"type": "Adam", "params": {"lr": 0.03, "torch_adam": True}}}
     del settings["scheduler"]
@@ -58,7 +59,7 @@ def one_more_is_frozen(rank: Rank) -> None:
     assert [group["lr"] for group in resumed.optimizer.param_groups] == [0.03]
 
 
-def another_accumulation_begins_a_step(rank: Rank) -> None:
+def test_another_accumulation_begins_a_step(rank: Rank) -> None:
     """As many micro-steps as the new config says, from the first step on."""
     engine = engine_of(settings_of())
     train(engine, num_steps=3)
@@ -72,7 +73,7 @@ def another_accumulation_begins_a_step(rank: Rank) -> None:
     assert steps == [3, 4, 4, 5]
 
 
-def another_optimizer(rank: Rank) -> None:
+def test_another_optimizer(rank: Rank) -> None:
     """DeepSpeed's and PyTorch's Adam go on with each other's state; with SGD's none does."""
     adam = {"lr": 1e-2, "weight_decay": 0.1}
     in_host_memory = {"stage": 1, "offload_optimizer": {"device": "cpu"}}  # by DeepSpeedCPUAdam
@@ -99,7 +100,7 @@ def another_optimizer(rank: Rank) -> None:
             train(engine, num_steps=1, first=2)
 
 
-def empty_tensors(rank: Rank) -> None:
+def test_empty_tensors(rank: Rank) -> None:
     def start() -> Any:
         model = llama()
         model.register_buffer("nothing", torch.empty(0))
@@ -136,7 +137,7 @@ class Branch(nn.Module):
         return x + self.body(self.norm(x))
 
 
-def each_rank_s_own_buffers(rank: Rank) -> None:
+def test_each_rank_s_own_buffers(rank: Rank) -> None:
     """Nobody averages them: on the same layout each rank goes on with its own, on another one with some holder's."""
     architectures.register(Branch, architectures.Branch("mlp", norm="norm", body="body"))
 
@@ -168,7 +169,7 @@ def each_rank_s_own_buffers(rank: Rank) -> None:
         assert_identical(held, {name: stored[f"weight/{name}"] for name in held})
 
 
-def a_run_on_cpus_starts_no_gpu(rank: Rank) -> None:
+def test_a_run_on_cpus_starts_no_gpu(rank: Rank) -> None:
     """Where the machine has some, a context on one of them would take memory from whoever uses it."""
     with untouched_gpus():
         engine = engine_of(settings_of())
@@ -178,7 +179,7 @@ def a_run_on_cpus_starts_no_gpu(rank: Rank) -> None:
         engine.load_checkpoint(str(rank.folder))
 
 
-def a_run_in_bf16_goes_on_in_fp16(rank: Rank) -> None:
+def test_a_run_in_bf16_goes_on_in_fp16(rank: Rank) -> None:
     """With the new run's loss scale, and weights that are the rounded masters, not rounded twice."""
     adam = {"optimizer": settings_of()["optimizer"]}
     engine = engine_of(settings_of(1, "bf16"))
@@ -194,7 +195,7 @@ def a_run_in_bf16_goes_on_in_fp16(rank: Rank) -> None:
     train(resumed, num_steps=1, first=2)
 
 
-def another_scheduler(rank: Rank) -> None:
+def test_another_scheduler(rank: Rank) -> None:
     """It would go on from its beginning, or fail when all else is loaded."""
     engine = engine_of(settings_of())
     engine.save_checkpoint(str(rank.folder))
@@ -209,23 +210,3 @@ def another_scheduler(rank: Rank) -> None:
         refusal(ValueError, load, "LR scheduler", "load_lr_scheduler_states=False")
     assert_identical(dense_state(other), before)
     load(load_lr_scheduler_states=False)
-
-
-def _cases(size: int, options: pytest.Config) -> Iterator[tuple[str, Any]]:
-    for check in (
-        a_group_of_which_a_rank_owns_nothing,
-        one_more_is_frozen,
-        another_accumulation_begins_a_step,
-        another_optimizer,
-        empty_tensors,
-        each_rank_s_own_buffers,
-        a_run_on_cpus_starts_no_gpu,
-        a_run_in_bf16_goes_on_in_fp16,
-        another_scheduler,
-    ):
-        yield check.__name__, check
-
-
-@pytest.mark.checks(2, _cases, slow=["2-another_optimizer"])
-def test_two_ranks(outcome: str | None) -> None:
-    assert outcome is None, outcome

@@ -22,8 +22,10 @@ from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.live_tensors import stored_absent
 from tests.helpers.models import MIXED, VOCABULARY, batches, config, family, llama, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
-from tests.helpers.ranks import Check, Rank
+from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal, sgd, train
+
+pytestmark = pytest.mark.world(3)
 
 SIZE = 3
 GENERATION: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -75,7 +77,7 @@ def held_copies(engine: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in engine.held_tensors().items()}
 
 
-def is_the_dense_model(rank: Rank) -> None:
+def test_is_the_dense_model(rank: Rank) -> None:
     """Before and after training: the same bits as the model, in evaluation and in `engine.dense()`, and back."""
     choices: list[tuple[str, Any, str]] = [(*mode, "gpt2") for mode in MODES]
     choices += [("forward", MIXED, "qwen3"), ("backward", MIXED, "gpt_neox_parallel")]
@@ -101,7 +103,7 @@ def is_the_dense_model(rank: Rank) -> None:
         train(engine, num_steps=1, first=2)
 
 
-def evaluation_leaves_training_alone(rank: Rank) -> None:
+def test_evaluation_leaves_training_alone(rank: Rank) -> None:
     """A worker's own loss is the same before and after, and is not the dense model's."""
     engine, batch = engine_with(llama()), batch_of(rank)
     before = loss_of(engine, batch).item()
@@ -123,7 +125,7 @@ def evaluation_leaves_training_alone(rank: Rank) -> None:
     assert len(set(train(engine, num_steps=2))) == 2
 
 
-def state_dicts_are_whole_or_refused(rank: Rank) -> None:
+def test_state_dicts_are_whole_or_refused(rank: Rank) -> None:
     """Of the model, of modules in it, narrow ones too; what is shared is whole everywhere."""
     dense = llama()
     for strategy in ("block", "neuron"):
@@ -143,7 +145,7 @@ def state_dicts_are_whole_or_refused(rank: Rank) -> None:
             assert_identical(inner.state_dict(), dense.get_submodule("model.layers.0.mlp").state_dict())
 
 
-def ranks_run_what_they_like(rank: Rank) -> None:
+def test_ranks_run_what_they_like(rank: Rank) -> None:
     """In an evaluation ranks run other numbers of batches, another part first, or one part more often; one of them
     fails in between. With a loss of the subnetwork kept alive, whose graph knows other shapes."""
     batch = batch_of(rank)
@@ -174,7 +176,7 @@ def ranks_run_what_they_like(rank: Rank) -> None:
         train(engine, num_steps=1)
 
 
-def backward_needs_no_partner(rank: Rank) -> None:
+def test_backward_needs_no_partner(rank: Rank) -> None:
     """Every rank has the whole model: it may evaluate as much as it likes, in its own order, and inner modules too."""
     for strategy in ("block", "neuron"):
         engine, dense = engine_with(llama(), regime="backward", strategy=strategy), llama().eval()
@@ -192,7 +194,7 @@ def backward_needs_no_partner(rank: Rank) -> None:
         train(engine, num_steps=1)
 
 
-def gradients_of_the_dense_model_are_nobodys(rank: Rank) -> None:
+def test_gradients_of_the_dense_model_are_nobodys(rank: Rank) -> None:
     """`torch.autograd.grad` has them; a backward pass would add them to those of the subnetwork, and is refused."""
     for regime, strategy in MODES:
         engine, dense, batch = engine_with(llama(), regime=regime, strategy=strategy), llama(), batch_of(rank)
@@ -217,7 +219,7 @@ def gradients_of_the_dense_model_are_nobodys(rank: Rank) -> None:
         train(engine, num_steps=1)
 
 
-def training_goes_on_where_it_was(rank: Rank) -> None:
+def test_training_goes_on_where_it_was(rank: Rank) -> None:
     """An evaluation before each of three micro-steps leaves what was accumulated as it is."""
     micro_batches = next(batches(rank.size, 3))[rank.rank]
     for (regime, strategy), stage in zip(MODES, (1, 2, 2, 1), strict=True):
@@ -236,7 +238,7 @@ def training_goes_on_where_it_was(rank: Rank) -> None:
         assert_identical(*map(dense_state, engines))
 
 
-def what_is_loaded_is_trained(rank: Rank) -> None:
+def test_what_is_loaded_is_trained(rank: Rank) -> None:
     """A state dict inside dense() reaches what each rank stores, so that training goes on from it."""
     for (regime, strategy), name in zip(MODES, ("llama_odd", "llama_odd", "llama_tied", "gpt2"), strict=True):
         dense = ALL_SPECIMENS[name].build()
@@ -256,7 +258,7 @@ def what_is_loaded_is_trained(rank: Rank) -> None:
             assert torch.allclose(value, dense.state_dict()[key], rtol=0, atol=1e-5), key
 
 
-def copies_are_independent(rank: Rank) -> None:
+def test_copies_are_independent(rank: Rank) -> None:
     """Outside a copy is the subnetwork; in a view it is the dense model, plain and trainable."""
     for regime, strategy in MODES:
         model = llama()
@@ -280,7 +282,7 @@ def copies_are_independent(rank: Rank) -> None:
         train(engine, num_steps=1, first=1)
 
 
-def copies_of_a_subnetwork_are_not_the_model(rank: Rank) -> None:
+def test_copies_of_a_subnetwork_are_not_the_model(rank: Rank) -> None:
     """Saved, loaded or evaluated, also while the original is dense; they can be trained. In backward x block they have
     every weight, so they may be used."""
     batch, words = batch_of(rank), "copy of a rank's subnetwork"
@@ -314,7 +316,7 @@ def copies_of_a_subnetwork_are_not_the_model(rank: Rank) -> None:
         assert torch.equal(logits(whole.eval(), batch), logits(engine, batch))
 
 
-def averages_of_weights_are_those_of_the_dense_model(rank: Rank) -> None:
+def test_averages_of_weights_are_those_of_the_dense_model(rank: Rank) -> None:
     """Moving averages as in the guide: of the dense model, and of the weights that a rank trains."""
     for strategy in ("block", "neuron"):
         model = llama()
@@ -335,7 +337,7 @@ def averages_of_weights_are_those_of_the_dense_model(rank: Rank) -> None:
         assert_identical(dense_state(engine), average.state_dict())
 
 
-def replaced_parameters_are_noticed(rank: Rank) -> None:
+def test_replaced_parameters_are_noticed(rank: Rank) -> None:
     """By the next step, before a checkpoint is written, and when a state dict is loaded with `assign=True`: all would
     go on with the first ones."""
     for regime, strategy, holders in (("forward", "block", 3), ("forward", "neuron", 2), ("backward", "block", 2)):
@@ -351,7 +353,7 @@ def replaced_parameters_are_noticed(rank: Rank) -> None:
         refusal(RuntimeError, partial(assign, engine), "Parameters were replaced")
 
 
-def replaced_data_is_noticed(rank: Rank) -> None:
+def test_replaced_data_is_noticed(rank: Rank) -> None:
     """If it does not have the subnetwork's shape, before it is used; if it does, it is trained."""
     for regime, strategy in (("forward", "block"), ("forward", "neuron"), ("backward", "neuron")):
         engine = engine_with(llama(), regime=regime, strategy=strategy)
@@ -369,7 +371,7 @@ def assign(engine: Any) -> None:
         engine.module.load_state_dict(llama().state_dict(), assign=True)
 
 
-def exports_are_the_dense_model(rank: Rank) -> None:
+def test_exports_are_the_dense_model(rank: Rank) -> None:
     """The Hugging Face folder, DeepSpeed's file in 16 bits, and that without what the user froze, which is not what a
     rank lacks; of the same logits as in evaluation."""
     from transformers import AutoModelForCausalLM
@@ -402,7 +404,7 @@ def exports_are_the_dense_model(rank: Rank) -> None:
         train(engine, num_steps=1)
 
 
-def an_export_that_fails_is_everybodys(rank: Rank) -> None:
+def test_an_export_that_fails_is_everybodys(rank: Rank) -> None:
     """And an earlier one stays as it was."""
     engine, folder = engine_with(llama()), rank.folder / "hf"
     engine.save_pretrained(folder)
@@ -422,7 +424,7 @@ def an_export_that_fails_is_everybodys(rank: Rank) -> None:
 
 
 @pytest.mark.slow
-def one_rank_alone_ends_with_an_error(rank: Rank) -> None:
+def test_one_rank_alone_ends_with_an_error(rank: Rank) -> None:
     """The others go on with training."""
     engine = engine_with(llama())
     if rank.rank == 0:
@@ -432,32 +434,3 @@ def one_rank_alone_ends_with_an_error(rank: Rank) -> None:
         for _ in range(2):
             engine._barrier.record_step()
     gathered(None)
-
-
-CHECKS: list[Check] = [
-    is_the_dense_model,
-    evaluation_leaves_training_alone,
-    state_dicts_are_whole_or_refused,
-    ranks_run_what_they_like,
-    backward_needs_no_partner,
-    gradients_of_the_dense_model_are_nobodys,
-    training_goes_on_where_it_was,
-    copies_are_independent,
-    copies_of_a_subnetwork_are_not_the_model,
-    averages_of_weights_are_those_of_the_dense_model,
-    replaced_parameters_are_noticed,
-    replaced_data_is_noticed,
-    what_is_loaded_is_trained,
-    exports_are_the_dense_model,
-    an_export_that_fails_is_everybodys,
-    one_rank_alone_ends_with_an_error,
-]
-
-
-def _checks(size: int, config: pytest.Config) -> list[tuple[str, Check]]:
-    return [(check.__name__, check) for check in CHECKS]
-
-
-@pytest.mark.checks(SIZE, _checks, slow=["3-backward_needs*", "3-copies_are*"])
-def test_dense(outcome: str | None) -> None:
-    assert outcome is None, outcome

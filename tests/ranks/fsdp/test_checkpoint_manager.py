@@ -76,7 +76,8 @@ def go_on(source: str, name: str, folder: Path, rank: Rank) -> None:
     assert run.checkpoints.global_steps == 4
 
 
-def resumed_is_uninterrupted(rank: Rank) -> None:
+@pytest.mark.world(2)
+def test_resumed_is_uninterrupted(rank: Rank) -> None:
     """Losses, weights, moments, schedule and random numbers, bit for bit."""
     blocks: list[dict[str, Any]] = [{}, {"holders": 2}, NEURON]
     for number, block in enumerate(blocks):
@@ -98,7 +99,8 @@ def resumed_is_uninterrupted(rank: Rank) -> None:
             assert (folder / "latest").read_text().strip() == "resumed"
 
 
-def schedule_under_another_plan(rank: Rank) -> None:
+@pytest.mark.world(2)
+def test_schedule_under_another_plan(rank: Rank) -> None:
     """Param groups are divided otherwise there: each parameter goes on at its own rate."""
     run, other = ShardedRun(), ShardedRun(holders=2)
     assert len(run.optimizer.param_groups) > len(other.optimizer.param_groups)
@@ -121,7 +123,8 @@ def schedule_under_another_plan(rank: Rank) -> None:
     assert other.scheduler.get_last_lr() == [group["lr"] for group in other.optimizer.param_groups]
 
 
-def equal_groups(rank: Rank) -> None:
+@pytest.mark.world(2)
+def test_equal_groups(rank: Rank) -> None:
     """Two groups of the user's with the same options are two, and go on at their rate, here and in DeepSpeed."""
 
     def groups(model: Any) -> list[dict[str, Any]]:
@@ -146,7 +149,8 @@ def equal_groups(rank: Rank) -> None:
     assert engine.get_lr() == [1e-3, 5e-4]
 
 
-def after_an_evaluation(rank: Rank) -> None:
+@pytest.mark.world(2)
+def test_after_an_evaluation(rank: Rank) -> None:
     """Forward passes leave parameters gathered; a load is seen by the next one."""
     run = ShardedRun()
     run.train(rank, 1)
@@ -167,7 +171,8 @@ def after_an_evaluation(rank: Rank) -> None:
     assert evaluated() == before
 
 
-def in_the_background_and_pruned(rank: Rank) -> None:
+@pytest.mark.world(2)
+def test_in_the_background_and_pruned(rank: Rank) -> None:
     run = ShardedRun(checkpoint={"asynchronous": True, "keep_last": 2})
     folder = rank.folder / "background"
     for _ in range(3):
@@ -180,7 +185,8 @@ def in_the_background_and_pruned(rank: Rank) -> None:
     assert resumed.checkpoints.global_steps == 3
 
 
-def each_rank_has_its_buffers(rank: Rank) -> None:
+@pytest.mark.world(2)
+def test_each_rank_has_its_buffers(rank: Rank) -> None:
     """Under the same plan; under another all have those of one holder. A unit's are where the unit is."""
 
     def start(**block: Any) -> ShardedRun:
@@ -207,14 +213,16 @@ def each_rank_has_its_buffers(rank: Rank) -> None:
     assert sorted(value for name, value in means[0].items() if name.endswith("mean")) == [1.0, 2.0]
 
 
-def from_hugging_face(rank: Rank) -> None:
+@pytest.mark.world(2)
+def test_from_hugging_face(rank: Rank) -> None:
     run, other = ShardedRun(), ShardedRun(llama(tied=True, seed=5), holders=2)
     save_pretrained(run.model, rank.folder / "hf")
     other.checkpoints.load_pretrained(rank.folder / "hf")
     assert_identical(full_state_dict(other.model), full_state_dict(run.model))
 
 
-def across_hosts(rank: Rank) -> None:
+@pytest.mark.world(2)
+def test_across_hosts(rank: Rank) -> None:
     """A run of the DeepSpeed host goes on here under another plan, and one of this host there."""
 
     def engine(**block: Any) -> Any:
@@ -243,7 +251,8 @@ def across_hosts(rank: Rank) -> None:
         assert_same_run(folder / "on/tag", folder / "back/tag")
 
 
-def what_is_refused(rank: Rank) -> None:
+@pytest.mark.world(2)
+def test_what_is_refused(rank: Rank) -> None:
     """On all ranks, before anything is changed, and training goes on."""
     run, folder = ShardedRun(), rank.folder / "refused"
     run.train(rank, 1)
@@ -268,25 +277,12 @@ def what_is_refused(rank: Rank) -> None:
     run.train(rank, 1, first=1)
 
 
-def one_saves_while_the_other_loads(rank: Rank) -> None:
+@pytest.mark.world(2)
+def test_one_saves_while_the_other_loads(rank: Rank) -> None:
     run, folder = ShardedRun(), rank.folder / "apart"
     run.checkpoints.save_checkpoint(folder)
     call = run.checkpoints.save_checkpoint if rank.rank == 0 else run.checkpoints.load_checkpoint
     refusal(RuntimeError, partial(call, folder), "made different calls")
-
-
-CHECKS_ON_2 = {
-    "resumed": resumed_is_uninterrupted,
-    "schedule": schedule_under_another_plan,
-    "groups": equal_groups,
-    "evaluated": after_an_evaluation,
-    "background": in_the_background_and_pruned,
-    "buffers": each_rank_has_its_buffers,
-    "hugging_face": from_hugging_face,
-    "hosts": across_hosts,
-    "refused": what_is_refused,
-    "apart": one_saves_while_the_other_loads,
-}
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +293,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str | Non
         [(size, name, partial(write, name, folder)) for name, (size, _) in RUNS.items()],
         [(RUNS[b][0], f"{a}-{b}", partial(go_on, a, b, folder)) for a, b in PAIRS],
     ]
-    stages[0] += [(2, name, check) for name, check in CHECKS_ON_2.items()]
     result: dict[str, str | None] = {}
     for stage, size in itertools.product(stages, (2, 4)):
         checks = [(name, check) for of_size, name, check in stage if of_size == size]
@@ -305,9 +300,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str | Non
     return result
 
 
-NAMES = [*RUNS, *CHECKS_ON_2, *(f"{a}-{b}" for a, b in PAIRS)]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_checkpoints(name: str, outcomes: Mapping[str, str | None]) -> None:
+@pytest.mark.parametrize("name", [*RUNS, *(f"{a}-{b}" for a, b in PAIRS)])
+def test_another_layout(name: str, outcomes: Mapping[str, str | None]) -> None:
     assert outcomes[name] is None, outcomes[name]

@@ -74,6 +74,8 @@ def test_client_param_groups(rank: Rank) -> None:
         engine = engine_of(without_optimizer(stage), model, optimizer=optimizer)
         against_reference(rank, engine, dense, three_groups)
         assert engine.get_lr() == [1e-2, 1e-2, 0.3]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    refusal(RuntimeError, engine.step, "4 param groups, but had 3")
 
 
 @contextmanager
