@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from sdp_deepspeed.checkpoint.files import LOCK, README
+from sdp_deepspeed.checkpoint.files import LOCK, README, Reader
+from sdp_deepspeed.checkpoint.planners import LoadPlanner, State, add_box
 from tests.helpers.models import config
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
@@ -35,3 +36,31 @@ def stepped(engine: Any) -> dict[str, torch.Tensor]:
 def names_in(folder: Path) -> list[str]:
     """All but the lock, which is there while the process is, and the README."""
     return sorted(path.name for path in folder.iterdir() if path.name not in (LOCK, README))
+
+
+def dense_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint but those of ranks, whole."""
+    reader, state = Reader(path), dict[str, Any]()
+    for key, stored in reader.read_metadata().state_dict_metadata.items():
+        if "/" in key and not key.startswith("rank/"):
+            values = torch.full(stored.size, float("nan")).to(stored.properties.dtype)  # type: ignore[union-attr]
+            add_box(state, key, values.shape, [0] * values.dim(), values)
+    reader.read(LoadPlanner(), state)
+    return {key: next(iter(boxes.parts.values())) for key, boxes in state.items()}
+
+
+def dense_of(parts: list[State]) -> dict[str, torch.Tensor]:
+    """All tensors that some ranks have boxes of, each element once."""
+    whole: dict[str, torch.Tensor] = {}
+    times: dict[str, torch.Tensor] = {}
+    for state in parts:
+        for key, boxes in state.items():
+            dense = whole.setdefault(key, torch.empty(boxes.shape, dtype=boxes.dtype))
+            written = times.setdefault(key, torch.zeros(boxes.shape, dtype=torch.int32))
+            for offsets, values in boxes.parts.items():
+                place = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
+                dense[place].copy_(values)
+                written[place] += 1
+    wrong = [key for key, written in times.items() if not bool((written == 1).all())]
+    assert not wrong, f"not written once: {wrong}"
+    return whole

@@ -13,7 +13,7 @@ import sdp_deepspeed
 from sdp_deepspeed.checkpoint.checkpointer import COMMON, read_bytes
 from sdp_deepspeed.checkpoint.files import Reader
 from sdp_deepspeed.fsdp import CheckpointManager, param_groups, sharded_model_of
-from tests.helpers.core_training import dense_tensors
+from tests.helpers.checkpointed_runs import dense_tensors
 from tests.helpers.models import batches, llama, loss_of, two_groups
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical

@@ -45,13 +45,10 @@ class SlicedModel:
         return {name: _noise(shape, name) for name, shape in self.shapes.items()}
 
 
-def sliced_model(size: int, strategy: Strategy, *, num_layers: int = 3, held: int | None = None) -> SlicedModel:
+def sliced_model(size: int, strategy: Strategy, *, num_layers: int = 3) -> SlicedModel:
     """Layers between shared tensors, for `size` ranks: blocks held whole, or matrices cut along their rows and columns.
-
-    Args:
-        held: number of holders of each unit. Default: more than one, fewer than all, where there are such numbers.
-    """
-    p = held or max(1, size - 1)
+    Each unit has one holder fewer than there are ranks."""
+    p = max(1, size - 1)
     model = SlicedModel({}, {}, {}, used_twice="embed", missing={("layer1.up", 0, 0), ("layer1.up", 1, 0)})
 
     def add(name: str, shape: tuple[int, ...], group: int, cut: Sequence[tuple[Piece, Holders]]) -> None:
@@ -101,24 +98,13 @@ def random_model(size: int, seed: int) -> SlicedModel:
 
 
 class SlicedMask:
-    """What `parallel` uses of a mask: stored tensors, held slices of a cut one first.
-
-    Args:
-        parameters: the dense model's, which are masked in place. Default: new ones.
-    """
+    """What `parallel` uses of a mask: stored tensors, held slices of a cut one first."""
 
     is_applied = True
 
-    def __init__(
-        self,
-        model: SlicedModel,
-        rank: int,
-        regime: Regime,
-        dtype: torch.dtype,
-        parameters: Mapping[str, nn.Parameter] | None = None,
-    ) -> None:
+    def __init__(self, model: SlicedModel, rank: int, regime: Regime, dtype: torch.dtype) -> None:
         self.model, self.rank, self.shapes, self.pieces = model, rank, model.shapes, model.pieces
-        self.parameters = dict(parameters or {name: nn.Parameter(dense) for name, dense in model.dense().items()})
+        self.parameters = {name: nn.Parameter(dense) for name, dense in model.dense().items()}
         self._where: dict[Piece, tuple[torch.Tensor, int]] = {}
         for name, dense in model.dense().items():
             held = [piece for piece, holders in self.pieces[name] if rank in holders]
@@ -180,18 +166,13 @@ def _add_term(total: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Te
 
 
 class Reference:
-    """Literal, in one process: each rank's dense gradients, each piece's mean over its holders, `torch.optim`.
-
-    Attributes:
-        untrained: names of tensors that the optimizer leaves out.
-    """
+    """Literal, in one process: each rank's dense gradients, each piece's mean over its holders, `torch.optim`."""
 
     def __init__(self, model: SlicedModel, size: int, make: Any, dtype: torch.dtype, clip: float) -> None:
         self.model, self.size, self.dtype, self.clip = model, size, dtype, clip
         self.masters = {name: nn.Parameter(dense.to(dtype).float()) for name, dense in model.dense().items()}
         self.optimizer = make(param_groups(model, self.masters))
         self.norm = 0.0
-        self.untrained: Collection[str] = ()
 
     def step(self, num_micro_steps: int, step: int) -> None:
         means = {name: torch.zeros_like(master) for name, master in self.masters.items()}
@@ -201,7 +182,6 @@ class Reference:
                 for piece, holders in found:
                     if rank in holders:
                         piece.narrow(means[name]).add_(piece.narrow(gradients[name]) / len(holders))
-        means = {name: mean for name, mean in means.items() if name not in self.untrained}
         for name, mean in means.items():
             self.masters[name].grad = mean
         self.norm = float(torch.stack([mean.double().square().sum() for mean in means.values()]).sum().sqrt())

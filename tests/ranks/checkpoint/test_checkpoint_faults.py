@@ -2,58 +2,47 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from sdp_deepspeed.checkpoint import files
-from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
-from tests.helpers.core_training import Layout, Training, training
+from tests.helpers.checkpointed_runs import names_in, settings_of, stepped
 from tests.helpers.ranks import Rank
-from tests.helpers.training import assert_identical, refusal
+from tests.helpers.training import assert_identical, engine_of, refusal, train
 
 pytestmark = pytest.mark.world(2)
-
-LARGEST = 2**15  # bytes of a file: tensors have more, all others less
 
 
 def test_damaged_files_are_refused(rank: Rank) -> None:
     """Each file in turn is cut short, changed in one bit, deleted: it is named, or the checkpoint before is loaded."""
-    manager, folder = Checkpointer(), rank.folder
-    with training(Layout(2)) as run:
-        states = {}
-        for tag in ("older", "newer"):
-            run.train(1)
-            manager.save(folder, tag, run.state, {})
-            states[tag] = run.tensors()
-        names = sorted(path.name for path in (folder / "newer").iterdir())
-        assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json"]
-        for name in names:
-            for damage in (_cut, _flip, Path.unlink):
-                with _damaged(rank, folder / "newer" / name, damage):
-                    load = partial(manager.load, folder, "newer", run.state)
-                    refusal(ValueError, load, "no complete checkpoint 'newer'", name)
-                    assert_identical(run.tensors(), states["newer"])
-                    loaded = manager.load(folder, None, run.state)
-                    assert loaded is not None
-                    assert loaded.path == folder / "older"
-                    assert_identical(run.tensors(), states["older"])
-                manager.load(folder, None, run.state)
-                assert_identical(run.tensors(), states["newer"])
-        for damage in (lambda path: path.write_text("lost"), Path.unlink):
-            with _damaged(rank, folder / "latest", damage):
-                loaded = manager.load(folder, None, run.state)
-                assert loaded is not None
-                assert loaded.path == folder / "newer"
+    folder, engine, states = rank.folder, engine_of(settings_of()), dict[str, Any]()
+    for tag in ("older", "newer"):
+        train(engine, num_steps=1)
+        engine.save_checkpoint(str(folder), tag)
+        states[tag] = stepped(engine)
+    names = sorted(path.name for path in (folder / "newer").iterdir())
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json"]
+    for name in names:
+        for damage in (_cut, _flip, Path.unlink):
+            with _damaged(rank, folder / "newer" / name, damage):
+                load = partial(engine.load_checkpoint, str(folder), tag="newer")
+                refusal(ValueError, load, "no complete checkpoint 'newer'", name)
+                assert_identical(stepped(engine), states["newer"])
+                assert engine.load_checkpoint(str(folder))[0] == str(folder / "older")
+                assert_identical(stepped(engine), states["older"])
+            engine.load_checkpoint(str(folder))
+            assert_identical(stepped(engine), states["newer"])
+    for damage in (lambda path: path.write_text("lost"), Path.unlink):
+        with _damaged(rank, folder / "latest", damage):
+            assert engine.load_checkpoint(str(folder))[0] == str(folder / "newer")
 
 
 def _cut(path: Path) -> None:
@@ -80,120 +69,82 @@ def _damaged(rank: Rank, path: Path, damage: Callable[[Path], Any]) -> Iterator[
     dist.barrier()
 
 
-def test_files_may_not_grow(rank: Rank) -> None:
-    """A limit of the system on one rank, which fails as a full disk does: in the middle of a file."""
+def test_a_disk_is_full(rank: Rank) -> None:
+    """A full disk on one rank; how it is named is in the unit tests of files."""
+    write_data = files.Writer.write_data
+
+    def fails(writer: files.Writer, *arguments: Any) -> None:
+        write_data(writer, *arguments)
+        raise OSError(28, "No space left on device")
+
     for asynchronous in (False, True):
-        manager, folder = Checkpointer(asynchronous=asynchronous), rank.folder / str(asynchronous)
-        with training(Layout(2)) as run:
-            manager.save(folder, "good", run.state, {})
-            manager.wait()
-            good = run.tensors()
-            run.train(1)
-            for failing in range(rank.size):
-                with _limited(LARGEST if rank.rank == failing else resource.RLIM_INFINITY):
-                    for tag in ("good", "next"):
-                        save = partial(save_and_wait, manager, folder, tag, run)
-                        words = (f"rank {failing}: [Errno 27] File too large", f"__{failing}_0.distcp")
-                        refusal(RuntimeError, save, "was not saved", *words)
-            assert_loaded(manager, folder, "good", run)
-            assert_identical(run.tensors(), good | {k: v for k, v in run.tensors().items() if k not in good})
-            run.train(1)
-            manager.save(folder, "next", run.state, {})
-            assert_loaded(manager, folder, "next", run)
-        manager.close()
-        assert sorted(path.name for path in folder.iterdir()) == [".lock", "README.txt", "good", "latest", "next"]
+        folder = rank.folder / str(asynchronous)
+        engine = engine_of(settings_of(checkpoint={"asynchronous": asynchronous}))
+        train(engine, num_steps=1)  # so that there are moments
 
+        def save(tag: str, engine: Any = engine, folder: Path = folder) -> None:
+            engine.save_checkpoint(str(folder), tag)
+            engine.wait_for_checkpoint()
 
-def save_and_wait(manager: Checkpointer, folder: Path, tag: str, run: Training) -> None:
-    manager.save(folder, tag, run.state, {})
-    manager.wait()
-
-
-def assert_loaded(manager: Checkpointer, folder: Path, tag: str, run: Training) -> None:
-    loaded = manager.load(folder, None, run.state)
-    assert loaded is not None
-    assert loaded.path == folder / tag
-
-
-@contextmanager
-def _limited(num_bytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        save("good")
+        good = stepped(engine)
+        train(engine, num_steps=1)
+        for failing in range(rank.size):
+            full = mock.patch.object(files.Writer, "write_data", fails)
+            for tag in ("good", "next"):
+                with full if rank.rank == failing else nullcontext():
+                    words = ("was not saved", f"rank {failing}: [Errno 28] No space left on device")
+                    refusal(RuntimeError, partial(save, tag), *words)
+        assert engine.load_checkpoint(str(folder))[0] == str(folder / "good")
+        assert_identical(stepped(engine), good)
+        train(engine, num_steps=1)
+        save("next")
+        assert engine.load_checkpoint(str(folder))[0] == str(folder / "next")
+        assert names_in(folder) == ["good", "latest", "next"]
 
 
 def test_what_one_rank_cannot_do(rank: Rank) -> None:
     """An error on all: to look for checkpoints, to read one, to finish one, to describe its state."""
-    manager = Checkpointer()
-    with training(Layout(2)) as run:
-        manager.save(rank.folder, "tag", run.state, {})
-        load = partial(manager.load, rank.folder, "tag", run.state)
-        save = partial(manager.save, rank.folder, "tag", run.state, {})
-        for name, failing, call in (
-            ("sdp_deepspeed.checkpoint.files.Reader.read", 1, load),
-            ("sdp_deepspeed.checkpoint.files.publish", 0, save),
-            ("sdp_deepspeed.checkpoint.checkpointer.written_state", 1, save),
-            ("sdp_deepspeed.checkpoint.files.Writer.write_data", 1, save),
-        ):
-            with mock.patch(name, side_effect=OSError(5, "Input/output error")) if rank.rank == failing else _nothing():
-                refusal((RuntimeError, OSError), call, "Input/output error", f"rank {failing}")
-        load()
-        (rank.folder / "file").write_text("")
-        call = partial(manager.save, rank.folder / "file" / "x", "tag", run.state, {})
-        refusal(RuntimeError, call, "Not a directory")
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+    engine = engine_of(settings_of())
+    save = partial(engine.save_checkpoint, str(rank.folder), "tag")
+    load = partial(engine.load_checkpoint, str(rank.folder))
+    save()
+    for name, failing, call in (
+        ("sdp_deepspeed.checkpoint.files.Reader.read", 1, load),
+        ("sdp_deepspeed.checkpoint.files.publish", 0, save),
+        ("sdp_deepspeed.checkpoint.checkpointer.written_state", 1, save),
+        ("sdp_deepspeed.checkpoint.files.Writer.write_data", 1, save),
+    ):
+        fails = mock.patch(name, side_effect=OSError(5, "Input/output error"))
+        with fails if rank.rank == failing else nullcontext():
+            refusal((RuntimeError, OSError), call, "Input/output error", f"rank {failing}")
+    load()
+    (rank.folder / "file").write_text("")
+    refusal(RuntimeError, partial(engine.save_checkpoint, str(rank.folder / "file" / "x")), "Not a directory")
 
 
 def test_calls_that_differ(rank: Rank) -> None:
-    manager = Checkpointer()
-    with training(Layout(2)) as run:
-
-        def save(tag: str, common: Any) -> None:
-            manager.save(rank.folder, tag, run.state, common)
-
-        def load(tag: str | None) -> Any:
-            return manager.load(rank.folder, tag, run.state)
-
-        refusal(
-            ValueError, lambda: save(f"of_{rank.rank}", {}), "rank 0 called save 'of_0'", "rank 1 called save 'of_1'"
-        )
-        refusal(
-            ValueError,
-            lambda: load("a") if rank.rank else save("a", {}),
-            "rank 0 called save 'a'",
-            "rank 1 called load 'a'",
-        )
-        refusal(ValueError, lambda: save("a/b", {}), "expected the name of a folder")
-        assert load(None) is None
-        refusal(ValueError, lambda: load("lost"), "no complete checkpoint 'lost'")
-        for strange in (nn.Linear(1, 1), Path("x"), lambda: None):
-            refusal(ValueError, partial(save, "a", {"strange": strange if rank.rank == 0 else 1}), "tensors, numbers")
-        assert not list(rank.folder.glob("*/.metadata"))
-        plain: dict[str, Any] = {"t": torch.arange(3), "nested": [1, {"a": None, "b": (2.5, True)}]}
-        save("a", plain)
-        loaded = load("a")
-        assert loaded is not None
-        assert torch.equal(loaded.common.pop("t"), plain.pop("t"))
-        assert loaded.common == plain
+    engine, folder = engine_of(settings_of()), str(rank.folder)
+    save = partial(engine.save_checkpoint, folder)
+    words = ("rank 0 called save 'of_0'", "rank 1 called save 'of_1'")
+    refusal(ValueError, partial(save, f"of_{rank.rank}"), *words)
+    calls = [partial(save, "a"), partial(engine.load_checkpoint, folder, tag="a")]
+    refusal(RuntimeError, calls[rank.rank], "ranks made different calls: save_checkpoint; load_checkpoint")
+    refusal(ValueError, partial(save, "a/b"), "expected the name of a folder")
+    for strange in (nn.Linear(1, 1), Path("x"), lambda: None):
+        mine = {"strange": strange if rank.rank == 0 else 1}
+        refusal(ValueError, partial(save, "a", client_state=mine), "tensors, numbers")
+    assert not list(rank.folder.glob("*/.metadata"))
 
 
 def test_one_job_in_a_folder(rank: Rank) -> None:
     """Of another process: here one that the folder's lock is not told of."""
-    with training(Layout(2)) as run:
-        manager = Checkpointer()
-        manager.save(rank.folder, "tag", run.state, {})
-        if rank.rank == 0:
-            files.filelock.FileLock._instances.clear()
-        other = Checkpointer()
-        refusal(ValueError, lambda: other.save(rank.folder, "tag", run.state, {}), "another job writes checkpoints")
-        assert other.load(rank.folder, None, run.state) is not None
-        manager.close()
-        other.save(rank.folder, "tag", run.state, {})
-        other.close()
+    first, second = (engine_of(settings_of()) for _ in range(2))
+    folder = str(rank.folder)
+    first.save_checkpoint(folder, "tag")
+    if rank.rank == 0:
+        files.filelock.FileLock._instances.clear()
+    refusal(ValueError, partial(second.save_checkpoint, folder, "tag"), "another job writes checkpoints")
+    assert second.load_checkpoint(folder)[0] is not None
+    first.checkpoints.close()
+    second.save_checkpoint(folder, "tag")

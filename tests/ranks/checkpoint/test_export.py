@@ -15,9 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-import sdp_deepspeed
 from sdp_deepspeed.cli import main as sdp
-from tests.helpers.models import TOKENS, Diffusing, Wrapped, config, family, llama
+from tests.helpers.models import TOKENS, Diffusing, Wrapped, config, family
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
@@ -44,22 +43,6 @@ def write(name: str, folder: Path, rank: Rank) -> None:
         logits = engine.module.eval()(input_ids=TOKENS).logits
     if rank.rank == 0:
         torch.save(logits, folder / f"{name}.pt")
-
-
-@pytest.mark.world(2)
-def test_start_from_a_folder(rank: Rank) -> None:
-    """Also of a model without weights, of which no rank ever has all."""
-    folder = rank.folder / "in"
-    if rank.rank == 0:
-        llama(seed=5).save_pretrained(folder)  # type: ignore[operator]
-    dist.barrier()
-    expected = llama(seed=5).bfloat16().state_dict()
-    with sdp_deepspeed.Init():
-        without_weights = llama()
-    for model in (llama(), without_weights):
-        engine = engine_of(config(holders=1, strategy="neuron") | {"bf16": {"enabled": True}}, model)
-        engine.load_pretrained(folder)
-        assert_identical(dense_state(engine), expected)
 
 
 @pytest.mark.world(2)

@@ -17,7 +17,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 from sdp_deepspeed.checkpoint.from_zero import convert
 from sdp_deepspeed.cli import main as sdp
-from tests.helpers.core_training import dense_tensors
+from tests.helpers.checkpointed_runs import dense_tensors
 from tests.helpers.foreign_code import Malicious
 from tests.helpers.models import config, llama, two_groups
 from tests.helpers.ranks import Rank, run_ranks

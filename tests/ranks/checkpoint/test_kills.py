@@ -1,104 +1,77 @@
-"""A rank is killed at any moment of an operation: the others end with an error, and the newest checkpoint is whole."""
+"""A rank is killed at each moment of a save: the other ends with an error, and a whole checkpoint is there."""
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
-import random
 import signal
-import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.helpers.kills import KINDS, OPERATIONS, Death, Start, run_rank
+from tests.helpers.checkpointed_runs import settings_of
+from tests.helpers.kills import kill_at
 from tests.helpers.ranks import forkserver_context
+from tests.helpers.training import assert_identical, dense_state, engine_of, train
 
 pytestmark = pytest.mark.slow
 
-KILLS = 13  # of each run; with two seeds 208 on two and four ranks, and 26 of exports by one process
-SIZES = {"offline_export": (1,)}  # all others: 2 and 4 ranks
-HANGS = 1200.0  # seconds after which a start hangs: many times what ranks wait for each other
-KILLED = (-signal.SIGKILL, -signal.SIGXFSZ)
+SIZE = 2
+PATIENCE = timedelta(seconds=120)  # of ranks that wait for one that does not come
 
 
-class Run:
-    """A run that is started, killed in the operation, and started again, which checks what it loads.
+def run_rank(rank: int, folder: Path, start: int, death: tuple[int, int] | None) -> None:
+    """Resume from a state that was saved, train a step, and save.
 
     Args:
-        folder: empty.
-        seed: of all that is random here.
+        start: number of this start of the run.
+        death: rank that dies in the save, and at which change of a file.
     """
-
-    def __init__(self, folder: Path, operation: str, size: int, seed: int) -> None:
-        self._root, self._operation, self._size = folder, operation, size
-        self._numbers = random.Random(f"{operation} {size} {seed}")
-        self._context = forkserver_context()
-        self._starts = 0
-        self._resumes: tuple[int, ...] = (0,)  # what the next start may load
-        self._counts: list[dict[str, int]] = []  # of each rank, in an operation that nobody disturbed
-        (folder / "exports").mkdir()
-
-    def undisturbed(self) -> None:
-        folder = self._start(None)
-        self._counts = [json.loads((folder / f"counts_{rank}.json").read_text()) for rank in range(self._size)]
-
-    def killed(self) -> str:
-        """Returns what the rank was about to do."""
-        rank = self._numbers.randrange(self._size)
-        kind = self._numbers.choice([kind for kind in KINDS if self._counts[rank].get(kind)])
-        death = Death(rank, kind, self._numbers.randint(1, self._counts[rank][kind]))
-        died = self._start(death) / "died"
-        where = died.read_text() if died.exists() else f"byte {death.number} of a file"
-        return f"rank {rank} of {self._size} died in {self._operation}, {kind} {death.number}: {where}"
-
-    def _start(self, death: Death | None) -> Path:
-        """Returns its folder."""
-        self._starts += 1
-        folder = self._root / f"start_{self._starts}"
-        folder.mkdir()
-        tag = self._numbers.choice([f"step_{self._starts}", "one", "two"])
-        is_behind = self._numbers.random() < 0.5
-        start = Start(self._root, folder, self._operation, tag, is_behind, self._resumes, death)
-        codes = dict(enumerate(self._codes(start)))
-        texts = "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("rank_*.err")))
-        if death is None:
-            assert set(codes.values()) == {0}, f"{start} ended with {codes}:\n{texts}"
-        else:
-            assert codes.pop(death.rank) in KILLED, f"{start} ended with {codes}:\n{texts}"
-            assert all(code == 1 for code in codes.values()), f"{start}: others ended with {codes}:\n{texts}"
-        step = int((folder / "step").read_text())
-        is_torn = self._operation == "save" and death is not None
-        self._resumes = (step - 1, step) if is_torn else (step,)
-        return folder
-
-    def _codes(self, start: Start) -> list[int | None]:
-        """Exit codes of all ranks; None for one that hangs."""
-        ranks = [self._context.Process(target=run_rank, args=(rank, self._size, start)) for rank in range(self._size)]
-        end = time.monotonic() + HANGS
-        try:
-            for process in ranks:
-                process.start()
-            for process in ranks:
-                process.join(max(0.0, end - time.monotonic()))
-            codes = [process.exitcode for process in ranks]
-            for process in (process for process in ranks if process.is_alive()):
-                os.kill(process.pid, signal.SIGUSR1)  # where it hangs
-                process.join(1)
-            return codes
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(SIZE)}
+    rendezvous = f"file://{folder}/rendezvous_{start}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=SIZE, timeout=PATIENCE)
+    engine, checkpoints = engine_of(settings_of(2, strategy="neuron", checkpoint={"keep_last": 2})), folder / "saved"
+    engine.load_checkpoint(str(checkpoints))
+    step = engine.global_steps
+    if step > 0:
+        assert_identical(dense_state(engine), torch.load(folder / f"dense_{step}.pt"))
+    train(engine, num_steps=1, first=step)
+    dense = dense_state(engine)
+    if rank == 0:
+        torch.save(dense, folder / f"dense_{step + 1}.pt")
+        (folder / f"loaded_{start}").write_text(str(step))
+    dist.barrier()
+    if death is not None and death[0] == rank:
+        kill_at(death[1])
+    engine.save_checkpoint(str(checkpoints))
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(
-    ("operation", "size"), [(name, size) for name in OPERATIONS for size in SIZES.get(name, (2, 4))]
-)
-def test_a_rank_is_killed(operation: str, size: int, seed: int, tmp_path: Path) -> None:
-    run = Run(tmp_path, operation, size, seed)
-    run.undisturbed()
-    for _ in range(KILLS):
-        print(run.killed())
-    run.undisturbed()
+def exit_codes(folder: Path, start: int, death: tuple[int, int] | None) -> list[int | None]:
+    context = forkserver_context()
+    ranks = [context.Process(target=run_rank, args=(rank, folder, start, death)) for rank in range(SIZE)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return [process.exitcode for process in ranks]
+
+
+@pytest.mark.parametrize("rank", range(SIZE))
+def test_a_rank_is_killed(rank: int, tmp_path: Path) -> None:
+    starts = itertools.count()
+    saved = [0]  # steps of which one must be loaded
+    for number in itertools.count(1):
+        start = next(starts)
+        codes = exit_codes(tmp_path, start, (rank, number))
+        loaded = int((tmp_path / f"loaded_{start}").read_text())
+        assert loaded in saved
+        if codes == [0] * SIZE:
+            break
+        assert codes[rank] == -signal.SIGKILL
+        assert codes[1 - rank] == 1, "an error"
+        saved = [loaded, loaded + 1]
+    assert number > 3
+    assert exit_codes(tmp_path, next(starts), None) == [0] * SIZE

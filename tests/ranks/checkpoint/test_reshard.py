@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from sdp_deepspeed.checkpoint.saved_tensors import written_state
 from sdp_deepspeed.engine.replan import rank_state
-from tests.helpers.core_training import dense_of, dense_tensors
+from tests.helpers.checkpointed_runs import dense_of, dense_tensors
 from tests.helpers.models import batches, config
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.tensor_parallel_models import build

@@ -12,8 +12,7 @@ from torch import nn
 
 from sdp_deepspeed import architectures
 from tests.helpers import fp16_runs
-from tests.helpers.checkpointed_runs import settings_of, stepped
-from tests.helpers.core_training import dense_tensors
+from tests.helpers.checkpointed_runs import dense_tensors, settings_of, stepped
 from tests.helpers.gpus import untouched_gpus
 from tests.helpers.models import batches, llama
 from tests.helpers.ranks import Rank
@@ -73,6 +72,7 @@ def test_another_accumulation_begins_a_step(rank: Rank) -> None:
     assert steps == [3, 4, 4, 5]
 
 
+@pytest.mark.slow
 def test_another_optimizer(rank: Rank) -> None:
     """DeepSpeed's and PyTorch's Adam go on with each other's state; with SGD's none does."""
     adam = {"lr": 1e-2, "weight_decay": 0.1}

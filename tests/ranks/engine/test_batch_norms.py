@@ -44,24 +44,6 @@ def assert_means(found: dict[str, torch.Tensor], before: list[dict[str, torch.Te
         assert all(torch.equal(value, values[0]) for value in values), name
 
 
-def test_in_the_dense_view(rank: Rank) -> None:
-    """Norms of held units over their holders, shared ones over all ranks; in the backward regime all run everything."""
-    for regime, stage, momentum in (("forward", 1, 0.1), ("forward", 0, None), ("backward", 2, 0.1)):
-        config = settings(holders=2, regime=regime, check_agreement=True) | {"zero_optimization": {"stage": stage}}
-        engine = engine_of(config, Net(momentum=momentum))
-        train(engine, rank.rank, num_steps=2)
-        before = gathered(statistics_of(engine.module))
-        shared = [found["norm.running_mean"] for found in before]
-        assert not torch.equal(shared[0], shared[1]), "each rank has batches of its own"
-        for _ in range(2):  # averaging what is equal changes nothing
-            with engine.dense():
-                pass
-            assert_means(statistics_of(engine.module), before)
-        has_all = regime == "backward"
-        held = [name for name in statistics_of(engine.module) if name.startswith("layers")]
-        assert (len(held) == len([n for n, _ in engine.module.named_buffers() if n.startswith("layers")])) == has_all
-
-
 def test_in_an_evaluation_between_steps(rank: Rank) -> None:
     """Also where micro-steps have come since the last step: the dense model is one, and training goes on with it."""
     engine = engine_of(settings(holders=2, accumulation=2), Net())

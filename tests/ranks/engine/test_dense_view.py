@@ -176,6 +176,7 @@ def test_ranks_run_what_they_like(rank: Rank) -> None:
         train(engine, num_steps=1)
 
 
+@pytest.mark.slow
 def test_backward_needs_no_partner(rank: Rank) -> None:
     """Every rank has the whole model: it may evaluate as much as it likes, in its own order, and inner modules too."""
     for strategy in ("block", "neuron"):
@@ -219,25 +220,6 @@ def test_gradients_of_the_dense_model_are_nobodys(rank: Rank) -> None:
         train(engine, num_steps=1)
 
 
-def test_training_goes_on_where_it_was(rank: Rank) -> None:
-    """An evaluation before each of three micro-steps leaves what was accumulated as it is."""
-    micro_batches = next(batches(rank.size, 3))[rank.rank]
-    for (regime, strategy), stage in zip(MODES, (1, 2, 2, 1), strict=True):
-        settings, dense = sgd(3, stage=stage, holders=2, regime=regime, strategy=strategy), llama()
-        engines = [engine_of(settings) for _ in range(2)]
-        for batch in micro_batches:
-            engines[1].eval()
-            with torch.no_grad():
-                assert loss_of(engines[1], batch).item() == pytest.approx(loss_of(dense, batch).item(), abs=1e-5)
-            engines[1].train()
-            for engine in engines:
-                engine.backward(loss_of(engine, batch))
-                if batch is micro_batches[1]:
-                    dense_state(engines[1])
-                engine.step()
-        assert_identical(*map(dense_state, engines))
-
-
 def test_what_is_loaded_is_trained(rank: Rank) -> None:
     """A state dict inside dense() reaches what each rank stores, so that training goes on from it."""
     for (regime, strategy), name in zip(MODES, ("llama_odd", "llama_odd", "llama_tied", "gpt2"), strict=True):
@@ -258,6 +240,7 @@ def test_what_is_loaded_is_trained(rank: Rank) -> None:
             assert torch.allclose(value, dense.state_dict()[key], rtol=0, atol=1e-5), key
 
 
+@pytest.mark.slow
 def test_copies_are_independent(rank: Rank) -> None:
     """Outside a copy is the subnetwork; in a view it is the dense model, plain and trainable."""
     for regime, strategy in MODES:
@@ -421,16 +404,3 @@ def test_an_export_that_fails_is_everybodys(rank: Rank) -> None:
     assert [path.name for path in (rank.folder / "y").iterdir()] == ["pytorch_model.bin"]
     assert not stored_absent(engine)
     train(engine, num_steps=1)
-
-
-@pytest.mark.slow
-def test_one_rank_alone_ends_with_an_error(rank: Rank) -> None:
-    """The others go on with training."""
-    engine = engine_with(llama())
-    if rank.rank == 0:
-        with pytest.raises(RuntimeError, match="call it on all ranks"), engine.dense():
-            pass
-    else:
-        for _ in range(2):
-            engine._barrier.record_step()
-    gathered(None)

@@ -13,13 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import sdp_deepspeed
 from sdp_deepspeed.fsdp import fsdp_groups, full_state_dict, sharded_model_of
 from tests.helpers.collective_log import Issued, check_order, collectives_of_fsdp
 from tests.helpers.mixtures import MIXTURES, mixture
-from tests.helpers.models import SPECIMENS, batches, family, llama, loss_of
+from tests.helpers.models import SPECIMENS, batches, llama, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import Rank
 from tests.helpers.sharded import (
@@ -79,25 +78,6 @@ def test_agrees_with_the_reference(rank: Rank, name: str, block: dict[str, Any],
     total = torch.tensor(sum(stored.shard(part).numel() for part in parts.values()))
     dist.all_reduce(total)
     assert total.item() == sum(shape.numel() for shape in shapes.values())  # each element once, on one rank
-
-
-@pytest.mark.world(3)
-def test_covers_everything(rank: Rank) -> None:
-    """C = 1 is plain FSDP2 of the same bodies, to the last bit."""
-    model, plain = family("gpt2"), family("gpt2")
-    model = sharded(model, {"strategy": "neuron", "holders": rank.size})
-    blocks: Any = plain.get_submodule("transformer.h")
-    for layer in blocks:
-        torch_fully_shard(layer.attn)
-        torch_fully_shard(layer.mlp)
-    torch_fully_shard(plain)
-    optimizers = [optimizer_of(each) for each in (model, plain)]
-    for step in itertools.islice(batches(rank.size, 1), NUM_STEPS):
-        losses = [micro_steps(each, step[rank.rank]) for each in (model, plain)]
-        assert losses[0] == losses[1]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 @pytest.mark.slow

@@ -15,9 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 
 import sdp_deepspeed
-from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.checkpoint import hugging_face
-from sdp_deepspeed.estimate.fsdp2_bytes import ShardedSetup, estimate_sharded
 from sdp_deepspeed.fsdp import (
     clip_grad_norm_,
     full_state_dict,
@@ -26,7 +24,6 @@ from sdp_deepspeed.fsdp import (
     sharded_model_of,
 )
 from sdp_deepspeed.init import DeferredWeights
-from sdp_deepspeed.plan.tensors import dense_tensors
 from tests.helpers.models import TOKENS, VOCABULARY, Diffusing, Wrapped, family, llama, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import Rank
@@ -169,39 +166,6 @@ def test_steps_with_multi_tensor_kernels(rank: Rank) -> None:
     assert all(not torch.equal(before[name], value) for name, value in gathered_state(model).items())
     next(p for p in model.parameters() if p.grad is not None).grad.fill_(float("nan"))
     refusal(RuntimeError, lambda: clip_grad_norm_(model, 1.0, error_if_nonfinite=True), "non-finite")
-
-
-def test_holds_and_sends_what_is_estimated(rank: Rank) -> None:
-    """Model state within 2% (of `step` numbers and rounding), bytes of a step exactly, with neurons and blocks."""
-    for strategy, policy in (("block", MixedPrecisionPolicy()), ({"mlp": "neuron"}, BF16)):
-        tensors = dense_tensors(llama())
-        model = sharded(llama(), ONE | {"strategy": strategy}, mp_policy=policy)
-        stored = sharded_model_of(model)
-        size = 4 if policy.param_dtype is None else 2
-        setup = ShardedSetup(compute=size, wire=4, accumulation=2)
-        expected = estimate_sharded(stored.plan, tensors, setup, stored.mask.branches)[rank.rank]
-        optimizer = torch.optim.AdamW(param_groups(model))
-        with TrafficCounter() as traffic:
-            for _ in range(2):
-                loss_of(model, TOKENS).backward()
-        assert traffic.total == expected.sent, (traffic.bytes_by_operator, expected)
-        optimizer.step()
-        stored.reshard()
-        held = [parameter for parameter in model.parameters() if parameter.numel()]
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        for own, estimated in (
-            (held, expected.weights),
-            ([parameter.grad for parameter in held], expected.gradients),
-            (states, expected.optimizer),
-        ):
-            assert abs(_bytes_of(own) - estimated) <= 0.02 * estimated, (_bytes_of(own), estimated)
-
-
-def _bytes_of(tensors: Any) -> int:
-    """Of the storages of this rank's shards."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local}
-    return sum(storages.values())
 
 
 def test_is_exported(rank: Rank) -> None:

@@ -75,15 +75,17 @@ def limit_of(group: Any) -> Any:
     return None if group is None else group._get_backend(group._device_types[0]).options._timeout
 
 
-@pytest.mark.parametrize("granularity", ["sublayer", "layer"])
-def test_covers_everything(rank: Rank, granularity: str) -> None:
+@pytest.mark.parametrize("block", [{}, {"granularity": "layer"}, {"strategy": "neuron"}], ids=str)
+def test_covers_everything(rank: Rank, block: dict[str, Any]) -> None:
     """C = 1 is plain FSDP2, whose groups are the same modules, to the last bit."""
     model: Any = family("gpt2")
     plain: Any = deepcopy(model)
-    model = sharded(model, {"holders": rank.size, "granularity": granularity})
-    assert len(sharded_model_of(model).fsdp_groups) == len(plain.transformer.h)
+    model = sharded(model, {"holders": rank.size} | block)
     for layer in plain.transformer.h:
-        torch_fully_shard([layer.ln_1, layer.attn, layer.ln_2, layer.mlp] if granularity == "sublayer" else layer)
+        parts = {"granularity": [layer], "strategy": [layer.attn, layer.mlp]}
+        modules = next((parts[key] for key in block), [[layer.ln_1, layer.attn, layer.ln_2, layer.mlp]])
+        for module in modules:
+            torch_fully_shard(module)
     torch_fully_shard(plain)
     optimizers = [optimizer_of(each) for each in (model, plain)]
     for step in itertools.islice(batches(rank.size, 1), NUM_STEPS):

@@ -16,7 +16,7 @@ from sdp_deepspeed.checkpoint.saved_tensors import written_state
 from sdp_deepspeed.fsdp import full_state_dict, save_pretrained, sharded_model_of
 from sdp_deepspeed.fsdp.checkpoint_manager import state_of
 from sdp_deepspeed.plan.tensors import named_tensors
-from tests.helpers.core_training import dense_of
+from tests.helpers.checkpointed_runs import dense_of
 from tests.helpers.models import llama, scrambled
 from tests.helpers.ranks import Rank
 from tests.helpers.sharded_runs import ShardedRun, assert_same_run

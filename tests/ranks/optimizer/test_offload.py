@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.models import batches, config, llama, loss_of, without_block
 from tests.helpers.ranks import Rank
-from tests.helpers.training import assert_identical, dense_state, engine_of, micro_step, train
+from tests.helpers.training import dense_state, engine_of, micro_step, train
 
 pytestmark = pytest.mark.world(2)
 
@@ -30,21 +30,6 @@ def settings_of(stage: int, *, device: str = "cpu", pin: bool = False, **block: 
     if device == "cpu":
         settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
     return settings
-
-
-@pytest.mark.slow
-def test_the_same_bits_as_without(rank: Rank) -> None:
-    """With torch's AdamW, whether memory is page-locked or not, at both stages."""
-    for stage, (name, more) in zip((1, 2, 1), PRECISIONS.items(), strict=True):
-        regime, states, norms = ("backward" if name == "fp32" else "forward"), [], []
-        for device, pin in (("none", False), ("cpu", False), ("cpu", True)):
-            engine = engine_of(settings_of(stage, device=device, pin=pin, regime=regime) | more)
-            train(engine, num_steps=3, accumulation=2)
-            states.append(dense_state(engine))
-            norms.append(engine.get_global_grad_norm())
-        assert norms == norms[:1] * 3
-        assert_identical(states[0], states[1])
-        assert_identical(states[0], states[2])
 
 
 def test_one_copy_in_host_memory(rank: Rank) -> None:
@@ -81,31 +66,6 @@ def test_as_stock_zero_with_cpu_adam(rank: Rank) -> None:
         differences = torch.stack([(states[0][name] - states[1][name]).norm() for name in start])
         moves = torch.stack([(states[1][name] - start[name]).norm() for name in start])
         assert differences.norm() <= 1e-5 * moves.norm(), (differences.norm(), moves.norm())
-
-
-@pytest.mark.slow
-def test_it_resumes(rank: Rank) -> None:
-    """Masters and moments come back into host memory, and training goes on with the same bits; with DeepSpeedCPUAdam
-    to rounding, since it keeps powers of its betas as running products, which a resumed one computes at once."""
-    wishes = [(1, "fp32", TORCH_ADAMW), (2, "bf16", TORCH_ADAMW), (2, "fp32", CPU_ADAMW)]
-    for index, (stage, precision, optimizer) in enumerate(wishes):
-        settings = settings_of(stage) | PRECISIONS[precision] | {"optimizer": optimizer}
-        engine = engine_of(settings)
-        train(engine, num_steps=2, accumulation=2)
-        folder = str(rank.folder / str(index))
-        engine.save_checkpoint(folder)
-        resumed = engine_of(settings)
-        assert resumed.load_checkpoint(folder)[0] is not None
-        for own, expected in zip(resumed.optimizer.sharded.held, engine.optimizer.sharded.held, strict=True):
-            assert own.shard.device.type == "cpu"
-            assert torch.equal(own.shard, expected.shard)
-        for one in (engine, resumed):
-            train(one, num_steps=2, accumulation=2, first=2)
-        found, wanted = dense_state(resumed), dense_state(engine)
-        if optimizer is CPU_ADAMW:
-            assert all(torch.allclose(found[name], wanted[name], rtol=0, atol=1e-6) for name in wanted)
-        else:
-            assert_identical(found, wanted)
 
 
 def test_weights_from_outside(rank: Rank) -> None:

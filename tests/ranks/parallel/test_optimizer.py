@@ -237,12 +237,13 @@ def test_muon(rank: Rank) -> None:
     model = sliced_model(rank.size, "block", num_layers=5)
     groups = Groups(model.holder_sets)
     in_fp32 = mock.patch("deepspeed.runtime.zero.muon.original_muon.ns_compute_dtype", return_value=torch.float32)
-    for regime, stage, offload in (
+    cases: tuple[tuple[Regime, Literal[1, 2], bool], ...] = (
         ("forward", 1, False),
         ("forward", 2, True),
         ("backward", 1, True),
         ("backward", 2, False),
-    ):
+    )
+    for regime, stage, offload in cases:
         case = Case(stage, 2, overlap=True, offload=offload, bucket_size=40)
         mask = SlicedMask(model, rank.rank, regime, torch.float32)
         options: dict[str, Any] = {"regime": regime, "stage": stage, "bucket_size": 40, "overlap": True, "clip": 1.0}

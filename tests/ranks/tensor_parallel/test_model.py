@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from sdp_deepspeed.checkpoint.files import Reader
-from tests.helpers.models import MIXED, SPECIMENS, batches, config, loss_of
+from tests.helpers.models import MIXED, SPECIMENS, config, loss_of
 from tests.helpers.more_models import even
 from tests.helpers.ranks import Rank
 from tests.helpers.tensor_parallel_models import (
@@ -87,19 +87,6 @@ def test_state_dicts_are_whole_inside_only(rank: Rank) -> None:
         micro_step(engine, BATCH)  # agreement is checked
 
 
-@pytest.mark.slow
-def test_generates(rank: Rank) -> None:
-    """The dense model, with a key/value cache, on all ranks together."""
-    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    for block in (forward("neuron"), backward("neuron")):
-        engine = Divided("llama", block).start()
-        expected = build("llama").eval().generate(BATCH, **options)  # type: ignore[operator]
-        engine.eval()
-        with engine.dense():
-            assert torch.equal(engine.module.generate(BATCH, **options), expected)
-        engine.train()
-
-
 def test_divergence_is_found(rank: Rank) -> None:
     """Of what tensor-parallel ranks have in common."""
     engine = Divided("qwen3", forward("block")).start()
@@ -122,18 +109,6 @@ def test_checkpoints_resume(rank: Rank) -> None:
         assert_identical(dense_state(first), dense_state(second))
     saved: Any = Reader(rank.folder / "llama" / "global_step1").read_metadata().state_dict_metadata
     assert saved["weight/lm_head.weight"].size[0] == EVEN["vocab_size"], "the dense model's"
-
-
-def test_a_plan_is_given_back(rank: Rank) -> None:
-    engine = Divided("llama", forward("neuron")).start()
-    path = rank.folder / "plan.json"
-    assert len(set(gathered(engine.plan.hash))) == 1
-    if rank.rank == 0:
-        engine.plan.save(path)
-    dist.barrier()
-    again = Divided("llama", forward("neuron", assignment=str(path))).start()
-    assert again.plan == engine.plan
-    assert gathered(again.mask.plan)[0] == again.mask.plan
 
 
 def start(model: nn.Module, *, stage: int = 1, tp: int = TP, strategy: str = "block") -> Any:
@@ -181,15 +156,3 @@ def test_other_groups_are_refused(rank: Rank) -> None:
             lambda: deepspeed.initialize(model=own(), config=settings, mpu=wrong),  # noqa: B023 (runs at once)
             f"mpu has 4 {name.removesuffix('_model')}-parallel ranks",
         )
-
-
-@pytest.mark.slow
-def test_evaluation_may_be_uneven(rank: Rank) -> None:
-    """A worker with fewer batches than the other; training goes on."""
-    engine, dense = Divided("llama", forward("block")).start(), build("llama").eval()
-    engine.eval()
-    with torch.no_grad():
-        for batch, *_ in next(batches(2 if rank.rank < TP else 1, 1)):
-            assert abs(loss_of(engine, batch).item() - loss_of(dense, batch).item()) <= 1e-5
-    engine.train()
-    micro_step(engine, BATCH)

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from sdp_deepspeed.checkpoint import files
 from sdp_deepspeed.checkpoint.planners import Boxes, LoadPlanner, add_box
 from sdp_deepspeed.parallel.boxes import row_major_boxes
+from tests.helpers.kills import kill_at
 
 
 def save(folder: Path, tag: str, content: str, **options: Any) -> None:
@@ -43,20 +43,6 @@ def content_of(folder: Path) -> str:
     assert set(found) == {"data.distcp", files.INDEX}
     assert [files.problem_of(path / name, expected) for name, expected in found.items()] == [None, None]
     return (path / "data.distcp").read_text()
-
-
-def kill_at(number: int) -> None:
-    """This process, before the so-manieth time that it changes the disk."""
-    counter = itertools.count(1)
-
-    def count(event: str, arguments: tuple[Any, ...]) -> None:
-        is_change = event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate") or (
-            event == "open" and "w" in str(arguments[1])
-        )
-        if is_change and next(counter) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(count)
 
 
 @pytest.mark.parametrize("tags", [("a", "b", "c"), ("a", "a", "a"), ("a", "b", "a")])

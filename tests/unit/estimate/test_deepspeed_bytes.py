@@ -95,23 +95,6 @@ def test_offloaded_state_is_counted_apart(stage: Literal[1, 2]) -> None:
     assert plain(tensors, Setup(stage, FP32, offload=True), num_ranks=4).optimizer == 0
 
 
-def test_full_coverage_is_data_parallelism() -> None:
-    tensors, plan = model(3), plan_of(3, 4, 4)
-    total = sum(prod(info.shape) for info in tensors)
-    ranks = estimate(plan, tensors, Setup(1, BF16))
-    assert {rank.weights for rank in ranks} == {2 * total}
-    assert sum(rank.optimizer for rank in ranks) == 12 * total
-    reference = plain(tensors, Setup(1, BF16), num_ranks=4)
-    assert 3 * sum(rank.sent for rank in ranks) == 4 * 2 * reference.sent
-
-
-def test_wire_and_weights_have_their_own_dtypes() -> None:
-    tensors, plan = model(4), plan_of(4, 2, 1)
-    narrow = estimate(plan, tensors, Setup(1, BF16))[0]
-    wide = estimate(plan, tensors, Setup(1, Precision.of("bf16", wire=4)))[0]
-    assert 2 * wide.sent == 3 * narrow.sent
-
-
 def test_frozen_parameters() -> None:
     tensors = [TensorInfo("w", (10,), "f"), TensorInfo("f", (6,), "f", trainable=False)]
     tensors.append(TensorInfo("buffer", (100,), "f", kind="buffer"))

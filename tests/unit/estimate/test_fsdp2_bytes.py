@@ -1,4 +1,4 @@
-"""Estimates of FSDP2's ranks, by hand; ranks/fsdp/test_options.py has them beside what two ranks hold and send."""
+"""Estimates of FSDP2's ranks, by hand; ranks/estimate has them beside what two ranks hold and send."""
 
 from __future__ import annotations
 

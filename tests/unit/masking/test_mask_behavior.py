@@ -101,31 +101,6 @@ def test_a_loss_that_is_kept_does_not_break_the_next_backward(regime: str, strat
     assert torch.equal(losses[1], losses[3])
 
 
-def test_gradients_survive_a_look_at_the_dense_model() -> None:
-    """Of cut parameters too, between backward and step."""
-    dense = build("llama")
-    model, mask = masked(dense, plan_of(dense, "forward", "neuron"), 0)
-    _, _, gradients = run(model)
-    kept = {name: gradient.clone() for name, gradient in gradients.items()}
-    mask.undo()
-    mask.apply()
-    assert all(torch.equal(model.get_parameter(name).grad, gradient) for name, gradient in kept.items())
-
-
-@modes
-def test_a_copy_is_a_masked_module_of_its_own(regime: str, strategy: str) -> None:
-    dense = build("llama")
-    model, _ = masked(dense, plan_of(dense, regime, strategy), 0)
-    copy = deepcopy(model)
-    expected = run(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    found = run(copy)
-    assert torch.equal(found[0], expected[0])
-    assert found[2].keys() == expected[2].keys()
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 @modes
 @pytest.mark.parametrize("name", ["llama", *slow("falcon_grouped", "gemma2", "opt", "t5")])
