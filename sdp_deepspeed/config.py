@@ -86,9 +86,9 @@ class SubnetworkConfig(BaseModel):
     )
     strategy: StrategyName | dict[str, StrategyName] = Field(
         default="block",
-        title='"block", "neuron", or a mapping by part such as {"attention": "neuron", "mlp": "block"}',
-        description="A unit is a residual branch (`block`), or a group of neurons, heads or channels (`neuron`). Parts "
-        "that a mapping does not name are shared.",
+        title='"block", "neuron", or a mapping by branch type such as {"attention": "neuron", "mlp": "block"}',
+        description="A unit is a residual branch (`block`), or a group of neurons, heads or channels (`neuron`). "
+        "Branch types missing from a mapping are shared.",
     )
     subnetworks: Literal["auto"] | int = Field(
         default="auto",
@@ -292,7 +292,7 @@ def _without_strategy(key: str, strategy: StrategyName) -> Combination:
         return _is_set(config, key) and config.plan_path is None and strategy not in chosen
 
     problem = f'has no effect without the strategy "{strategy}"'
-    return Combination(key, is_refused, problem, f'remove it, or choose "{strategy}" for a part of the model')
+    return Combination(key, is_refused, problem, f'remove it, or choose "{strategy}" for a branch type')
 
 
 def _with_plan(key: str) -> Combination:

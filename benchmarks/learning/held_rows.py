@@ -145,8 +145,7 @@ def _sites(
     elif plan.regime == "forward":
         yield SkippedRows(modules, rows, 1 / plan.coverage_of(index) if is_scaled else 1.0)
     else:
-        caches = branch.description.inner.caches if branch.description.inner else ()
-        yield from (FrozenRows(module, rows, caches) for module in modules)
+        yield from (FrozenRows(module, rows) for module in modules)
 
 
 def _cut_sites(

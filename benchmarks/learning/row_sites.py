@@ -7,7 +7,7 @@ projection (forward), or the factors of weight gradients (backward), are multipl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -129,18 +129,14 @@ class _Replaced:
 
 @dataclass(frozen=True)
 class FrozenRows(_Replaced):
-    """A module whose weights get gradients from the held rows only.
-
-    Args:
-        caches: keyword arguments with a key/value cache, which would store each position twice.
-    """
+    """A module whose weights get gradients from the held rows only. It has no key/value cache, which would store each
+    position twice."""
 
     rows: Rows
-    caches: Sequence[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         frozen = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
-        kwargs = {name: None if name in self.caches else value for name, value in kwargs.items()}
+        kwargs = {name: None if name == "past_key_values" else value for name, value in kwargs.items()}
         del self.module.forward  # until both parts have run
         try:
             outputs = [

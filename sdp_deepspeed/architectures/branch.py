@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-CROSS_ATTENTION = "cross_attention"  # name of the part through which a decoder's loss reaches the encoder
+CROSS_ATTENTION = "cross_attention"  # type of the branch through which a decoder's loss reaches the encoder
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -69,7 +69,6 @@ class InnerLayers:
             `split_size`; "OBJECT.NAME" for attributes of an object that layers share, such as "config.NAME".
         fixed: attributes that `forward` reads and that only happen to be as large as the width of the heads, such as a
             sliding window. Others of that size must be in `scaled`.
-        caches: keyword arguments of the body with a key/value cache; "NAME.ATTRIBUTE" if a cache has several parts.
         tail: submodules that run on the body's output, such as dropout, from one tensor to one tensor.
         before: submodules of a single-module body that run before the cells and are not cut.
         per_head: submodules that are applied to each head, such as Qwen3's norms of queries and keys; their parameters
@@ -81,7 +80,6 @@ class InnerLayers:
     heads: str | None = None
     scaled: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
-    caches: tuple[str, ...] = ()
     tail: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
     per_head: tuple[str, ...] = ()
@@ -111,7 +109,7 @@ class Branch:
     """A branch that a skip connection bypasses: `x + after(body(norm(x)))`.
 
     Args:
-        name: name of the part: "attention", "mlp", or your own.
+        name: type of the branch: "attention", "mlp", or your own.
         norm: submodule of the layer at the start of the branch, or several that run one after the other, from one
             tensor to one tensor. None without a norm, or if the norm is shared: two branches read it, or it is on the
             residual stream.

@@ -9,7 +9,6 @@ from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
 QKVO = InnerLayers(
     (Cut("q_proj", 0), Cut("k_proj", 0), Cut("v_proj", 0), Cut("o_proj", 1, is_output=True)),
     heads="config.num_key_value_heads",
-    caches=("past_key_values",),
     per_head=("q_norm", "k_norm"),
 )
 GATED = InnerLayers((Cut("gate_proj", 0), Cut("up_proj", 0), Cut("down_proj", 1, is_output=True)))
@@ -78,7 +77,6 @@ _PHI3 = (
             ),
             heads="num_key_value_heads",
             scaled=("num_key_value_heads", "config.num_attention_heads"),
-            caches=("past_key_values",),
         ),
     ),
     replace(_MLP, after=("resid_mlp_dropout",), inner=_FUSED_GATE),
@@ -106,7 +104,6 @@ _OPT_ATTENTION = Branch(
         (Cut("q_proj", 0), Cut("k_proj", 0), Cut("v_proj", 0), Cut("out_proj", 1, is_output=True)),
         heads="num_heads",
         scaled=("num_heads",),
-        caches=("past_key_values",),
     ),
 )
 _OPT_MLP = Branch(
@@ -135,7 +132,6 @@ _GPT2 = (
             (Cut("c_attn", 1, blocks=3), Cut("c_proj", 0, is_output=True)),
             heads="num_heads",
             scaled=("split_size",),
-            caches=("past_key_values",),
             tail=("resid_dropout",),
         ),
     ),
@@ -157,7 +153,6 @@ _GPT_NEOX = (
         inner=InnerLayers(
             (Cut("query_key_value", 0), Cut("dense", 1, is_output=True)),
             heads="config.num_attention_heads",
-            caches=("layer_past",),
         ),
     ),
     Branch(
@@ -178,7 +173,6 @@ _GPTJ = (
             (*QKVO.cuts[:3], Cut("out_proj", 1, is_output=True)),
             heads="num_attention_heads",
             scaled=("num_attention_heads",),
-            caches=("layer_past",),
             tail=("resid_dropout",),
         ),
     ),

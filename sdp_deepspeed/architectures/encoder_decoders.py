@@ -22,7 +22,6 @@ def _attention(name: str, layer: str, body: str, cache: str, *, when: tuple[str,
             (Cut("q", 0), Cut("k", 0), Cut("v", 0), Cut("o", 1, is_output=True)),
             heads="n_heads",
             scaled=("n_heads", "inner_dim"),
-            caches=(f"past_key_values.{cache}",),
             by_head=("position_bias",),
         ),
         extra_outputs=("position_bias",),
@@ -66,7 +65,7 @@ _WHISPER = (
         norm="self_attn_layer_norm",
         body="self_attn",
         num_outputs=2,
-        inner=replace(_HEADS, caches=("past_key_values.self_attention_cache",)),
+        inner=_HEADS,
     ),
     Branch(
         "mlp",
@@ -80,7 +79,7 @@ _CROSS_ATTENTION = Branch(
     norm="encoder_attn_layer_norm",
     body="encoder_attn",
     num_outputs=2,
-    inner=replace(_HEADS, caches=("past_key_values.cross_attention_cache",)),
+    inner=_HEADS,
 )
 _BART = tuple(replace(branch, norm=None) for branch in _WHISPER)
 

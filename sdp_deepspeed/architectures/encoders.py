@@ -25,7 +25,6 @@ _BERT = (
             ),
             heads="attention.self.num_attention_heads",
             scaled=("attention.self.num_attention_heads", "attention.self.all_head_size"),
-            caches=("past_key_values",),
         ),
         when=_ENCODER,
     ),

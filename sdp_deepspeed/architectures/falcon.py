@@ -11,7 +11,6 @@ _HEADS = InnerLayers(
     (Cut("query_key_value", 0), Cut("dense", 1, is_output=True)),
     heads="num_kv_heads",
     scaled=("num_heads", "num_kv_heads"),
-    caches=("layer_past",),
 )
 _ATTENTION = Branch("attention", norm="input_layernorm", body="self_attention", num_outputs=2, inner=_HEADS)
 _MLP = Branch(

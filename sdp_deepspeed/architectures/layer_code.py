@@ -17,7 +17,6 @@ from torch import nn
 # Methods that a forward pass does not run.
 _NOT_RUN = frozenset(dir(nn.Module)) - {"forward", "__call__"} | {"__init__", "reset_parameters"}
 _WRAPPED = ("__func__", "__wrapped__")
-_PYTHON = frozenset({"abc", "builtins", "typing"})
 # Packages whose wrappers do not change results.
 _HOSTS = frozenset({"transformers", "torch", "accelerate", "deepspeed"})
 
@@ -93,12 +92,6 @@ def _method(layer_class: type, name: str) -> Any:
 def _origin(function: Any) -> str:
     """Package that defines a function; unlike `__module__`, `functools.wraps` does not copy it."""
     return str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]
-
-
-def is_of_hosts(module_class: type) -> bool:
-    """Whether a class, its bases and its forward are defined by hosts."""
-    packages = {base.__module__.partition(".")[0] for base in module_class.__mro__}
-    return packages | {_origin(_method(module_class, "forward"))} <= _HOSTS | _PYTHON
 
 
 def is_wrapper_of_its_class(function: Any, module_class: type) -> bool:

@@ -210,7 +210,7 @@ def _refuse_other_tensors(
             if isinstance(module, BATCH_NORMS) or (inner.heads is None and outputs != {len(tensor)}):
                 raise ValueError(
                     f"{name} ({type(module).__name__}) has an element for each of the {len(tensor)} neurons, but is "
-                    "not cut; use the block strategy for this part"
+                    "not cut; use the block strategy for this branch type"
                 )
 
 
@@ -226,7 +226,7 @@ def _refuse_tied(model: nn.Module, branches: Sequence[LocatedBranch]) -> None:
     for name, tensor in tensors:
         alias = next((alias for alias in aliases if name.startswith(alias)), "")
         known_as = f"{aliases[alias]}.{name.removeprefix(alias)}" if alias else name
-        place = inside.get(known_as, "the shared part")
+        place = inside.get(known_as, "what all ranks hold")
         if owners.setdefault(id(tensor), place) != place:
             raise ValueError(
                 f"{name!r} is the same tensor in {owners[id(tensor)]} and in {place}; give each its own (untie "

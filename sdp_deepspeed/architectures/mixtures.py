@@ -26,7 +26,6 @@ _LATENT = InnerLayers(
         Cut("o_proj", 1, is_output=True),
     ),
     heads="num_heads",
-    caches=("past_key_values",),
 )
 
 

@@ -29,15 +29,16 @@ def units_of_branches(
     """Divide a model's branches into units, in model order.
 
     Args:
-        strategy: "block", "neuron", or a mapping from parts (names of branches) to these; other parts are shared.
+        strategy: "block", "neuron", or a mapping from branch types to these; others are shared.
         granularity: unit of the block strategy: "sublayer" makes each branch a unit, "layer" all branches of a layer.
         shared: regular expressions of names or parameters of units to share.
         neuron_groups: number of units of each branch without heads.
         num_subnetworks: default of `neuron_groups`.
 
     Raises:
-        ValueError: a mapping with unknown parts, no branch that can be a block, a branch without described neurons,
-            more groups than neurons, groups without an effect, or a pattern that matches no unit or only a part of one.
+        ValueError: a mapping with unknown branch types, no branch that can be a block, a branch without described
+            neurons, more groups than neurons, groups without an effect, or a pattern that matches no unit or only a
+            fraction of one.
     """
     by_part = _strategy_of_parts(branches, strategy)
     _check_groups([branch for branch in branches if by_part.get(branch.description.name) == "neuron"], neuron_groups)
@@ -72,38 +73,43 @@ def constrained_branches(units: Sequence[Unit], branches: Sequence[LocatedBranch
     for unit in units:
         for piece in unit.pieces:
             claimed[piece.parameter] = claimed.get(piece.parameter, 0) + piece.length
-    whole = {
-        branch.name
-        for branch in branches
-        for tensor in branch.cut_tensors[:1]
-        if claimed.get(tensor.parameter) == tensor.size
-    }
+    whole = set()
+    for branch in branches:
+        if branch.cut_tensors and claimed.get(branch.cut_tensors[0].parameter) == branch.cut_tensors[0].size:
+            whole.add(branch.name)
     return [name if name in whole else None for name in names]
 
 
 def layers_of_units(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> tuple[list[int], int]:
     """Layer index of each unit, among all layers with branches in model order (encoder first), and the number of these
     layers."""
-    numbers = {layer: index for index, layer in enumerate(dict.fromkeys(branch.layer for branch in branches))}
-    layers = {piece.parameter: numbers[branch.layer] for branch in branches for piece in branch.pieces}
+    numbers: dict[str, int] = {}  # index of each layer
+    layers: dict[str, int] = {}  # layer index of each parameter
+    for branch in branches:
+        index = numbers.setdefault(branch.layer, len(numbers))
+        for piece in branch.pieces:
+            layers[piece.parameter] = index
     return [layers[unit.pieces[0].parameter] for unit in units], len(numbers)
 
 
 def branches_of_units(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> list[str | None]:
     """Branch of each unit of neurons or heads; None for blocks."""
     names = {tensor.parameter: branch.name for branch in branches for tensor in branch.cut_tensors}
-    cut = [next((piece.parameter for piece in unit.pieces if piece.dim is not None), None) for unit in units]
-    return [names.get(parameter) if parameter is not None else None for parameter in cut]
+    of_units: list[str | None] = []
+    for unit in units:
+        cut = next((piece for piece in unit.pieces if piece.dim is not None), None)
+        of_units.append(None if cut is None else names.get(cut.parameter))
+    return of_units
 
 
 def _strategy_of_parts(branches: Sequence[LocatedBranch], strategy: str | Mapping[str, str]) -> dict[str, str]:
-    parts = list(dict.fromkeys(branch.description.name for branch in branches))
+    types = list(dict.fromkeys(branch.description.name for branch in branches))
     if isinstance(strategy, str):
-        return dict.fromkeys(parts, strategy)
-    unknown = [part for part in strategy if part not in parts]
+        return dict.fromkeys(types, strategy)
+    unknown = [name for name in strategy if name not in types]
     if unknown:
         raise ValueError(
-            f"{KEY}.strategy: {unknown[0]!r} is not a part of this model; its parts are {', '.join(map(repr, parts))}"
+            f"{KEY}.strategy: {unknown[0]!r} is not a branch type of this model; it has {', '.join(map(repr, types))}"
         )
     return dict(strategy)
 
@@ -115,7 +121,7 @@ def _check_groups(branches: Sequence[LocatedBranch], neuron_groups: int | None) 
         strategy = {branch.description.name: "neuron" for branch in branches} | blocks
         raise ValueError(
             f"{KEY}.strategy: {uncut[0].name!r} cannot be cut: {uncut[0].uncuttable_reason}. "
-            f'Use "block" for the part {uncut[0].description.name!r}: "strategy": {json.dumps(strategy)}'
+            f'Use "block" for the type {uncut[0].description.name!r}: "strategy": {json.dumps(strategy)}'
         )
     if neuron_groups is None:
         return

@@ -319,7 +319,7 @@ def _stored_tensors(folder: Path, state: RankState) -> dict[str, torch.Tensor]:
                 f"{folder}: {first!r} and {second!r} differ, but the model ties them; build it with "
                 "tie_word_embeddings=false"
             )
-    return {state.key(WEIGHT, dense): stored[in_module[name]] for dense, name in stored_of.items()}
+    return {f"{WEIGHT}/{dense}": stored[in_module[name]] for dense, name in stored_of.items()}
 
 
 def _weight_files(folder: Path) -> list[Path]:

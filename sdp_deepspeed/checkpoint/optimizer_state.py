@@ -111,12 +111,12 @@ def new_moments(state: RankState, stored: Mapping[str, Any], facts: Facts) -> Mo
             kinds_of.setdefault(name, set()).add(kind)
     result: Moments = {}
     for name, parameter in _stepped(state):
-        kinds = kinds_of.get(state.key("", name)[1:], set())
+        kinds = kinds_of.get(name, set())
         if parameter not in result:
             result[parameter] = {
                 kind: torch.zeros_like(
                     parameter.detach(),
-                    dtype=_dtype_of_moment(optimizer, parameter, stored[state.key(kind, name)].properties.dtype),
+                    dtype=_dtype_of_moment(optimizer, parameter, stored[f"{kind}/{name}"].properties.dtype),
                 )
                 for kind in sorted(kinds)
             }

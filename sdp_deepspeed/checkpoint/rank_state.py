@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ class SteppedModel(Protocol):
     @property
     def param_groups(self) -> Mapping[str, int]: ...
 
-    def boxes(self, flat: Collection[str] = ()) -> Sequence[Box]: ...
+    def boxes(self) -> Sequence[Box]: ...
 
     def gather_weights(self) -> None: ...
 
@@ -59,14 +59,12 @@ class RankState:
 
     def boxes(self) -> Iterator[Box]:
         """Yield all that this rank stores of the model, once: masters of what it steps, untrained parameters, and
-        persistent buffers. With tensor parallelism, tensors that are divided in an unknown way are vectors."""
-        unknown = [name for name in self.mask.shapes if not self.is_known(name)]
-        yield from self.optimizer.boxes(unknown)
+        persistent buffers."""
+        yield from self.optimizer.boxes()
         for name, tensor in self.unstepped().items():
             for piece, holders in self.mask.pieces_of(name):
                 if self.mask.stored(piece):
                     values = _view(self.mask, piece, tensor)
-                    values = values.view(-1) if name in unknown else values
                     yield box_of_piece(piece, values, is_written=holders[0] == self.mask.rank)
 
     def unstepped(self) -> dict[str, torch.Tensor]:
@@ -97,16 +95,6 @@ class RankState:
         """Shape of a tensor of the dense model."""
         division = self.shards.divisions.get(name)
         return tuple(self.mask.shapes[name] if division is None else division.shape)
-
-    def key(self, kind: str, name: str) -> str:
-        """Key of a dense tensor, or of its moment. If it is unknown how tensor-parallel ranks divide it, its flat parts
-        are concatenated, and the key contains the number of ranks."""
-        return f"{kind}/{name}" if self.is_known(name) else f"{kind}/{name}@{self.shards.size}"
-
-    def is_known(self, name: str) -> bool:
-        """Whether the shape and the divided dim of a tensor are known."""
-        division = self.shards.divisions.get(name)
-        return division is None or division.is_known
 
     def writes(self, name: str) -> bool:
         """Whether this tensor-parallel rank saves its part; of replicated tensors only the first rank does."""

@@ -7,7 +7,7 @@ optimizer, then `load_state`. The result equals saving under the old plan and lo
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,14 +100,14 @@ class BoxDirectory:
         self.control = control
         self.owner: dict[tuple[str, torch.Size], int] = {}
         tensors: dict[str, Any] = {}
-        mine = [
-            (key, tuple(boxes.shape), boxes.dtype, [(tuple(o), tuple(v.shape)) for o, v in boxes.parts.items()])
-            for key, boxes in state.items()
-        ]
+        mine = []
+        for key, boxes in state.items():
+            places = [(tuple(offsets), tuple(values.shape)) for offsets, values in boxes.parts.items()]
+            mine.append((key, tuple(boxes.shape), boxes.dtype, places))
         for rank, of_rank in enumerate(gather_objects(mine, control)):
-            for key, shape, dtype, boxes in of_rank:
+            for key, shape, dtype, places in of_rank:
                 info = tensors.setdefault(key, TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), []))
-                for offsets, sizes in boxes:
+                for offsets, sizes in places:
                     info.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
                     self.owner[key, torch.Size(offsets)] = rank
         self.metadata = Metadata(tensors)
@@ -137,21 +137,27 @@ def fill(wanted: State, offered: State, directory: BoxDirectory, device: torch.d
     asks = _exchanged(asked, directory.control)  # requests to this rank, by requesting rank
     sent = 0
     for keys, dtype in _batches(directory.metadata):
-        outgoing = [[_values(offered, item) for item in of_rank if item.storage_index.fqn in keys] for of_rank in asks]
-        incoming = [[item for item in of_rank if item.storage_index.fqn in keys] for of_rank in asked]
-        out_sizes = [sum(values.numel() for values in of_rank) for of_rank in outgoing]
-        in_sizes = [sum(item.lengths.numel() for item in of_rank) for of_rank in incoming]
+        leaving, out_sizes = _of_keys(asks, keys)
+        arriving, in_sizes = _of_keys(asked, keys)
         packed = torch.empty(sum(out_sizes), dtype=dtype, device=device)
-        flat = [values for of_rank in outgoing for values in of_rank]
-        for values, place in zip(flat, packed.split([values.numel() for values in flat]), strict=True):
-            place.view(values.shape).copy_(values)
+        for item, place in zip(leaving, packed.split([item.lengths.numel() for item in leaving]), strict=True):
+            place.view(item.lengths).copy_(_values(offered, item))
         received = torch.empty(sum(in_sizes), dtype=dtype, device=device)
         dist.all_to_all_single(received, packed, in_sizes, out_sizes)
-        arriving = [item for of_rank in incoming for item in of_rank]
         for item, values in zip(arriving, received.split([item.lengths.numel() for item in arriving]), strict=True):
             planner.resolve_tensor(item).copy_(values.view(item.lengths))
         sent += (packed.numel() - out_sizes[me]) * packed.itemsize
     return sent
+
+
+def _of_keys(items: Sequence[Sequence[ReadItem]], keys: Collection[str]) -> tuple[list[ReadItem], list[int]]:
+    """The items of some keys, in the order of ranks, and their number of elements by rank."""
+    selected, sizes = [], []
+    for of_rank in items:
+        of_keys = [item for item in of_rank if item.storage_index.fqn in keys]
+        selected += of_keys
+        sizes.append(sum(item.lengths.numel() for item in of_keys))
+    return selected, sizes
 
 
 def _offset(index: MetadataIndex) -> torch.Size:

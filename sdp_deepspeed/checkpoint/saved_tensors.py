@@ -42,7 +42,7 @@ def written_state(state: RankState, *, exclude_frozen: bool = False) -> State:
 
 def _add(result: State, state: RankState, kind: str, box: Box, tensor: torch.Tensor) -> None:
     """Add the elements of a box in its tensor, or in a moment of that."""
-    add_box(result, state.key(kind, box.name), state.shape(box.name), state.offsets(box), box.view(tensor))
+    add_box(result, f"{kind}/{box.name}", state.shape(box.name), state.offsets(box), box.view(tensor))
 
 
 # ---- load -----------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def make_targets(state: RankState, stored: Mapping[str, Any], facts: Facts | Non
 def _check_names(state: RankState, stored: Mapping[str, Any], *, strict: bool) -> None:
     mask = state.mask
     tensors = mask.parameters | {n: mask.buffers[n] for n in persistent_buffers(state.model) if n in mask.buffers}
-    key_of = {name: state.key(WEIGHT, name) for name in tensors if torch.Size(state.shape(name)).numel()}
+    key_of = {name: f"{WEIGHT}/{name}" for name in tensors if torch.Size(state.shape(name)).numel()}
     names = {key for key in stored if key.startswith(f"{WEIGHT}/")}
     missing, unknown = sorted({*key_of.values()} - names), sorted(names - {*key_of.values()})
     if strict and (missing or unknown):

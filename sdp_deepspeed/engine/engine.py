@@ -57,7 +57,6 @@ from sdp_deepspeed.engine.tensor_parallel import (
 from sdp_deepspeed.engine.whole_state_dicts import WholeStateDicts
 from sdp_deepspeed.engine.zero_optimizer import SubnetworkOptimizer
 from sdp_deepspeed.init import DeferredWeights
-from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.replaced import KnownParameters
 from sdp_deepspeed.masking.running_statistics import (
@@ -67,6 +66,7 @@ from sdp_deepspeed.masking.running_statistics import (
     write_statistics,
 )
 from sdp_deepspeed.masking.scale import describe_scale
+from sdp_deepspeed.masking.wrappers import compile_in_place
 from sdp_deepspeed.parallel.consistency import (
     CallBarrier,
     check_agreement,

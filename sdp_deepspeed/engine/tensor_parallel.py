@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.messages import listed
+from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.parallel.consistency import gather_objects
 from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, Division, TensorParallelShards
 
@@ -222,8 +222,11 @@ def _of_autotp(
 def _of_author(model: nn.Module, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None) -> TensorParallel:
     """This rank's part of a model that its author has divided; a collective of all ranks of the job.
 
-    Divided parameters have the attribute `model_parallel` or `tensor_model_parallel`, as for ZeRO-1, and optionally
-    Megatron's `partition_dim`.
+    Divided parameters have the attribute `model_parallel` or `tensor_model_parallel`, as for ZeRO-1, and, if they are
+    in no described branch, Megatron's `partition_dim`.
+
+    Raises:
+        ValueError: it is not known along which dim a parameter is divided.
     """
     marked = {
         name: parameter
@@ -234,15 +237,16 @@ def _of_author(model: nn.Module, group: dist.ProcessGroup | None, control: dist.
     branches = [_without_heads_of_config(branch, marked) for branch in locate_branches(model)]
     dims = {tensor.parameter: tensor.dim for branch in branches for tensor in branch.cut_tensors}
     dims |= {name: dim for name, p in marked.items() if (dim := int(getattr(p, "partition_dim", -1))) >= 0}
+    if unknown := sorted(marked.keys() - dims.keys()):
+        raise ValueError(
+            f"mpu: {quoted(unknown)} is divided among tensor-parallel ranks; set its attribute partition_dim to the "
+            "divided dim"
+        )
     divisions = {}
     for name in marked:
         shapes = [of_rank[name] for of_rank in every]
-        if name in dims:
-            dim, lengths = dims[name], tuple(shape[dims[name]] for shape in shapes)
-            divisions[name] = Division((*shapes[0][:dim], sum(lengths), *shapes[0][dim + 1 :]), dim, lengths)
-        else:
-            lengths = tuple(torch.Size(shape).numel() for shape in shapes)
-            divisions[name] = Division((sum(lengths),), 0, lengths, is_known=False)
+        dim, lengths = dims[name], tuple(shape[dims[name]] for shape in shapes)
+        divisions[name] = Division((*shapes[0][:dim], sum(lengths), *shapes[0][dim + 1 :]), dim, lengths)
     return TensorParallel(branches, TensorParallelShards(dist.get_rank(group), len(every), divisions), group)
 
 

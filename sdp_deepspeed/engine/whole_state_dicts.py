@@ -53,10 +53,6 @@ class WholeStateDicts:
 
     def _whole(self, name: str, shard: torch.Tensor) -> torch.Tensor:
         division = self._shards.divisions[name]
-        if not division.is_known:
-            raise RuntimeError(
-                f"{name} is divided among tensor-parallel ranks along an unknown dim; set its attribute partition_dim"
-            )
         whole = shard.new_zeros(division.shape)
         self._shard_of(division, whole).copy_(shard)
         dist.all_reduce(whole, group=self._group)  # exact, since other ranks add zeros; shards may have different sizes

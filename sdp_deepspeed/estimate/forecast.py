@@ -467,17 +467,17 @@ def plain_forecasts(model: Model, config: Mapping[str, Any], *, num_ranks: int) 
     }.items():
         figures[name] = of_rank(parts, sharded, 0)
         peaks[name] = _sharded_peak(figures[name], step, accumulation)
-    return {
-        name: Forecast(
+    forecasts = {}
+    for name, estimate in figures.items():
+        forecasts[name] = Forecast(
             num_parameters=sum(prod(info.shape) for info in tensors),
             items_per_step=micro * accumulation * num_ranks * (model.sequence_length or 1),
-            rank=figures[name],
+            rank=estimate,
             activations=step.activations,
             peak=peaks[name],
             flops=step.flops * accumulation,
         )
-        for name in figures
-    }
+    return forecasts
 
 
 def largest_micro_batches(
@@ -523,8 +523,8 @@ def classifies_images(shape: Mapping[str, Any]) -> bool:
 def busiest_rank(plan: Plan, model: nn.Module) -> int:
     """The rank whose subnetwork has the most FLOPs; of several, the one with the most bytes."""
     costs = unit_costs(model, plan.units)
-    work = [
-        tuple(sum(getattr(costs[unit], kind) for unit in plan.units_of(k)) for kind in ("flops", "num_bytes"))
-        for k in plan.subnetwork_of_rank
-    ]
+    work = []
+    for subnetwork in plan.subnetwork_of_rank:
+        held = [costs[unit] for unit in plan.units_of(subnetwork)]
+        work.append((sum(cost.flops for cost in held), sum(cost.num_bytes for cost in held)))
     return work.index(max(work))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,8 @@ class SteppedShards:
                     )
         return result
 
-    def boxes(self, flat: Collection[str] = ()) -> list[Box]:
+    def boxes(self) -> list[Box]:
         """What this rank has of the parameters, trained or not."""
-        assert not flat
         sharded = self.sharded
         return [
             box

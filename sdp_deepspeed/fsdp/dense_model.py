@@ -65,8 +65,11 @@ class DenseModel:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        everyone = len(mask.plan.subnetwork_of_rank)
-        self._partial = {n for n, p in mask.buffer_pieces.items() if any(len(holders) < everyone for _, holders in p)}
+        num_ranks = len(mask.plan.subnetwork_of_rank)
+        self._partial = set()  # names of buffers that some ranks lack, at least in part
+        for name, pieces in mask.buffer_pieces.items():
+            if any(len(holders) < num_ranks for _, holders in pieces):
+                self._partial.add(name)
         self._estimates = False  # whether statistics are being estimated, and must not be gathered
         self._of_layers, self._of_root = self._names_by_layer()
         for path in self._of_layers:
@@ -80,10 +83,10 @@ class DenseModel:
             if isinstance(forward, MethodType) and forward.__self__ is module:
                 vars(copied)["forward"] = MethodType(forward.__func__, copied)
             vars(copied).update({name: vars(module)[name] for name in _HOW})
-            copied._modules = {name: None if m is None else self._copy(m, made) for name, m in module._modules.items()}
-            copied._parameters = {
-                name: None if p is None else self._blank[id(p)] for name, p in module._parameters.items()
-            }
+            for name, child in module._modules.items():
+                copied._modules[name] = None if child is None else self._copy(child, made)
+            for name, parameter in module._parameters.items():
+                copied._parameters[name] = None if parameter is None else self._blank[id(parameter)]
         return made[id(module)]
 
     def _find_places(self) -> dict[str, list[tuple[nn.Module, str, nn.Parameter]]]:
@@ -99,10 +102,11 @@ class DenseModel:
     def _names_by_layer(self) -> tuple[dict[str, list[str]], list[str]]:
         """Names of parameters by the layer that contains them, and all other names."""
         of_layers: dict[str, list[str]] = {branch.layer: [] for branch in self._mask.branches}
-        inside = {path: {id(m) for m in self.module.get_submodule(path).modules()} for path in of_layers}
+        inside = {path: set(self.module.get_submodule(path).modules()) for path in of_layers}
         of_root = []
         for name, places in self._places.items():
-            layers = [path for path, modules in inside.items() if all(id(module) in modules for module, _, _ in places)]
+            owners = {module for module, _, _ in places}
+            layers = [path for path, modules in inside.items() if owners <= modules]
             if layers:
                 of_layers[min(layers, key=len)].append(name)  # the outermost layer
             else:

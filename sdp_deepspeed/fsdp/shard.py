@@ -38,12 +38,11 @@ from sdp_deepspeed.fsdp.order import CollectiveOrder
 from sdp_deepspeed.fsdp.parts import parts_of
 from sdp_deepspeed.fsdp.refused_arguments import check_call, check_plan, check_same_settings
 from sdp_deepspeed.fsdp.sharded_model import OF_SHARED, OF_UNITS, ShardedModel, attach, device_type
-from sdp_deepspeed.fsdp.wrappers import without_wrappers
 from sdp_deepspeed.init import DeferredWeights, give
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.compiled import compile_in_place
 from sdp_deepspeed.masking.forwards import set_data
 from sdp_deepspeed.masking.scale import describe_scale
+from sdp_deepspeed.masking.wrappers import compile_in_place, without_wrappers
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.consistency import (
     CallBarrier,

@@ -102,7 +102,7 @@ def _check_norms(model: nn.Module, branch: LocatedBranch) -> None:
             if is_norm and not f"{name}.".startswith(places):
                 raise ValueError(
                     f"{name} ({type(module).__name__}) normalizes over neurons that would be cut; use the strategy "
-                    f'"block" for the part {branch.description.name!r}'
+                    f'"block" for the type {branch.description.name!r}'
                 )
 
 

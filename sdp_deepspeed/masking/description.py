@@ -54,8 +54,8 @@ def check_description(model: nn.Module, batch: Any, loss_of: LossOf | None = Non
                 _compare(model, plan, rank, batch, loss_of, mode)
             compared.append(mode)
     if "block" in strategies and _adds_branches(model, branches, batch, loss_of):
-        for part in dict.fromkeys(branch.description.name for branch in branches if branch.is_bypassed):
-            _compare_scale(model, branches, part, batch, loss_of)
+        for kind in dict.fromkeys(branch.description.name for branch in branches if branch.is_bypassed):
+            _compare_scale(model, branches, kind, batch, loss_of)
     return compared
 
 
@@ -93,15 +93,15 @@ def _adds_branches(model: nn.Module, branches: Sequence[LocatedBranch], batch: A
     return all(unchanged)
 
 
-def _compare_scale(model: nn.Module, branches: Sequence[LocatedBranch], part: str, batch: Any, loss_of: LossOf) -> None:
+def _compare_scale(model: nn.Module, branches: Sequence[LocatedBranch], kind: str, batch: Any, loss_of: LossOf) -> None:
     """Compare subnetworks in which each layer has one block with x + (layer(x) - x) / C. Neurons need no such check:
     they are multiplied at a described layer."""
-    layers = [branch.layer for branch in branches if branch.description.name == part]
+    layers = [branch.layer for branch in branches if branch.description.name == kind]
     if len({*layers}) < max(len(layers), 2):
         return  # several such blocks of a layer, or a single one
     model = deepcopy(model)
-    _zero(model, [piece for branch in branches if branch.description.name != part for piece in branch.pieces])
-    plan = _plan(model, "forward", {part: "block"})
+    _zero(model, [piece for branch in branches if branch.description.name != kind for piece in branch.pieces])
+    plan = _plan(model, "forward", {kind: "block"})
 
     def scaled(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         stream = _stream(args, kwargs)[1]

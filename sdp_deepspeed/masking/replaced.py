@@ -28,13 +28,15 @@ class KnownParameters:
 
     def _remember(self) -> None:
         """Record all places where a Parameter, or a module with Parameters, could be replaced."""
-        slots: list[tuple[Any, str, Any]] = [
-            (registry, key, value)
-            for module in self._model.modules()
-            for registry in (module._parameters, module._modules)
-            for key, value in registry.items()
-        ]
-        self._registries, self._keys, self._values = ([slot[index] for slot in slots] for index in range(3))
+        self._registries: list[Any] = []
+        self._keys: list[str] = []
+        self._values: list[Any] = []
+        for module in self._model.modules():
+            registries: tuple[Any, Any] = (module._parameters, module._modules)
+            for registry in registries:
+                self._registries += [registry] * len(registry)
+                self._keys += registry.keys()
+                self._values += registry.values()
 
     def check(self) -> None:
         """Check the module; cheap enough for each step.

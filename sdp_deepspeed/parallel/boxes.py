@@ -6,7 +6,7 @@ How memory is laid out (flat shards of buckets, FSDP2's parameters, modules' ten
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import add
 from typing import NamedTuple
 
@@ -51,23 +51,20 @@ class Box(NamedTuple):
         return dense[tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))]
 
 
-def shard_boxes(bucket: Bucket, flat: Collection[str] = ()) -> Iterator[Box]:
-    """Yield the boxes that this rank owns of a bucket, and steps.
-
-    Args:
-        flat: names of tensors to treat as vectors.
-    """
+def shard_boxes(bucket: Bucket) -> Iterator[Box]:
+    """Yield the boxes that this rank owns of a bucket, and steps."""
     layout, position = bucket.layout, bucket.holder_group.position
     before = layout.shard_range(position)[0]
     for item, start, stop in layout.owned(position):
         piece = item.piece
-        shape = (item.num_elements,) if piece.parameter in flat else item.shape
-        origin = piece.offsets(len(shape))
+        origin = piece.offsets(len(item.shape))
         if layout.owner is not None:  # whole tensors
-            yield Box(piece.parameter, origin, shape, bucket.parameters[layout.slices.index(item)], is_stepped=True)
+            yield Box(
+                piece.parameter, origin, item.shape, bucket.parameters[layout.slices.index(item)], is_stepped=True
+            )
             continue
         first = item.start + start - before
-        for offsets, sizes in row_major_boxes(shape, start, stop):
+        for offsets, sizes in row_major_boxes(item.shape, start, stop):
             last = first + math.prod(sizes)
             inside, offsets = (slice(first, last),), tuple(map(add, origin, offsets))
             yield Box(piece.parameter, offsets, sizes, bucket.parameters[0], inside, is_stepped=True)

@@ -323,11 +323,7 @@ class ShardedOptimizer:
     # ---- state, for checkpoints and re-planning --------------------------------------------------------------------
 
     @torch.no_grad()
-    def boxes(self, flat: Collection[str] = ()) -> list[Box]:
-        """What this rank steps, with the module's current values. What a rank steps it owns.
-
-        Args:
-            flat: see `shard_boxes`.
-        """
+    def boxes(self) -> list[Box]:
+        """What this rank steps, with the module's current values. What a rank steps it owns."""
         self._restore_views()
-        return [box for bucket in self.held for box in shard_boxes(bucket, flat)]
+        return [box for bucket in self.held for box in shard_boxes(bucket)]

@@ -43,7 +43,7 @@ class Plan:
 
     Args:
         regime: "forward" or "backward".
-        strategy: "block", "neuron", or a mapping by part.
+        strategy: "block", "neuron", or a mapping by branch type.
         num_subnetworks: k.
         num_holders: p if it is the same for all units, else None.
         seed: seed of the assignment.
@@ -110,11 +110,11 @@ class Plan:
 
     @cached_property
     def _ranks_of_set(self) -> dict[Subnetworks, tuple[int, ...]]:
-        return {
-            holders: tuple(rank for rank, subnetwork in enumerate(self.subnetwork_of_rank) if subnetwork in held)
-            for holders in dict.fromkeys(self.holders)
-            for held in [frozenset(holders)]
-        }
+        ranks_of: dict[Subnetworks, tuple[int, ...]] = {}
+        for holders in dict.fromkeys(self.holders):
+            held = frozenset(holders)
+            ranks_of[holders] = tuple(r for r, subnetwork in enumerate(self.subnetwork_of_rank) if subnetwork in held)
+        return ranks_of
 
     def spectral_gap(self, weights: Sequence[int] | None = None) -> float:
         """Spectral gap of the table; `weights` are trainable elements per unit, None for equal units."""

@@ -113,7 +113,7 @@ def make_plan(
     _check_reach(holders, k, "the model", "fewer subnetworks, or finer units")
     for branch in dict.fromkeys(name for name in branches or () if name is not None):
         of_branch = [subnetworks for subnetworks, name in zip(holders, branches or (), strict=True) if name == branch]
-        _check_reach(of_branch, k, f"branch {branch!r}", 'more neuron_groups, or strategy "block" for that part')
+        _check_reach(of_branch, k, f"branch {branch!r}", 'more neuron_groups, or strategy "block" for that branch type')
     number = num_holders[0] if len({*num_holders}) == 1 else None
     ranks = _subnetwork_of_rank(k, data_parallel_size)
     return Plan(block.regime, block.strategy, k, number, block.seed, tuple(units), holders, ranks)

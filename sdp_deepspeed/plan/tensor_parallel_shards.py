@@ -22,16 +22,14 @@ class Division:
     """Division of a dense tensor among a tensor-parallel group: its shards are concatenated along one dim.
 
     Args:
-        shape: dense shape; the number of elements if the dim is unknown.
+        shape: dense shape.
         dim: the divided (stored) dimension.
         lengths: number of indices along `dim` on each rank.
-        is_known: whether shape and dim are known; otherwise the tensor can only be held or lacked as a whole.
     """
 
     shape: tuple[int, ...]
     dim: int
     lengths: tuple[int, ...]
-    is_known: bool = True
 
     @property
     def is_even(self) -> bool:
@@ -123,7 +121,7 @@ class TensorParallelShards:
 
     def _width(self, division: Division, piece: Piece) -> int:
         """Number of indices of a shard along the dim of a piece, which must be the divided one."""
-        if not division.is_even or not division.is_known or piece.dim != division.dim:
+        if not division.is_even or piece.dim != division.dim:
             raise ValueError(
                 f"{piece.parameter!r} is divided along dim {division.dim} into {division.lengths}, so units cannot "
                 f"have equal pieces of its shards along dim {piece.dim}"

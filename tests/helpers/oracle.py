@@ -29,9 +29,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 import sdp_deepspeed  # noqa: F401  (installs the import hook)
-from sdp_deepspeed.reference.compute import dense_flops, worker_flops
 from sdp_deepspeed.reference.virtual_workers import LossScale, Reference, pieces_with_holders
 from tests.helpers import models
+from tests.helpers.expected_flops import dense_flops, worker_flops
 from tests.helpers.fp16_runs import fp16_is_supported
 from tests.helpers.models import batches, two_groups
 from tests.helpers.oracle_grid import KEY, PRECISIONS, Case

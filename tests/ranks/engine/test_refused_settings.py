@@ -26,7 +26,7 @@ def test_what_is_not_possible(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config(holders=1, subnetworks=3)), "do not divide")
     refusal(ValueError, lambda: engine_of(config(holders=1) | {"zero_optimization": {"stage": 3}}), "stage")
     refusal(ValueError, lambda: engine_of(config() | {"sdp": {"holders": 1}}), "sdp")
-    refusal(ValueError, lambda: engine_of(config(holders=1, strategy={"ff": "neuron"})), "'ff' is not a part")
+    refusal(ValueError, lambda: engine_of(config(holders=1, strategy={"ff": "neuron"})), "'ff' is not a branch type")
     refusal(ValueError, lambda: engine_of(config(holders=1, granularity="layer"), llama(1)), "unit")
     refusal(ValueError, lambda: engine_of(config(holders=1), nn.Sequential(nn.Linear(3, 3))), "Sequential", "register")
     model: Any = llama()

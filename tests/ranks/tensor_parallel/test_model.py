@@ -156,3 +156,12 @@ def test_other_groups_are_refused(rank: Rank) -> None:
             lambda: deepspeed.initialize(model=own(), config=settings, mpu=wrong),  # noqa: B023 (runs at once)
             f"mpu has 4 {name.removesuffix('_model')}-parallel ranks",
         )
+
+
+def test_divided_along_an_unknown_dim(rank: Rank) -> None:
+    """A parameter outside the described branches is refused without `partition_dim`."""
+    describe_own()
+    model = OwnModel(mpu().get_model_parallel_group())
+    setattr(model.head.weight, "model_parallel", True)  # noqa: B010 (as in OwnModel)
+    start = partial(deepspeed.initialize, model=model, config=config(holders=1), mpu=mpu())
+    refusal(ValueError, start, "'head.weight'", "set its attribute partition_dim")

@@ -104,7 +104,7 @@ def assert_neurons_are_refused(model: nn.Module, part: str, reason: str) -> None
     for strategy in ("neuron", {part: "neuron"}):
         block = parse({KEY: {"holders": 1, "strategy": strategy}})
         assert block is not None
-        words = rf"'model\.layers\.0\.{part}' cannot be cut: .*{reason}.*Use \"block\" for the part '{part}'"
+        words = rf"'model\.layers\.0\.{part}' cannot be cut: .*{reason}.*Use \"block\" for the type '{part}'"
         with pytest.raises(ValueError, match=words):
             plan_model(model, block, 2)
 

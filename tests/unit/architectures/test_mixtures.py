@@ -36,7 +36,7 @@ def test_units_part_experts_and_leave_routers_shared(name: str) -> None:
 
 def test_a_norm_over_all_heads_leaves_attention_to_blocks() -> None:
     model = mixture("olmoe")
-    with pytest.raises(ValueError, match=r"layers\.0\.attention' cannot be cut.*\"block\" for the part 'attention'"):
+    with pytest.raises(ValueError, match=r"layers\.0\.attention' cannot be cut.*\"block\" for the type 'attention'"):
         units_of_branches(locate_branches(model), strategy="neuron", neuron_groups=2)
 
 

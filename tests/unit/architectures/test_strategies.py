@@ -136,7 +136,10 @@ def test_groups_are_alike_and_begin_where_matrix_units_like_it(num_cells: int, c
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        ({"strategy": {"mlps": "neuron"}}, r"strategy: 'mlps' is not a part of this model; .* 'attention', 'mlp'"),
+        (
+            {"strategy": {"mlps": "neuron"}},
+            r"strategy: 'mlps' is not a branch type of .* 'attention', 'mlp'",
+        ),
         ({"neuron_groups": 25}, r"neuron_groups: got 25, but a branch has 24 neurons; use fewer"),
         ({"strategy": {"attention": "neuron"}}, r"neuron_groups: got 2, but only heads are cut here; remove it"),
         ({"shared": (r"head_7",)}, r"shared: 'head_7' matches no parameter of any unit.*head_0"),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 
-from sdp_deepspeed.fsdp.wrappers import without_wrappers
+from sdp_deepspeed.masking.wrappers import without_wrappers
 
 
 def test_names_are_those_without_wrappers() -> None:

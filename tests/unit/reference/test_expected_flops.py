@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.compute import dense_flops, worker_flops
 from sdp_deepspeed.units import Piece, Unit
+from tests.helpers.expected_flops import dense_flops, worker_flops
 
 ROWS, WIDTH, INNER = 5, 3, 4
 

@@ -1,4 +1,4 @@
-"""Wrappers around layers, applied before or after `fully_shard`: names are those of the model without them."""
+"""Wrappers around a model and its layers: names are those of the model without them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,33 @@ from contextlib import contextmanager
 
 from torch import nn
 
-_INNER = ("_checkpoint_wrapped_module", "_orig_mod")  # of torch's checkpoint_wrapper and offload_wrapper; torch.compile
+_COMPILED = "_orig_mod"  # child of torch.compile's wrapper
+_INNER = ("_checkpoint_wrapped_module", _COMPILED)  # and of torch's checkpoint_wrapper and offload_wrapper
+
+
+def compile_in_place(model: nn.Module) -> nn.Module:
+    """Replace the wrappers of `torch.compile` by in-place compilation, as of `module.compile()`, so that names and
+    classes are those of the original model.
+
+    Returns:
+        The model without its wrapper.
+    """
+    for parent in list(model.modules()):
+        for name in parent._modules:
+            while (child := parent._modules[name]) is not None and _is_compiled(child):
+                parent._modules[name] = _unwrap(child)
+    return _unwrap(model) if _is_compiled(model) else model
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return _COMPILED in module._modules and hasattr(module, "dynamo_ctx")
+
+
+def _unwrap(wrapper: nn.Module) -> nn.Module:
+    inner = wrapper._modules[_COMPILED]
+    assert inner is not None
+    inner._compiled_call_impl = wrapper.dynamo_ctx(inner._call_impl)  # type: ignore[operator]
+    return inner
 
 
 @contextmanager
