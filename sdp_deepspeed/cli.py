@@ -216,7 +216,8 @@ def _estimate_text(
     run: Run, forecasts: Mapping[str, Forecast], largest: Mapping[str, int] | None, ranks: int, phase: str
 ) -> Iterator[str]:
     first = next(iter(forecasts.values()))
-    prefix, millions = phase if len(run.phases) > 1 else "", first.num_parameters / 1e6
+    prefix = phase if len(run.phases) > 1 else ""
+    millions = first.num_parameters / 1e6
     yield f"{prefix}{millions:.1f}M parameters, {ranks} ranks, {first.items_per_step:,} {run.items} per step"
     unit, name = (_GIB, "GiB") if max(column.peak for column in forecasts.values()) >= 10 * _GIB else (_MIB, "MiB")
     rows: list[tuple[str, Callable[[Forecast], int]]] = [

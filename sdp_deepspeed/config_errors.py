@@ -57,7 +57,8 @@ def _keys(location: Sequence[int | str], block: Mapping[str, Any]) -> tuple[int 
 def _explain_one(
     path: str, keys: Sequence[int | str], item: ErrorDetails, fields: Mapping[str, FieldInfo], block: Mapping[str, Any]
 ) -> str:
-    kind, message = item["type"], item["msg"].removeprefix("Value error, ")
+    kind = item["type"]
+    message = item["msg"].removeprefix("Value error, ")
     if not keys:
         return message
     name = str(keys[-1])

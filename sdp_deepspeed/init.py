@@ -269,11 +269,6 @@ class DeferredWeights:
         self.restore_attributes(device, seed)
         torch.set_rng_state(random_state)
 
-    @property
-    def names(self) -> list[str]:
-        """Dense names of the tensors."""
-        return list(self._refs)
-
     def restore_attributes(self, device: torch.device, seed: int) -> None:
         """Initialize tensors in plain attributes of modules."""
         for module, key, ref in self._plain:

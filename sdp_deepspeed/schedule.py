@@ -89,7 +89,8 @@ class Schedule:
         given, interval = block.get("schedule"), block.get("redraw_interval")
         if given is None and interval is None:
             return None
-        phases, total = [{}] if given is None else given, _total_steps(config, block)
+        phases = [{}] if given is None else given
+        total = _total_steps(config, block)
         ends = _ends(phases, total, f"{key}.schedule")
         last_end = max((end for end in ends if end is not None), default=0)
         if total is not None and total <= last_end and has_shares(phases):

@@ -55,7 +55,8 @@ def is_of_package(layer: nn.Module) -> bool:
 
 
 def _is_known(module: nn.Module, file: str) -> bool:
-    kind, forward = type(module), vars(module).get("forward")
+    kind = type(module)
+    forward = vars(module).get("forward")
     if not is_in_its_source(kind) or (forward is not None and not is_wrapper_of_its_class(forward, kind)):
         return False
     return kind.__module__ == file or f"{kind.__module__}.".startswith(_COMMON)

@@ -51,7 +51,8 @@ def check_layer_code(name: str, layer: nn.Module, described: type, code: Mapping
         described: its class, or the nearest described base class.
         code: methods of `described` when it was described; None if it was described by name.
     """
-    layer_class, methods = type(layer), code_of(described)
+    layer_class = type(layer)
+    methods = code_of(described)
     for method, function in methods.items():
         if _method(layer_class, method) is not function:
             raise ValueError(

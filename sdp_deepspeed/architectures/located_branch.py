@@ -156,7 +156,8 @@ def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tupl
             branch.uncut_reason
             or "its description names no neurons or heads; register it with architectures.InnerLayers"
         )
-    root_name, root = f"{layer_name}.{branch.root}".rstrip("."), layer.get_submodule(branch.root)
+    root_name = f"{layer_name}.{branch.root}".rstrip(".")
+    root = layer.get_submodule(branch.root)
     tensors = [tensor for cut in branch.inner.cuts for tensor in cut_tensors_of(root_name, root, cut)]
     heads = branch.inner.heads
     # Experts and shared experts have different numbers of neurons: a cell is some of each.

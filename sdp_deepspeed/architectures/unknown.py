@@ -15,7 +15,8 @@ def refusal_of(model: nn.Module) -> str:
     The layer is assumed to be the repeated module with most of the parameters.
     """
     families = dict.fromkeys(name.rpartition(".")[2] for name in described())
-    unknown, known = f"{type(model).__name__} has no layer with known residual branches", ", ".join(families)
+    unknown = f"{type(model).__name__} has no layer with known residual branches"
+    known = ", ".join(families)
     layer = repeated_layer(model)
     if layer is None:
         way = "Describe yours with sdp_deepspeed.architectures.register (docs/guide.md)"

@@ -251,7 +251,8 @@ class Checkpointer:
 
     def _choose(self, folder: Path, tag: str | None, control: Any) -> Path | None:
         """Choose the folder of the checkpoint to load."""
-        is_first, problems = dist.get_rank() == 0, list[str]()
+        is_first = dist.get_rank() == 0
+        problems = list[str]()
         call = f"load {tag!r} from {folder}"
         tags = _gather(call, lambda: files.tags_to_try(folder) if tag is None and is_first else [tag], control)
         for name in tags[0]:

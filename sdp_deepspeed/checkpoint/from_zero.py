@@ -62,7 +62,8 @@ def convert(source: Path, out: Path, *, tag: str | None = None) -> Path:
     try:
         models = [_read(file) for file in model_files]
         optimizers = [_read(file)["optimizer_state_dict"] for file in optimizer_files]
-        state, facts = _weights_and_moments(models, optimizers), _facts(models[0], optimizers[0])
+        state = _weights_and_moments(models, optimizers)
+        facts = _facts(models[0], optimizers[0])
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise ValueError(f"{folder} is incomplete or damaged, or of another version of DeepSpeed: {error!r}") from None
     add_bytes(state, COMMON, plain_bytes(facts))
@@ -131,7 +132,8 @@ def _weights_and_moments(models: Sequence[Mapping[str, Any]], optimizers: Sequen
         optimizers: state of the optimizer of each rank.
     """
     state: State = {}
-    first_model, is_stage_3 = models[0], _is_stage_3(optimizers[0])
+    first_model = models[0]
+    is_stage_3 = _is_stage_3(optimizers[0])
     frozen = (first_model["frozen_param_shapes"] or {}) if is_stage_3 else {}
     shapes = {name: shape for group in (*first_model["param_shapes"], frozen) for name, shape in group.items()}
     ends = dict.fromkeys(shapes, 0)  # number of elements of each tensor so far

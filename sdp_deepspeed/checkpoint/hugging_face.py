@@ -154,7 +154,8 @@ def _scratch_tensors(
     folder: Path, shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, torch.Tensor]:
     """Tensors in unnamed temporary files, so that they need not fit into memory."""
-    tensors, file = {}, folder / "scratch"
+    tensors = {}
+    file = folder / "scratch"
     for name, shape in shapes.items():
         tensors[name] = torch.from_file(str(file), shared=True, size=shape.numel(), dtype=dtypes[name]).view(shape)
         file.unlink()

@@ -87,7 +87,8 @@ def _check_names(state: RankState, stored: Mapping[str, Any], *, strict: bool) -
     tensors = mask.parameters | {n: mask.buffers[n] for n in persistent_buffers(state.model) if n in mask.buffers}
     key_of = {name: f"{WEIGHT}/{name}" for name in tensors if torch.Size(state.shape(name)).numel()}
     names = {key for key in stored if key.startswith(f"{WEIGHT}/")}
-    missing, unknown = sorted({*key_of.values()} - names), sorted(names - {*key_of.values()})
+    missing = sorted({*key_of.values()} - names)
+    unknown = sorted(names - {*key_of.values()})
     if strict and (missing or unknown):
         raise ValueError(
             f"checkpoint of another model: it lacks {len(missing)} tensors ({quoted(missing)}), and "

@@ -135,7 +135,8 @@ class DenseView:
         for pieces in (*self.mask.pieces.values(), *self.mask.buffer_pieces.values()):
             for piece, holders in pieces:
                 if len(holders) < group.size:
-                    rank, values = min(holders, key=sent.__getitem__), self.mask.view(piece)
+                    rank = min(holders, key=sent.__getitem__)
+                    values = self.mask.view(piece)
                     for rows in _rows(values, limit):
                         chunks[sent[rank] // limit].append(Segment(rank, rows, self.mask.is_held(piece)))
                         sent[rank] += rows.numel()

@@ -6,6 +6,14 @@ Order of construction:
 2. The plan is computed (`_configure_distributed_model`).
 3. DeepSpeed or the user builds the optimizer of the whole model, so that param groups are equal on all ranks.
 4. The mask is applied, and the sharded optimizer takes over (`_configure_zero_optimizer`).
+
+Order of a training step; methods with an underscore, and `allreduce_gradients`, are called by DeepSpeed:
+
+1. `forward` runs the masked module.
+2. `backward`: after `_backward_prologue`, hooks of the reducer receive each gradient (`Reducer._on_gradient`); at the
+   end comes `allreduce_gradients` (`Reducer.finish_backward`).
+3. `step` calls DeepSpeed's, which calls `SubnetworkOptimizer.step` and thus `ShardedOptimizer.step`: average, norm,
+   clipping, step, weights.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ def plan_and_mask(engine: SubnetworkEngine, block: SubnetworkConfig, *, logs: bo
     def make() -> tuple[Plan, Mask]:
         plan, warnings = plan_model(engine.module, block, len(members), branches=branches, shards=shards)
         local = shards.local_plan(plan)
-        rank, is_scaled = members.index(dist.get_rank()), block.branch_scale == "training"
+        rank = members.index(dist.get_rank())
+        is_scaled = block.branch_scale == "training"
         mask = Mask(engine.module, local, rank, branches=branches, is_scaled=is_scaled)
         check_trained(mask)
         if logs:

@@ -160,7 +160,8 @@ def find_tensor_parallel(
     """
     if mpu is None or bwc_tensor_model_parallel_world_size(mpu) < 2:
         return TensorParallel(locate_branches(model))
-    group, members = bwc_tensor_model_parallel_group(mpu), dist.get_world_size(data_parallel)
+    group = bwc_tensor_model_parallel_group(mpu)
+    members = dist.get_world_size(data_parallel)
     if members * dist.get_world_size(group) != dist.get_world_size():
         raise ValueError(
             f"mpu: got {members} data-parallel x {dist.get_world_size(group)} tensor-parallel ranks, expected "
@@ -245,7 +246,8 @@ def _of_author(model: nn.Module, group: dist.ProcessGroup | None, control: dist.
     divisions = {}
     for name in marked:
         shapes = [of_rank[name] for of_rank in every]
-        dim, lengths = dims[name], tuple(shape[dims[name]] for shape in shapes)
+        dim = dims[name]
+        lengths = tuple(shape[dims[name]] for shape in shapes)
         divisions[name] = Division((*shapes[0][:dim], sum(lengths), *shapes[0][dim + 1 :]), dim, lengths)
     return TensorParallel(branches, TensorParallelShards(dist.get_rank(group), len(every), divisions), group)
 

@@ -60,7 +60,8 @@ class WholeStateDicts:
 
     def _narrow(self, divided: Mapping[str, str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
         for attribute, name in divided.items() if self._are_whole else ():
-            key, division = prefix + attribute, self._shards.divisions[name]
+            key = prefix + attribute
+            division = self._shards.divisions[name]
             if key in state and tuple(state[key].shape) == division.shape:
                 state[key] = self._shard_of(division, state[key])
 

@@ -444,7 +444,8 @@ def plain_forecasts(model: Model, config: Mapping[str, Any], *, num_ranks: int) 
     assert whole is not None
     with model.fake:
         tensors = dense_tensors(model.module)
-        inputs, parameters = model.inputs(micro), dict(model.module.named_parameters())
+        inputs = model.inputs(micro)
+        parameters = dict(model.module.named_parameters())
         branches = locate_branches(model.module)
         plan, _ = plan_model(model.module, whole, num_ranks, branches=branches)
     parts = list(sharded_tensors(plan, tensors, branches))

@@ -75,10 +75,10 @@ class ShardedTensor:
         return -(-self.shape[0] // len(self.holders))
 
 
-def estimate_sharded(
-    plan: Plan, tensors: Sequence[TensorInfo], setup: ShardedSetup, branches: Sequence[LocatedBranch] = ()
-) -> tuple[RankEstimate, ...]:
-    """One estimate for each rank.
+def sharded_tensors(
+    plan: Plan, tensors: Sequence[TensorInfo], branches: Sequence[LocatedBranch] = ()
+) -> Iterator[ShardedTensor]:
+    """Parts that are sharded.
 
     Args:
         plan: plan in the forward regime.
@@ -86,14 +86,6 @@ def estimate_sharded(
         branches: residual branches of the model. Those that all ranks hold are gathered by layers; without `branches`
             they count as shared.
     """
-    parts = list(sharded_tensors(plan, tensors, branches))
-    return tuple(of_rank(parts, setup, rank) for rank in range(len(plan.subnetwork_of_rank)))
-
-
-def sharded_tensors(
-    plan: Plan, tensors: Sequence[TensorInfo], branches: Sequence[LocatedBranch] = ()
-) -> Iterator[ShardedTensor]:
-    """Parts that are sharded; arguments as for `estimate_sharded`."""
     parameters = [info for info in tensors if info.kind == "parameter"]
     unit_of = {piece.parameter: unit.name for unit in plan.units for piece in unit.pieces}
     pieces_of = pieces_by_tensor(parameters, plan)

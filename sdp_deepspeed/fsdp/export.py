@@ -62,7 +62,8 @@ def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None
     Raises:
         RuntimeError: on all ranks, if rank 0 cannot write.
     """
-    state, sharded = full_state_dict(module), sharded_model_of(module)
+    state = full_state_dict(module)
+    sharded = sharded_model_of(module)
 
     def write() -> None:
         if dist.get_rank() == 0:

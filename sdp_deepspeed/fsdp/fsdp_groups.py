@@ -149,7 +149,8 @@ def gathered_together(plan: Plan, tensors: Sequence[TensorInfo], branches: Seque
             held[layer_of[info.name]].update(dict.fromkeys(holders, size))
         dtypes[layer_of[info.name]].add(info.dtype)
     first: dict[str, str] = {}  # the first layer of each layer's range
-    start, so_far = next(iter(held), ""), Counter[int]()
+    start = next(iter(held), "")
+    so_far = Counter[int]()
     for layer, of_ranks in held.items():
         so_far = so_far + of_ranks
         fits = start.rpartition(".")[0] == layer.rpartition(".")[0] and dtypes[start] == dtypes[layer]

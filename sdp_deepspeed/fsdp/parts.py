@@ -79,7 +79,8 @@ class Part:
                 offsets = list(piece.offsets(len(self.shape)))
                 offsets[0] += low - first if self.dim == 0 else low
                 ranges = ((low - start, high - start), *columns)
-                sizes, inside = tuple(b - a for a, b in ranges), tuple(slice(a, b) for a, b in ranges)
+                sizes = tuple(b - a for a, b in ranges)
+                inside = tuple(slice(a, b) for a, b in ranges)
                 yield Box(self.name, tuple(offsets), sizes, tensor, inside, is_stepped, is_written)
             first += piece.length if self.dim is not None else 0
 
@@ -106,7 +107,8 @@ def parts_of(mask: Mask, ignored: AbstractSet[nn.Parameter]) -> dict[str, list[P
             is_sharded = mask.parameters[name] not in ignored
             parts[name] = [Part(name, name, pieces[0][1], (pieces[0][0],), None, tuple(shape), is_sharded)]
             continue
-        branch, by_holders = branch_of[name], dict[Holders, list[Piece]]()
+        branch = branch_of[name]
+        by_holders = dict[Holders, list[Piece]]()
         for piece, holders in pieces:
             by_holders.setdefault(holders, []).append(piece)
         parts[name] = []
@@ -175,7 +177,8 @@ def split_branch(mask: Mask, branch: LocatedBranch, parts: Mapping[str, Sequence
             owners.setdefault(owner, {})[attribute] = held
     if not owners:
         return {}
-    layer, modules = mask.model.get_submodule(branch.layer), dict[Holders, HolderPart]()
+    layer = mask.model.get_submodule(branch.layer)
+    modules = dict[Holders, HolderPart]()
     if PARTS not in layer._modules:
         layer.add_module(PARTS, PartsDict())
     outputs = mask.output_biases()

@@ -125,7 +125,8 @@ def _of_mesh(module: nn.Module, mesh: DeviceMesh | None) -> Iterator[str]:
         if has_dtensors:
             yield 'fully_shard: mesh: got None; with DTensors pass the data-parallel axis, such as mesh["dp"]'
         return
-    ranks, size = mesh.mesh.flatten().tolist(), dist.get_world_size()
+    ranks = mesh.mesh.flatten().tolist()
+    size = dist.get_world_size()
     if mesh.ndim != 1:
         yield (
             f"fully_shard: mesh: got {mesh.ndim} axes {tuple(mesh.shape)}, expected one (no HSDP); with tensor "

@@ -311,7 +311,8 @@ def _meshes(
     holder_sets: set[Holders], groups: Groups, mesh: DeviceMesh, *, is_divided: bool
 ) -> dict[Holders, DeviceMesh]:
     """A mesh for each holder set of this rank; for all ranks, the mesh itself."""
-    everyone, axes = tuple(range(mesh.size())), OF_UNITS if is_divided else None
+    everyone = tuple(range(mesh.size()))
+    axes = OF_UNITS if is_divided else None
     meshes = {everyone: _named(mesh, OF_UNITS) if is_divided else mesh}
     for holders in sorted(holder_sets - {everyone}):
         holder_group = groups.of(holders)

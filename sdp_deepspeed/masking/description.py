@@ -40,7 +40,8 @@ def check_description(model: nn.Module, batch: Any, loss_of: LossOf | None = Non
         AssertionError: a description is wrong; the message has the mode and the difference.
         ValueError: no layer is described, its neurons or heads do not fit, or the model has no loss with a gradient.
     """
-    loss_of, compared = loss_of or _loss, []
+    loss_of = loss_of or _loss
+    compared = []
     branches = locate_branches(model)
     if misfits := [b for b in branches if b.description.inner is not None and b.uncuttable_reason]:
         raise ValueError(f"check_description: {misfits[0].name!r} cannot be cut: {misfits[0].uncuttable_reason}")
@@ -145,7 +146,8 @@ def _compare(
     Args:
         scaled_model: the dense model that scales its branches, with `branch_scale`; None without.
     """
-    expected_model, masked_model = scaled_model or deepcopy(model), deepcopy(model)
+    expected_model = scaled_model or deepcopy(model)
+    masked_model = deepcopy(model)
     if plan.regime == "forward":
         absent = [unit for index, unit in enumerate(plan.units) if not plan.holds(index, rank)]
         _zero(expected_model, [piece for unit in absent for piece in unit.pieces])

@@ -261,7 +261,8 @@ class Mask:
             is_multiplied: whether the layer itself uses the tensor, even if this rank lacks it. It is then one expanded
                 zero.
         """
-        tensor, pieces = self._tensor(name), [piece for piece, _ in self.pieces_of(name)]
+        tensor = self._tensor(name)
+        pieces = [piece for piece, _ in self.pieces_of(name)]
         held = [piece for piece in pieces if self.is_held(piece)]
         if held == pieces:
             return

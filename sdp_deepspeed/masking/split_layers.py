@@ -119,8 +119,10 @@ def split_layer(
         output_bias: name of the parameter that is added to the output once; empty if there is none.
         is_sum: whether the layer's output is a sum over neurons (experts).
     """
-    cut, inputs = cuts.get("weight"), input_dim(layer)
-    dim, sizes = -1, [dict[str, int]() for _ in portions]
+    cut = cuts.get("weight")
+    inputs = input_dim(layer)
+    dim = -1
+    sizes = [dict[str, int]() for _ in portions]
     if is_sum:
         function: Callable[..., Any] = _add_experts
     elif cut is None or inputs is None:

@@ -218,11 +218,6 @@ class Reducer:
             return True
         return any(parameter.grad is not None for parameter in self._parameters.values())
 
-    def gradient_tensors(self) -> list[torch.Tensor]:
-        """Tensors of gradients besides `.grad`: averages and accumulation buffers."""
-        tensors = [tensor for bucket in self._buckets for tensor in (bucket.average, bucket.gradients)]
-        return [tensor for tensor in tensors if tensor is not None]
-
     # ---- reduction --------------------------------------------------------------------------------------------------
 
     def _reduce(self, buckets: Sequence[Bucket]) -> None:

@@ -36,7 +36,8 @@ def _in_the_same_memory(model: nn.Module) -> Iterator[tuple[str, str]]:
             continue
         start = parameter.storage_offset()
         strides = zip(parameter.shape, parameter.stride(), strict=True)
-        stop, is_trained = start + 1 + sum((size - 1) * stride for size, stride in strides), parameter.requires_grad
+        stop = start + 1 + sum((size - 1) * stride for size, stride in strides)
+        is_trained = parameter.requires_grad
         key = parameter.untyped_storage()._cdata
         for other_start, other_stop, other_is_trained, other_name in before.get(key, ()):
             may_overlap = start < other_stop and other_start < stop

@@ -190,7 +190,8 @@ def assign(
         kind = (p, name, cost if name is None else None)
         kinds.setdefault(kind, []).append(unit)
         alike.setdefault((kind, cost, unit in wanted), []).append(unit)
-    amounts, weights = _amounts(costs, num_holders, balance_elements), [cost.num_parameters for cost in costs]
+    amounts = _amounts(costs, num_holders, balance_elements)
+    weights = [cost.num_parameters for cost in costs]
     num_rest = sum(len(units) % k for (p, _, _), units in kinds.items() if p < k)
     best: tuple[tuple[float, ...], list[Subnetworks]] | None = None
     for number in range(min(_TRIES, 3 + _WORK // (max(1, num_rest, len(costs) // 8) * k))):
@@ -237,7 +238,8 @@ class _Attempt:
         self.holders: list[Subnetworks] = [tuple(range(k))] * len(amounts)
         # unit, candidate holder sets, their table, and the need that the unit meets
         self._movable: list[tuple[int, list[Subnetworks], Ints, str | None]] = []
-        shuffler, numbers = random.Random(number), sorted({p for p, _, _ in kinds if p < k})
+        shuffler = random.Random(number)
+        numbers = sorted({p for p, _, _ in kinds if p < k})
         self._max_sets = max(MAX_SETS_PER_RANK, *numbers, 0)
         for p in numbers:
             of_p = {kind: units for kind, units in kinds.items() if kind[0] == p}
@@ -276,7 +278,9 @@ class _Attempt:
             if _imbalance(loads).max() <= _GOOD and all(counts.all() for counts in held.values()):
                 break
             for unit, choice, table, name in self._movable:
-                change, amount, counts = table - rows[unit], self._amounts[unit], held[name]
+                change = table - rows[unit]
+                amount = self._amounts[unit]
+                counts = held[name]
                 lost = (counts + change == 0).sum(axis=1) - (counts == 0).sum()
                 gain = 2 * change @ (loads @ amount) + (change**2).sum(axis=1) * (amount @ amount) + lost * _NEED
                 best = int(gain.argmin())
@@ -322,7 +326,8 @@ def _amounts(costs: Sequence[UnitCost], num_holders: Sequence[int], balance_elem
 
 def _permuted(holders: Sequence[Subnetworks], alike: Sequence[list[int]], k: int, seed: int) -> tuple[Subnetworks, ...]:
     """Shuffle the sets of equal units, and rotate all subnetworks if that keeps the sets."""
-    shuffler, result = random.Random(seed), list(holders)
+    shuffler = random.Random(seed)
+    result = list(holders)
     for units in alike:
         sets = [holders[unit] for unit in units]
         shuffler.shuffle(sets)

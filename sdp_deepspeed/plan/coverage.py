@@ -139,7 +139,8 @@ def holders_of_units(
     """
     if not isinstance(given, tuple):
         return (whole_holders(given, k, path),) * len(names)
-    numbers, last = [k] * len(names), num_layers - 1
+    numbers = [k] * len(names)
+    last = num_layers - 1
     undecided = set(range(len(names)))
     rules: tuple[CoverageRule | HoldersRule, ...] = given
     for index, rule in enumerate(rules):

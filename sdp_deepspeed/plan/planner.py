@@ -61,7 +61,8 @@ def plan_model(
         layers, num_layers = layers_of_units(units, branches)
         names = [unit.name for unit in units]
         numbers = holders_of_units(*_given(block), k, names, layers, num_layers)
-        costs, constrained = unit_costs(model, units), constrained_branches(units, branches)
+        costs = unit_costs(model, units)
+        constrained = constrained_branches(units, branches)
         dense = [shards.dense_unit(unit) for unit in units]
         wanted = _crossing(units, branches)
         plan = make_plan(dense, costs, numbers, block, k, data_parallel_size, constrained, wanted)
@@ -121,7 +122,8 @@ def make_plan(
 
 def _check_reach(holders: Sequence[tuple[int, ...]], k: int, what: str, remedy: str) -> None:
     if len(set().union(*holders)) < k:
-        words, least = describe_holders([*map(len, holders)]), -(-k // max(1, len(holders)))
+        words = describe_holders([*map(len, holders)])
+        least = -(-k // max(1, len(holders)))
         raise ValueError(
             f"{what}: {len(holders)} units with {words} cannot give each of {k} subnetworks one; use {least} or more "
             f"holders, {remedy}"
