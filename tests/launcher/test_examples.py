@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -12,6 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -73,6 +78,37 @@ def test_lightning_trains_resumes_and_saves_the_dense_model(tmp_path: Path) -> N
     assert "Restored all states from the checkpoint" in more
     check(more, tmp_path / "hf")
     assert (tmp_path / "hf/model.safetensors").read_bytes() != before
+
+
+@pytest.mark.slow  # torchtitan is not among the tests' requirements
+def test_torchtitan_trains_and_saves_the_dense_model(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan", reason="needs torchtitan, installed as in docs/guide.md")
+    text, assets, output = Path(re.__file__).read_text(), tmp_path / "assets", tmp_path / "output"
+    for folder in (assets, tmp_path / "text"):
+        folder.mkdir()
+    (tmp_path / "text/data.jsonl").write_text("".join(json.dumps({"text": part}) + "\n" for part in text.split("\n\n")))
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    special = ["<s>", "</s>"]
+    tokenizer.train_from_iterator(
+        [text], BpeTrainer(vocab_size=512, special_tokens=special, initial_alphabet=ByteLevel.alphabet())
+    )
+    tokenizer.save(str(assets / "tokenizer.json"))
+    names = dict(zip(("bos_token", "eos_token"), special, strict=True))
+    (assets / "tokenizer_config.json").write_text(json.dumps(names))
+    program = [str(ROOT / "tests/helpers/torchtitan_on_the_cpu.py"), str(ROOT / "launch/examples/with_torchtitan.py")]
+    program += ["--hf_assets_path", str(assets), "--dataloader.dataset_path", str(tmp_path / "text")]
+    program += ["--validator.enable", "--validator.freq", "4", "--validator.steps", "1"]
+    program += ["--validator.dataloader.dataset", "c4_test"]
+    program += ["--validator.dataloader.dataset_path", str(tmp_path / "text")]
+    program += ["--training.steps", "4", "--dump_folder", str(output)]
+    program += ["--training.seq_len", "64", "--training.local_batch_size", "2"]
+    printed = run(program, tmp_path / "log")
+    losses = dict(re.findall(r"validate step: +(\d).*?loss: +([\d.]+)", printed))  # the dense model's
+    assert float(losses["4"]) < float(losses["1"])
+    weights = load_file(output / "dense/model.safetensors")
+    assert len(weights) == 6 * 7 + 3  # of layers; embeddings, norm and head
+    assert all(weight.any() and weight.isfinite().all() for weight in weights.values())
 
 
 def own_model() -> nn.Module:
