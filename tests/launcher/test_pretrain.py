@@ -142,11 +142,11 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     assert resumed == straight
     assert {"subnetwork_loss", "loss"} <= {name for entry in straight for name in entry}, "both phases"
     assert exported(tmp_path / "stopped") == exported(tmp_path / "straight")
-    again = run(resume, tmp_path / "again.log", size)
-    assert f"the run had finished at step {steps}" in again
-    assert exported(tmp_path / "stopped") == exported(tmp_path / "straight"), "given once more"
-    assert len(trainer_log(tmp_path / "stopped")) == steps
     if not streaming:
+        again = run(resume, tmp_path / "again.log", size)
+        assert f"the run had finished at step {steps}" in again
+        assert exported(tmp_path / "stopped") == exported(tmp_path / "straight"), "given once more"
+        assert len(trainer_log(tmp_path / "stopped")) == steps
         check_the_exported_loss(tmp_path / "straight", text)
 
 
