@@ -49,7 +49,7 @@ class ShardedTensor:
         name: name of the tensor.
         shape: before sharding.
         holders: ranks that hold it.
-        unit: equal for tensors that are gathered at the same time: those with the same holders in a layer; all holder
+        group: equal for tensors that are gathered at the same time: those with the same holders in a layer; all holder
             sets of several layers that are gathered together, and of neurons and heads, since these groups are nested
             or overlap; None for shared tensors.
     """
@@ -57,7 +57,7 @@ class ShardedTensor:
     name: str
     shape: tuple[int, ...]
     holders: tuple[int, ...]
-    unit: tuple[str, tuple[int, ...]] | None
+    group: tuple[str, tuple[int, ...]] | None
     trainable: bool
 
     @property
@@ -87,7 +87,7 @@ def sharded_tensors(
             they count as shared.
     """
     parameters = [info for info in tensors if info.kind == "parameter"]
-    unit_of = {piece.parameter: unit.name for unit in plan.units for piece in unit.pieces}
+    group_of = {piece.parameter: unit.name for unit in plan.units for piece in unit.pieces}
     pieces_of = pieces_by_tensor(parameters, plan)
     everyone = tuple(range(len(plan.subnetwork_of_rank)))
     together = gathered_together(plan, parameters, branches)
@@ -98,23 +98,23 @@ def sharded_tensors(
             if is_inside and ("parameter", piece.parameter) in pieces_of:
                 first[piece.parameter] = pieces_of["parameter", piece.parameter][0]
         if all(holders == everyone and piece.dim is None for piece, holders in first.values()):
-            unit_of |= dict.fromkeys(first, branch.name)
-        unit_of |= {p.parameter: together[branch.name] for p in branch.pieces if p.parameter in unit_of}
+            group_of |= dict.fromkeys(first, branch.name)
+        group_of |= {p.parameter: together[branch.name] for p in branch.pieces if p.parameter in group_of}
     layers: dict[str, set[str]] = {}
     for branch in branches:
         layers.setdefault(together[branch.name], set()).add(branch.layer)
     overlapping = {name for name, of_name in layers.items() if len(of_name) > 1}
     cut = {name for (_, name), pieces in pieces_of.items() if pieces[0][0].dim is not None}
-    overlapping |= {unit_of[name] for name in cut if name in unit_of}
+    overlapping |= {group_of[name] for name in cut if name in group_of}
     for info, pieces in zip(parameters, pieces_of.values(), strict=True):
         dim, by_holders = pieces[0][0].dim, Counter[tuple[int, ...]]()
         for piece, holders in pieces:
             by_holders[holders] += piece.length
         for holders, length in by_holders.items():
             shape = tuple(length if d == dim else size for d, size in enumerate(info.shape))
-            name = unit_of.get(info.name)
-            unit = None if name is None else (name, () if name in overlapping else holders)
-            yield ShardedTensor(info.name, shape, holders, unit, info.trainable)
+            name = group_of.get(info.name)
+            group = None if name is None else (name, () if name in overlapping else holders)
+            yield ShardedTensor(info.name, shape, holders, group, info.trainable)
 
 
 def of_rank(parts: Sequence[ShardedTensor], setup: ShardedSetup, rank: int) -> RankEstimate:
@@ -123,13 +123,13 @@ def of_rank(parts: Sequence[ShardedTensor], setup: ShardedSetup, rank: int) -> R
     trained = [part for part in held if part.trainable]
     reduced = sum(part.stored * (len(part.holders) - 1) for part in trained)
     # Units are gathered in the forward and again in the backward pass.
-    gathered = sum(part.stored * (len(part.holders) - 1) * (1 if part.unit is None else 2) for part in held)
+    gathered = sum(part.stored * (len(part.holders) - 1) * (1 if part.group is None else 2) for part in held)
     state_bytes = FP32_BYTES * setup.num_moments + setup.master
-    units: Counter[tuple[str, tuple[int, ...]] | None] = Counter()
+    groups: Counter[tuple[str, tuple[int, ...]] | None] = Counter()
     for part in held:
-        units[part.unit] += part.stored * len(part.holders)
-    shared = units.pop(None, 0)
-    largest = sorted(units.values(), reverse=True)
+        groups[part.group] += part.stored * len(part.holders)
+    shared = groups.pop(None, 0)
+    largest = sorted(groups.values(), reverse=True)
     return RankEstimate(
         weights=sum(part.stored for part in held) * setup.weights,
         gradients=sum(part.stored for part in trained) * setup.weights,

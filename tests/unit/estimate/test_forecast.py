@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClas
 
 from sdp_deepspeed.architectures.image_flops import flops_per_element
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.estimate.forecast import Forecast, classifies_images, forecast, forecast_of, model_of
+from sdp_deepspeed.estimate.forecast import Forecast, forecast, forecast_of, model_of
+from sdp_deepspeed.estimate.micro_step import classifies_images
 from tests.helpers.measured import matrices
 
 SHAPE: dict[str, Any] = {
