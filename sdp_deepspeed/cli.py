@@ -154,7 +154,7 @@ def _draw(shown: Plan, path: Path) -> None:
     from matplotlib.figure import Figure
 
     names, k = [unit.name for unit in shown.units], shown.num_subnetworks
-    rows = [[subnetwork in holders for subnetwork in range(k)] for holders in shown.subnetworks_of_unit]
+    rows = [[subnetwork in holders for subnetwork in range(k)] for holders in shown.holders]
     figure = Figure(figsize=(min(16, 3 + 0.3 * k), min(40, 1.2 + 0.2 * len(names))), layout="constrained")
     axes = figure.add_subplot()
     axes.pcolormesh(rows, cmap="Blues", vmin=0, vmax=1.4, edgecolors="white", linewidth=0.5)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal["parameter", "buffer"]
-Subnetworks = tuple[int, ...]  # that hold a unit, ascending; as in `Plan.subnetworks_of_unit`
+Subnetworks = tuple[int, ...]  # that hold a unit, ascending; as in `Plan.holders`
 Holders = tuple[int, ...]  # data-parallel ranks whose subnetwork holds a unit, ascending
 
 

@@ -137,7 +137,7 @@ def _sites(
         return
     (index, _), *others = units
     assert not others, "a branch that is not cut is in one unit"
-    held = torch.isin(subnetwork_of_row, subnetwork_of_row.new_tensor(plan.subnetworks_of_unit[index]))
+    held = torch.isin(subnetwork_of_row, subnetwork_of_row.new_tensor(plan.holders[index]))
     rows = Rows(held.nonzero().flatten(), (~held).nonzero().flatten())
     modules = tuple(model.get_submodule(name) for name in branch.modules)
     if plan.regime == "forward" and not held.any():

@@ -85,14 +85,14 @@ def by_bands(plan: Plan, seed: int) -> Plan:
     for index, unit in enumerate(plan.units):
         if plan.coverage_of(index) < 1:
             of_kind.setdefault(unit.name.rpartition(".")[2], []).append(index)
-    holders = list(plan.subnetworks_of_unit)
+    holders = list(plan.holders)
     for indices in of_kind.values():
         size = round(1 / plan.coverage_of(indices[0]))
         for first in range(0, len(indices), size):
             drawn = random_.sample(range(plan.num_subnetworks), plan.num_subnetworks)
             for place, index in enumerate(indices[first : first + size]):
                 holders[index] = tuple(sorted(drawn[place::size]))
-    return replace(plan, subnetworks_of_unit=tuple(holders))
+    return replace(plan, holders=tuple(holders))
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def check_plan(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch]) 
     for name, units in cut.items():
         for index in units:
             _check_cells(plan.units[index], by_name[name])
-        without = set(range(plan.num_subnetworks)).difference(*[plan.subnetworks_of_unit[index] for index in units])
+        without = set(range(plan.num_subnetworks)).difference(*[plan.holders[index] for index in units])
         if without and name in constrained:
             raise ValueError(
                 f"plan: subnetwork {min(without)} has no unit of {name!r}; each needs a group of neurons or a head"

@@ -29,7 +29,7 @@ def check_experts(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch
     parameters = dict(model.named_parameters())
     in_units: Counter[str] = Counter()  # number of indices along the cut dim that are in units, by parameter
     held: Counter[tuple[str, int]] = Counter()  # number of these that a subnetwork holds
-    for unit, holders in zip(plan.units, plan.subnetworks_of_unit, strict=True):
+    for unit, holders in zip(plan.units, plan.holders, strict=True):
         for piece in (piece for piece in unit.pieces if piece.dim is not None):
             in_units[piece.parameter] += piece.length
             held.update({(piece.parameter, subnetwork): piece.length for subnetwork in holders})
@@ -62,7 +62,7 @@ def router_refusal(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranc
     unit_of = {b.name: unit for unit, members in blocks_of_units(plan, branches).items() for b in members}
     if not mixtures or plan.regime == "backward" or not mixtures <= unit_of.keys():
         return None
-    holding = {subnetwork for name in mixtures for subnetwork in plan.subnetworks_of_unit[unit_of[name]]}
+    holding = {subnetwork for name in mixtures for subnetwork in plan.holders[unit_of[name]]}
     without = [subnetwork for subnetwork in range(plan.num_subnetworks) if subnetwork not in holding]
     if not without:
         return None

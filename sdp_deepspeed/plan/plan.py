@@ -48,7 +48,7 @@ class Plan:
         num_holders: p if it is the same for all units, else None.
         seed: seed of the assignment.
         units: units in a fixed order; tensors that belong to no unit are shared.
-        subnetworks_of_unit: subnetworks that hold each unit, ascending.
+        holders: subnetworks that hold each unit, ascending, as in plan.json; `ranks_of` has the ranks.
         subnetwork_of_rank: the subnetwork of each data-parallel rank.
 
     Raises:
@@ -61,7 +61,7 @@ class Plan:
     num_holders: int | None
     seed: int
     units: tuple[Unit, ...]
-    subnetworks_of_unit: tuple[Subnetworks, ...]
+    holders: tuple[Subnetworks, ...]
     subnetwork_of_rank: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -75,17 +75,17 @@ class Plan:
     def mean_coverage(self, weights: Sequence[int]) -> float:
         """Mean C weighted by `weights` per unit, such as FLOPs; unweighted if all are zero."""
         weights = weights if any(weights) else [1] * len(self.units)
-        held = sum(weight * len(holders) for weight, holders in zip(weights, self.subnetworks_of_unit, strict=True))
+        held = sum(weight * len(holders) for weight, holders in zip(weights, self.holders, strict=True))
         return held / (sum(weights) * self.num_subnetworks)
 
     def coverage_of(self, unit: int) -> float:
         """C of the unit with this index."""
-        return len(self.subnetworks_of_unit[unit]) / self.num_subnetworks
+        return len(self.holders[unit]) / self.num_subnetworks
 
     @property
     def is_whole(self) -> bool:
         """Whether every subnetwork holds everything."""
-        return all(len(holders) == self.num_subnetworks for holders in self.subnetworks_of_unit)
+        return all(len(holders) == self.num_subnetworks for holders in self.holders)
 
     @property
     def trains_subnetworks(self) -> bool:
@@ -94,7 +94,7 @@ class Plan:
 
     def holds(self, unit: int, subnetwork: int) -> bool:
         """Whether `subnetwork` holds the unit with index `unit`."""
-        return subnetwork in self.subnetworks_of_unit[unit]
+        return subnetwork in self.holders[unit]
 
     def holds_rank(self, unit: int, rank: int) -> bool:
         """Whether data-parallel rank `rank` holds the unit with index `unit`."""
@@ -102,32 +102,32 @@ class Plan:
 
     def units_of(self, subnetwork: int) -> tuple[int, ...]:
         """Indices of the units that `subnetwork` holds, ascending."""
-        return tuple(u for u, holders in enumerate(self.subnetworks_of_unit) if subnetwork in holders)
+        return tuple(u for u, holders in enumerate(self.holders) if subnetwork in holders)
 
     def ranks_of(self, unit: int) -> tuple[int, ...]:
         """Data-parallel ranks that hold the unit with index `unit`, ascending."""
-        return self._ranks_of_set[self.subnetworks_of_unit[unit]]
+        return self._ranks_of_set[self.holders[unit]]
 
     @cached_property
     def _ranks_of_set(self) -> dict[Subnetworks, tuple[int, ...]]:
         ranks_of: dict[Subnetworks, tuple[int, ...]] = {}
-        for holders in dict.fromkeys(self.subnetworks_of_unit):
+        for holders in dict.fromkeys(self.holders):
             held = frozenset(holders)
             ranks_of[holders] = tuple(r for r, subnetwork in enumerate(self.subnetwork_of_rank) if subnetwork in held)
         return ranks_of
 
     def spectral_gap(self, weights: Sequence[int] | None = None) -> float:
         """Spectral gap of the table; `weights` are trainable elements per unit, None for equal units."""
-        return spectral_gap(self.subnetworks_of_unit, weights or [1] * len(self.units), self.num_subnetworks)
+        return spectral_gap(self.holders, weights or [1] * len(self.units), self.num_subnetworks)
 
     @cached_property
     def hash(self) -> str:
         """SHA-256 (hex) of units, holders, k, regime and strategy."""
         strategy = self.strategy if isinstance(self.strategy, str) else sorted(self.strategy.items())
-        sets = {holders: index for index, holders in enumerate(dict.fromkeys(self.subnetworks_of_unit))}
+        sets = {holders: index for index, holders in enumerate(dict.fromkeys(self.holders))}
         units = [
             [unit.name, [[*vars(piece).values()] for piece in unit.pieces], sets[holders]]
-            for unit, holders in zip(self.units, self.subnetworks_of_unit, strict=True)
+            for unit, holders in zip(self.units, self.holders, strict=True)
         ]
         content = [self.regime, strategy, self.num_subnetworks, list(sets), units]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -192,13 +192,13 @@ class Plan:
         k, num_units = self.num_subnetworks, len(self.units)
         coverage = self.coverage if costs is None else self.mean_coverage([cost.flops for cost in costs])
         lines = [
-            f"plan: {num_units} units, {k} subnetworks, {describe_holders([*map(len, self.subnetworks_of_unit)])} "
+            f"plan: {num_units} units, {k} subnetworks, {describe_holders([*map(len, self.holders)])} "
             f"(coverage {coverage:.4g}), regime {self.regime}, strategy {self.strategy}, "
             f"{len(self.subnetwork_of_rank)} ranks, each in {self.max_sets_per_rank} holder sets"
         ]
         if rows and k <= _MAX_LISTED:
             width = max(len(unit.name) for unit in self.units)
-            for unit, holders in list(zip(self.units, self.subnetworks_of_unit, strict=True))[:_MAX_LISTED]:
+            for unit, holders in list(zip(self.units, self.holders, strict=True))[:_MAX_LISTED]:
                 marks = "".join("#" if subnetwork in holders else "." for subnetwork in range(k))
                 lines.append(f"  {unit.name:<{width}}  {marks}")
             if num_units > _MAX_LISTED:
@@ -212,11 +212,11 @@ class Plan:
     @property
     def max_sets_per_rank(self) -> int:
         """Maximum number of holder sets of a rank, each of which needs a process group."""
-        return int(incidence([*dict.fromkeys(self.subnetworks_of_unit)], self.num_subnetworks).sum(axis=0).max())
+        return int(incidence([*dict.fromkeys(self.holders)], self.num_subnetworks).sum(axis=0).max())
 
     def imbalance(self, amounts: Sequence[int]) -> float:
         """Max/mean load of a subnetwork; `amounts` per unit, such as FLOPs."""
-        loads = incidence(self.subnetworks_of_unit, self.num_subnetworks).T @ list(amounts)
+        loads = incidence(self.holders, self.num_subnetworks).T @ list(amounts)
         return float(loads.max() / loads.mean()) if loads.any() else 1.0
 
 
@@ -261,27 +261,27 @@ def _content(plan: Plan) -> dict[str, Any]:
         "subnetwork_of_rank": list(plan.subnetwork_of_rank),
         "units": [
             {"name": unit.name, "pieces": [dict(vars(piece)) for piece in unit.pieces], "holders": list(holders)}
-            for unit, holders in zip(plan.units, plan.subnetworks_of_unit, strict=True)
+            for unit, holders in zip(plan.units, plan.holders, strict=True)
         ],
     }
 
 
 def _check_table(plan: Plan) -> None:
     k, p = plan.num_subnetworks, plan.num_holders
-    if len(plan.units) != len(plan.subnetworks_of_unit):
-        raise ValueError(f"plan: {len(plan.units)} units but holders for {len(plan.subnetworks_of_unit)}")
+    if len(plan.units) != len(plan.holders):
+        raise ValueError(f"plan: {len(plan.units)} units but holders for {len(plan.holders)}")
     if len({unit.name for unit in plan.units}) < len(plan.units):
         raise ValueError("plan: two units have the same name; names must be unique")
-    for holders in dict.fromkeys(plan.subnetworks_of_unit):
-        name = plan.units[plan.subnetworks_of_unit.index(holders)].name
+    for holders in dict.fromkeys(plan.holders):
+        name = plan.units[plan.holders.index(holders)].name
         if not holders or list(holders) != sorted({*holders}) or holders[0] < 0 or holders[-1] >= k:
             raise ValueError(f"plan: holders of {name!r}: got [{listed(holders)}], expected ascending, 0 to {k - 1}")
         if p not in (None, len(holders)):
             raise ValueError(f"plan: unit {name!r} has {len(holders)} holders, but num_holders is {p}")
-    if p is None and len({*map(len, plan.subnetworks_of_unit)}) == 1:
-        number = len(plan.subnetworks_of_unit[0])
+    if p is None and len({*map(len, plan.holders)}) == 1:
+        number = len(plan.holders[0])
         raise ValueError(f"plan.num_holders: got None, but every unit has {number} holders; set it to {number}")
-    held = {subnetwork for holders in {*plan.subnetworks_of_unit} for subnetwork in holders}
+    held = {subnetwork for holders in {*plan.holders} for subnetwork in holders}
     if len(held) < k:
         raise ValueError(f"plan: {k - len(held)} of {k} subnetworks hold no unit; each must hold at least one")
     counts = [plan.subnetwork_of_rank.count(subnetwork) for subnetwork in range(k)]

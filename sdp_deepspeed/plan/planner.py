@@ -189,8 +189,8 @@ def _subnetwork_of_rank(k: int, data_parallel_size: int) -> tuple[int, ...]:
 
 
 def _warnings(plan: Plan) -> list[str]:
-    k, numbers = plan.num_subnetworks, [*map(len, plan.subnetworks_of_unit)]
-    if num_components(plan.subnetworks_of_unit, k) == 1:
+    k, numbers = plan.num_subnetworks, [*map(len, plan.holders)]
+    if num_components(plan.holders, k) == 1:
         return []
     if k == 2:
         return [

@@ -28,7 +28,7 @@ def pieces_with_holders(plan: Plan, kind: str) -> Iterator[tuple[Piece, tuple[in
     Args:
         kind: "parameter" or "buffer".
     """
-    for unit, holders in zip(plan.units, plan.subnetworks_of_unit, strict=True):
+    for unit, holders in zip(plan.units, plan.holders, strict=True):
         for piece in unit.pieces:
             if piece.kind == kind:
                 yield piece, holders
@@ -107,7 +107,7 @@ def scale_branches(worker: nn.Module, plan: Plan, subnetwork: int) -> list[tuple
     multiplied = []
     for index, unit in enumerate(plan.units):
         factor = 1 / plan.coverage_of(index)
-        if subnetwork not in plan.subnetworks_of_unit[index] or factor == 1:
+        if subnetwork not in plan.holders[index] or factor == 1:
             continue
         whole = {piece.parameter for piece in unit.pieces if piece.dim is None}
         for branch in branches:

@@ -143,7 +143,7 @@ def test_plan_is_printed_saved_and_drawn(capsys: Capture) -> None:
     shown = printed(capsys, "plan", "run.yaml", "--ranks", "4", "--save", "plan.json", "--plot", "plan.png")
     table = Plan.load("plan.json")
     assert len(table.subnetwork_of_rank) == 4
-    for unit, holders in zip(table.units, table.subnetworks_of_unit, strict=True):
+    for unit, holders in zip(table.units, table.holders, strict=True):
         assert re.search(rf"{re.escape(unit.name)} +{''.join('.#'[k in holders] for k in range(4))}\n", shown)
     assert f"hash {table.hash[:16]}" in shown
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")

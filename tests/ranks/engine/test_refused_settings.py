@@ -67,7 +67,7 @@ def swap(content: dict[str, Any]) -> None:
 def test_a_plan_is_given_back(rank: Rank) -> None:
     path = written_plan(rank, "swapped", swap)
     engine, plain = engine_of(config(assignment=path, check_agreement=True)), engine_of(config(holders=1))
-    assert engine.plan.subnetworks_of_unit == tuple((1 - holders[0],) for holders in plain.plan.subnetworks_of_unit)
+    assert engine.plan.holders == tuple((1 - holders[0],) for holders in plain.plan.holders)
     held, other = set(engine.held_tensors()), gathered(sorted(plain.held_tensors()))[1 - rank.rank]
     assert held == set(other)
     train(engine, num_steps=1)

@@ -114,11 +114,9 @@ def test_goes_on_under_another_plan(rank: Rank) -> None:
     first = started(NEURON)
     plan = sharded_model_of(first.model).plan
     turned = [number for number, unit in enumerate(plan.units) if unit.name.startswith("model.layers.0.mlp")]
-    holders = dict(zip(turned, [plan.subnetworks_of_unit[number] for number in reversed(turned)], strict=True))
+    holders = dict(zip(turned, [plan.holders[number] for number in reversed(turned)], strict=True))
     path = rank.folder / f"{rank.rank}.json"
-    replace(
-        plan, subnetworks_of_unit=tuple(holders.get(number, own) for number, own in enumerate(plan.subnetworks_of_unit))
-    ).save(path)
+    replace(plan, holders=tuple(holders.get(number, own) for number, own in enumerate(plan.holders))).save(path)
     second = started({"strategy": "neuron", "assignment": str(path)})
     dcp.save({"train": first}, checkpoint_id=rank.folder / "pieces")
     load = partial(dcp.load, {"train": second}, checkpoint_id=rank.folder / "pieces")

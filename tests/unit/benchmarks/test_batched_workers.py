@@ -120,7 +120,7 @@ def test_a_step_costs_what_the_method_computes() -> None:
 def scaled_by_hand(weights: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
     """A Llama's output projections times their coverage, cell by cell."""
     values = {name: value.detach().clone() for name, value in weights.items()}
-    for unit, holders in zip(plan.units, plan.subnetworks_of_unit, strict=True):
+    for unit, holders in zip(plan.units, plan.holders, strict=True):
         for piece in unit.pieces:
             is_output = ".o_proj." in piece.parameter or ".down_proj." in piece.parameter
             if is_output:
@@ -151,7 +151,7 @@ def test_what_only_runs_one_by_one_is_refused() -> None:
     with pytest.raises(ValueError, match="norm: a BatchNorm1d mixes the rows"):
         HeldRows.of(model, plan, rows)
     with pytest.raises(ValueError, match="mixes the rows"):
-        HeldRows.of(model, replace(plan, subnetworks_of_unit=((0, 1, 2, 3),) * len(plan.units), num_holders=4), rows)
+        HeldRows.of(model, replace(plan, holders=((0, 1, 2, 3),) * len(plan.units), num_holders=4), rows)
     mixture, config, settings = MIXTURES["mixtral"]
     model = mixture(config(**settings))
     with pytest.raises(ValueError, match="mlp: it has further outputs"):

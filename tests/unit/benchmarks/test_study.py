@@ -167,7 +167,7 @@ def test_depth_bands_give_each_subnetwork_one_unit_of_each_kind() -> None:
     size = Size(width=64, depth=6, length=16)
     block = {"coverage": [{"coverage": 0.5, "whole_ends": 1}]}
     _, plan = next(Planner(Subject(size, block, is_banded=True), STUDY).plans(1))
-    assert [len(holders) for holders in plan.subnetworks_of_unit] == [4, 4, *[2] * 8, 4, 4]
+    assert [len(holders) for holders in plan.holders] == [4, 4, *[2] * 8, 4, 4]
     for subnetwork in range(4):
         layers = [plan.units[unit].name for unit in plan.units_of(subnetwork)][2:-2]
         bands = sorted(((int(name.split(".")[2]) - 1) // 2, name.split(".")[3]) for name in layers)

@@ -275,14 +275,10 @@ def test_plans_that_are_no_plan_of_the_model_are_refused() -> None:
     others.remove(other)
     both = replace(first, pieces=first.pieces + other.pieces)
     with pytest.raises(ValueError, match=r"takes other neurons or heads of .*layers\.1"):
-        Mask(
-            dense,
-            replace(plan, units=(both, *others), subnetworks_of_unit=plan.subnetworks_of_unit[: len(others) + 1]),
-            0,
-        )
+        Mask(dense, replace(plan, units=(both, *others), holders=plan.holders[: len(others) + 1]), 0)
     holders = tuple((0,) if "0.mlp" in unit.name else (0, 1) for unit in plan.units)
     with pytest.raises(ValueError, match=r"subnetwork 1 has no unit of 'model\.layers\.0\.mlp'"):
-        Mask(dense, replace(plan, subnetworks_of_unit=holders, num_holders=None), 0)
+        Mask(dense, replace(plan, holders=holders, num_holders=None), 0)
 
 
 # ---- layers of users ------------------------------------------------------------------------------------------------

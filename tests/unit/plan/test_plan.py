@@ -18,7 +18,7 @@ UNITS = tuple(
     for i in range(3)
 )
 PLAN = Plan("forward", "block", 3, 2, 5, UNITS, ((0, 1), (1, 2), (0, 2)), (0, 1, 2))
-MIXED = replace(PLAN, num_holders=None, subnetworks_of_unit=((0, 1, 2), (0, 1), (2,)))
+MIXED = replace(PLAN, num_holders=None, holders=((0, 1, 2), (0, 1), (2,)))
 
 
 def test_lookups() -> None:
@@ -30,7 +30,7 @@ def test_lookups() -> None:
     assert (plan.holds_rank(0, 3), plan.holds_rank(0, 4)) == (True, False)
     assert [MIXED.coverage_of(u) for u in range(3)] == pytest.approx([1, 2 / 3, 1 / 3])
     assert MIXED.mean_coverage([1, 1, 4]) == pytest.approx((3 + 2 + 4) / 18)
-    whole = replace(PLAN, num_holders=3, subnetworks_of_unit=((0, 1, 2),) * 3)
+    whole = replace(PLAN, num_holders=3, holders=((0, 1, 2),) * 3)
     assert [plan.trains_subnetworks for plan in (PLAN, replace(PLAN, regime="backward"), whole)] == [True, False, False]
 
 
@@ -60,10 +60,10 @@ def test_hash_covers_what_decides_the_training() -> None:
         replace(PLAN, regime="backward"),
         replace(PLAN, strategy="neuron"),
         replace(PLAN, strategy=a),
-        replace(PLAN, subnetworks_of_unit=((0, 1), (0, 2), (1, 2))),
+        replace(PLAN, holders=((0, 1), (0, 2), (1, 2))),
         replace(PLAN, units=(replace(UNITS[0], name="x"), *UNITS[1:])),
         replace(PLAN, units=(replace(UNITS[0], pieces=UNITS[0].pieces[:1]), *UNITS[1:])),
-        replace(PLAN, num_holders=3, subnetworks_of_unit=((0, 1, 2),) * 3),
+        replace(PLAN, num_holders=3, holders=((0, 1, 2),) * 3),
     ]
     assert len({plan.hash for plan in different}) == len(different)
 

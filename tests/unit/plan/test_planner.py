@@ -30,7 +30,7 @@ def test_the_same_on_every_rank_and_another_with_another_seed() -> None:
     plans = [plan_of(coverage=0.5, seed=seed) for seed in (0, 0, 1)]
     assert plans[0] == plans[1]
     assert plans[0].hash != plans[2].hash
-    assert {*plans[0].subnetworks_of_unit} == {*plans[2].subnetworks_of_unit}
+    assert {*plans[0].holders} == {*plans[2].holders}
 
 
 def test_replicas_are_neighbors() -> None:
@@ -39,7 +39,7 @@ def test_replicas_are_neighbors() -> None:
     assert (plan.hash, plan.spectral_gap()) == (plan_of(4, coverage=0.5).hash, plan_of(4, coverage=0.5).spectral_gap())
     assert len(plan.ranks_of(0)) == 4
     assert plan_of(64, 8, coverage=0.5).num_subnetworks == 16
-    assert plan_of(3, coverage=1.0, subnetworks=1).subnetworks_of_unit == ((0,),) * 8
+    assert plan_of(3, coverage=1.0, subnetworks=1).holders == ((0,),) * 8
     with pytest.raises(ValueError, match=r"got 3 subnetworks, which do not divide the 4 .* possible: 1, 2, 4"):
         plan_of(4, coverage=1.0, subnetworks=3)
 
@@ -61,7 +61,7 @@ def test_every_family_is_balanced_where_its_units_allow_it(family: str, strategy
 def test_coverage_by_depth_and_by_name(strategy: str) -> None:
     rules = [{"units": "attention", "coverage": 0.75}, {"profile": "linear", "first": 0.5, "last": 1.0}]
     plan = plan_of(coverage=rules, strategy=strategy)
-    for unit, holders in zip(plan.units, plan.subnetworks_of_unit, strict=True):
+    for unit, holders in zip(plan.units, plan.holders, strict=True):
         layer = int(unit.name.split(".")[2])
         assert len(holders) == (3 if "attention" in unit.name else {0: 2, 1: 3, 2: 3, 3: 4}[layer]), unit.name
     assert plan_of(coverage=[{"units": "mlp", "coverage": 0.5}, {"coverage": 0.5}]).hash == plan_of(coverage=0.5).hash
@@ -70,16 +70,14 @@ def test_coverage_by_depth_and_by_name(strategy: str) -> None:
 def test_layers_without_units_are_ends_too() -> None:
     """Of six layers the first and the last are shared: no other takes their place."""
     plan = plan_of(6, 6, coverage={"coverage": 0.5, "whole_ends": 2}, shared=[r"layers\.[05]\."])
-    numbers = {
-        int(unit.name.split(".")[2]): len(one) for unit, one in zip(plan.units, plan.subnetworks_of_unit, strict=True)
-    }
+    numbers = {int(unit.name.split(".")[2]): len(one) for unit, one in zip(plan.units, plan.holders, strict=True)}
     assert numbers == {1: 6, 2: 3, 3: 3, 4: 6}
 
 
 def test_a_plan_by_path(tmp_path: Path) -> None:
     """Any table, for any number of ranks that its subnetworks divide."""
     path = str(tmp_path / "plan.json")
-    mine = replace(plan_of(coverage=0.5), subnetworks_of_unit=((0, 1), (2, 3), (0, 3), (1, 2)) * 2)
+    mine = replace(plan_of(coverage=0.5), holders=((0, 1), (2, 3), (0, 3), (1, 2)) * 2)
     mine.save(path)
     assert plan_of(assignment=path) == mine
     assert plan_of(8, assignment=path) == replace(mine, subnetwork_of_rank=(0, 0, 1, 1, 2, 2, 3, 3))
@@ -105,7 +103,7 @@ def test_every_subnetwork_reaches_the_encoder_where_it_can(granularity: str) -> 
     for seed in range(8):
         plan, _ = plan_model(model, block(holders=2, seed=seed, granularity=granularity), 3)
         crossing = [i for i, unit in enumerate(plan.units) if any("encoder_attn" in p.parameter for p in unit.pieces)]
-        assert {one for index in crossing for one in plan.subnetworks_of_unit[index]} == {0, 1, 2}, seed
+        assert {one for index in crossing for one in plan.holders[index]} == {0, 1, 2}, seed
 
 
 def test_too_few_units() -> None:

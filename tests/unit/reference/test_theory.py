@@ -64,7 +64,7 @@ class Permitted:
 
 
 def permitted(plan: Plan, weights: Sequence[int]) -> Permitted:
-    rho, k, p = plan.spectral_gap(weights), plan.num_subnetworks, len(plan.subnetworks_of_unit[0])
+    rho, k, p = plan.spectral_gap(weights), plan.num_subnetworks, len(plan.holders[0])
     loads = [sum(weights[unit] for unit in plan.units_of(worker)) for worker in range(k)]
     excess = [load * k / sum(loads) - 1 for load in loads]
     unbalanced = (1 - rho) * (1 + max(excess)) + rho * sum(e * e for e in excess) / k
