@@ -206,6 +206,33 @@ def _reached(curve: Sequence[Sequence[float]], loss: float) -> float | None:
     return None
 
 
+def local_steps(result: Result) -> str:
+    """Forecasts, relative to ZeRO-1 at some numbers of steps: the time to its loss, and the loss in its time."""
+    zero, targets = result["rows"][0], result["targets"]
+    clocks = [("0.41M", "100 Mb/s"), ("0.41M", "20 Mb/s"), ("134M", "100 Mb/s")]
+    times, losses = [], []
+    for row in result["rows"]:
+        runs = "; ".join(f"{steps:,}: {loss:.3f}" for steps, loss in row["curve"] if steps >= 250)
+        times.append([row["label"], runs])
+        losses.append([row["label"]])
+        for size, link in clocks:
+            ratio = row["step"][size]["seconds"][link] / zero["step"][size]["seconds"][link]
+            needed = [row["steps to"][steps] and row["steps to"][steps] / int(steps) * ratio for steps in targets]
+            times[-1].append(" / ".join("-" if share is None else f"{share:.2f}" for share in needed))
+            found = [row["loss after"][f"{size}, {link}"][steps] for steps in targets]
+            losses[-1].append(" / ".join(_loss(*loss) if loss else "-" for loss in found))
+    heads = [f"{size}, {link}" for size, link in clocks]
+    after = " / ".join(f"{int(steps):,}" for steps in targets)
+    text = f"{_commit(result)}\n\nTime to ZeRO-1's loss after {after} steps, relative to ZeRO-1's time:\n\n"
+    text += table(["", "steps: final loss", *heads], times)
+    return f"{text}\n\nLoss in the time of ZeRO-1's {after} steps:\n\n" + table(["", *heads], losses)
+
+
+def _loss(loss: float, is_reached: bool) -> str:
+    """A loss; that of the longest run is an upper bound for longer ones."""
+    return f"{'' if is_reached else '< '}{loss:.3f}"
+
+
 def quality(labels: Mapping[str, str], result: Result, costs: Result, from_budget: int = 250) -> str:
     heads, rows = quality_rows(Figures.of(result, "text"), costs["subjects"], labels, from_budget)
     seeds = "± standard error of the seeds, where there are several"
@@ -292,6 +319,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "targets": (targets, ("compare_4_ranks",)),
     "links": (links, ("links_1gbit", "links_100mbit")),
     "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_100mbit")),
+    "local-steps": (local_steps, ("local_steps_forecast",)),
     "quality": (partial(quality, LABELS), ("learning", "recipe_costs")),
     "quality-readme": (partial(quality, README, from_budget=1000), ("learning", "recipe_costs")),
     "quality-axes": (partial(quality, AXES, from_budget=500), ("learning", "recipe_costs")),

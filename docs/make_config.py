@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from sdp_deepspeed.config import KEY, REFUSED_COMBINATIONS, CheckpointOptions, SubnetworkConfig
+from sdp_deepspeed.config import KEY, REFUSED_COMBINATIONS, CheckpointOptions, LocalSteps, SubnetworkConfig
 from sdp_deepspeed.engine.refused_settings import REFUSED
 from sdp_deepspeed.fsdp.refused_arguments import REFUSED_KEYS
 from sdp_deepspeed.plan.coverage import CoverageRule
@@ -55,6 +55,17 @@ A phase of `schedule` contains keys of the block that change, and its end. The l
 
 {checkpoint}
 
+## Local steps
+
+```json
+"local_steps": {{"every": 10}}
+```
+
+{local_steps}
+
+Refused with fp16, tensor parallelism, Muon, and optimizers that evaluate other weights than they train; and by the
+Trainer, unless `average_tokens_across_devices` is false. See [the guide](guide.md#over-slow-links).
+
 ## What is refused
 
 Keys of the block:
@@ -76,7 +87,7 @@ def _keys(model: type[BaseModel]) -> str:
     lines = []
     for name, field in model.model_fields.items():
         default = field.default
-        is_empty = isinstance(default, BaseModel | tuple) or default in (None, "")
+        is_empty = field.is_required() or isinstance(default, BaseModel | tuple) or default in (None, "")
         text = "" if is_empty else f"; default `{str(default).lower()}`"
         lines.append(f"- **`{name}`**: {field.title}{text}. {field.description}")
     return "\n".join(lines)
@@ -98,6 +109,7 @@ def document() -> str:
         rules=_keys(CoverageRule),
         phases=_keys(PhaseEnd),
         checkpoint=_keys(CheckpointOptions),
+        local_steps=_keys(LocalSteps),
         combinations=_refusals((row.key, f": {row.problem}; {row.action}") for row in REFUSED_COMBINATIONS),
         deepspeed=_refusals((row.path, f" {row.values}: {row.why}") for row in REFUSED),
         fsdp=_refusals((key, f": {why}") for key, why in REFUSED_KEYS.items()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
+
+from sdp_deepspeed.config import parse
 
 
 class StopSignal:
@@ -64,7 +66,15 @@ def _outlive_a_stop(worker: int, then: Callable[[int], None] | None) -> None:
 
 
 class StopTogether(TrainerCallback):
-    """When one rank is asked to stop, all ranks finish the step, save, and stop."""
+    """When one rank is asked to stop, all ranks finish the step, save, and stop; with local steps, the interval.
+
+    Args:
+        config: the DeepSpeed config; None without DeepSpeed.
+    """
+
+    def __init__(self, config: Mapping[str, Any] | None) -> None:
+        block = parse(config or {})
+        self.every = block.local_steps.every if block is not None and block.local_steps is not None else 1
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
         self.signal = StopSignal(args.device)
@@ -77,6 +87,6 @@ class StopTogether(TrainerCallback):
             loader.worker_init_fn = partial(_outlive_a_stop, then=loader.worker_init_fn)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.signal.on_any_rank():
+        if state.global_step % self.every == 0 and self.signal.on_any_rank():
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # launchers kill ranks after half a minute

@@ -62,6 +62,33 @@ class CheckpointOptions(BaseModel):
     )
 
 
+class LocalSteps(BaseModel):
+    """`local_steps` in the block: each subnetwork trains by itself, and its weights are averaged every H steps."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    every: int = Field(
+        ge=2,
+        title="an integer, at least 2",
+        description="Steps between two synchronizations, H.",
+    )
+    outer_lr: float = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        title="a number above 0",
+        description="Learning rate of the outer SGD, whose gradient is the mean difference from the last "
+        "synchronization. 1 without momentum: weights become the mean.",
+    )
+    outer_momentum: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        title="a number from 0 to below 1",
+        description="Nesterov momentum of the outer SGD.",
+    )
+
+
 class SubnetworkConfig(BaseModel):
     """The parsed block. Titles of fields are in error messages, descriptions in docs/config.md."""
 
@@ -150,6 +177,12 @@ class SubnetworkConfig(BaseModel):
         "subnetworks, so that their branches add as much as the dense model's; all groups of a branch then need the "
         "same coverage. `none`: the method of the paper.",
     )
+    local_steps: LocalSteps | None = Field(
+        default=None,
+        title='a mapping such as {"every": 10}',
+        description="For slow links: each subnetwork trains by itself, and its holders average weights every H steps. "
+        "[Options](#local-steps).",
+    )
     allow_optimizer: bool = Field(
         default=False,
         title="true or false",
@@ -231,6 +264,7 @@ class Combination(NamedTuple):
 _MODELS: Mapping[str | int, type[BaseModel]] = {
     "": SubnetworkConfig,
     "checkpoint": CheckpointOptions,
+    "local_steps": LocalSteps,
     "coverage": CoverageRule,
     "holders": HoldersRule,
 }

@@ -51,7 +51,7 @@ def _keys(location: Sequence[int | str], block: Mapping[str, Any]) -> tuple[int 
     if location[1:2] == (RULES,):
         is_alone = isinstance(block[str(location[0])], Mapping)
         return (location[0], *location[3 if is_alone else 2 : 4])
-    return tuple(map(str, location[: 2 if location[:1] == ("checkpoint",) else 1]))
+    return tuple(map(str, location[: 2 if location[:1] in (("checkpoint",), ("local_steps",)) else 1]))
 
 
 def _explain_one(
@@ -69,6 +69,8 @@ def _explain_one(
         return f"{path}: unknown key; {did_you_mean(normalized(name), fields, cutoff=0.5)}"
     if kind == "invalid_key":
         return f"{path}: keys must be strings"
+    if kind == "missing":
+        return f"{path}: missing, expected {fields[name].title}"
     value: Any = reduce(getitem, keys, block)  # type: ignore[arg-type]  # lists have integer keys
     if value == "auto":
         where = "is only possible for subnetworks, assignment and total_steps"

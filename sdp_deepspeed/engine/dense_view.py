@@ -25,6 +25,7 @@ from sdp_deepspeed.masking.placeholders import PartialTensor
 from sdp_deepspeed.masking.running_statistics import average_running_statistics, running_statistics
 from sdp_deepspeed.parallel.dense_gathers import Segment, gather_segments
 from sdp_deepspeed.parallel.groups import Groups
+from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,9 @@ class DenseView:
         mask: applied.
         groups: process groups.
         device: device of the weights.
+        optimizer: has the anchors, which the dense model consists of with local steps; and its shards follow weights
+            that were changed in the dense model.
         wait: called before the first collective, to synchronize all ranks.
-        changed: called when the module is the subnetwork again; weights may have been changed meanwhile.
 
     Attributes:
         is_resident: whether the module is currently the dense model.
@@ -58,12 +60,12 @@ class DenseView:
         mask: Mask,
         groups: Groups,
         device: torch.device,
+        optimizer: ShardedOptimizer,
         *,
         wait: Callable[[str], None],
-        changed: Callable[[], None],
     ) -> None:
         self.mask, self._groups, self._device = mask, groups, device
-        self._wait, self._changed = wait, changed
+        self._optimizer, self._wait = optimizer, wait
         self._is_evaluating = False  # made resident by an evaluation, not by `resident()`
         self._handles: list[Any] = []
         self._has_warned = False
@@ -77,7 +79,8 @@ class DenseView:
     def is_collective(self) -> bool:
         """Whether making the model dense is a collective."""
         fetches = self.mask.plan.regime == "forward" and not self.mask.plan.is_whole
-        return self._groups.data_parallel.size > 1 and (fetches or bool(running_statistics(self.mask)))
+        has_anchors = self._optimizer.local is not None
+        return self._groups.data_parallel.size > 1 and (fetches or has_anchors or bool(running_statistics(self.mask)))
 
     # ---- entering and leaving -----------------------------------------------------------------------------------
 
@@ -94,6 +97,7 @@ class DenseView:
         if self.is_collective:
             self._wait(what)
             average_running_statistics(self.mask, self._groups.data_parallel.process_group, self._device)
+        self._optimizer.show_anchors()
         self.mask.undo()
         if self.mask.plan.regime == "forward":
             self._fetch()
@@ -104,7 +108,7 @@ class DenseView:
         self._is_evaluating = False
         if self.is_resident:
             self.mask.apply()
-            self._changed()
+            self._optimizer.leave_dense()
 
     @contextmanager
     def resident(self, what: str = "engine.dense") -> Iterator[None]:
@@ -179,10 +183,22 @@ class DenseView:
             elif not view.is_resident and id(module) == root and not view._has_warned:
                 view._warn()
 
-        if not self.mask.plan.is_whole or running_statistics(self.mask):
+        has_anchors = self._optimizer.local is not None
+
+        def refuse_between(*_: Any) -> None:
+            local = view._optimizer.local
+            if local is not None and local.is_between and not local.are_shown:
+                raise RuntimeError(
+                    "local steps: between two synchronizations a state dict would be this subnetwork's; use `with "
+                    "engine.dense():` on all ranks, or call engine.synchronize() first"
+                )
+
+        if not self.mask.plan.is_whole or has_anchors or running_statistics(self.mask):
             self._handles += [module.register_forward_pre_hook(before_forward, prepend=True) for module in owned]
         if not self.mask.plan.is_whole:
             self._install_refusals(model)
+        if has_anchors:
+            self._handles.append(model.register_state_dict_pre_hook(refuse_between))
 
     def _warn(self) -> None:
         self._has_warned = True

@@ -19,6 +19,7 @@ Order of a training step; methods with an underscore, and `allreduce_gradients`,
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,7 +43,7 @@ from sdp_deepspeed.engine.earlier_engines import make_whole, record_engine
 from sdp_deepspeed.engine.full_access import install_full_access
 from sdp_deepspeed.engine.monitor import StepEvents, announce, label_profile
 from sdp_deepspeed.engine.optimizer_options import loss_scaler, sharded_options, skips_overflow
-from sdp_deepspeed.engine.refused_settings import refuse_config, refuse_frozen
+from sdp_deepspeed.engine.refused_settings import refuse_config, refuse_frozen, refuse_local_optimizer, uses_local_steps
 from sdp_deepspeed.engine.replan import (
     Replanned,
     check_schedule,
@@ -84,6 +85,7 @@ from sdp_deepspeed.parallel.consistency import (
     run_on_all_ranks,
 )
 from sdp_deepspeed.parallel.groups import CONTROL, Groups
+from sdp_deepspeed.parallel.local_steps import group_sets, teams_of
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.parallel.param_groups import agreed_param_groups
@@ -108,6 +110,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         schedule: the plans over time; None if the plan is fixed.
         phase, draw: current phase of the schedule, and number of re-drawn assignments.
         stage_of_config: ZeRO stage at the beginning of the run.
+        seconds_synchronizing: total time of synchronizations, waiting for other ranks included (local steps).
     """
 
     block: SubnetworkConfig
@@ -120,6 +123,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     optimizer: SubnetworkOptimizer
     schedule: Schedule | None
     phase = draw = stage_of_config = 0
+    seconds_synchronizing = 0.0
     _before_autotp: WholeModel | None = None
     _deferred: DeferredWeights | None = None  # of a model built under `Init`
 
@@ -207,6 +211,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         self._known_parameters = KnownParameters(self.module, self.mask.parameters, frozen)
         allow = bool(self.block.allow_optimizer or self.zero_allow_untested_optimizer())
         run_on_all_ranks(lambda: check_optimizer(type(optimizer), allow=allow), self._control)
+        if uses_local_steps(self.config):
+            run_on_all_ranks(lambda: refuse_local_optimizer(optimizer), self._control)
         self._param_group_of = agreed_param_groups(optimizer, self.mask, self._frozen_before, self._control)
         return SubnetworkOptimizer(
             self._apply(self.block, self.plan, self.mask, optimizer),
@@ -226,6 +232,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         costs = unit_costs(self.module, mask.plan.units)
         self.coverage = plan.mean_coverage([cost.flops for cost in costs])
         holder_sets = {holders for pieces in mask.pieces.values() for _, holders in pieces}
+        if block.local_steps is not None:
+            holder_sets = group_sets(holder_sets, teams_of(plan.subnetwork_of_rank))
         self.groups = Groups(holder_sets, ranks=self._every_members(), control=self._control, comm=deepspeed_comm)
         mask.apply()
         if (deferred := self._deferred) is not None:
@@ -233,22 +241,18 @@ class SubnetworkEngine(DeepSpeedEngine):
             run_on_all_ranks(lambda: deferred.materialize(mask, self.device, seed), self._control)
             self._deferred = None
         self._partial_sums = self.tensor_parallel.sum_partial_gradients(mask.parameters)
-        self.dense_view = DenseView(
-            mask,
-            self.groups,
-            self.device,
-            wait=self._barrier.wait,
-            changed=lambda: self.optimizer.refresh_fp32_params(),
-        )
-        return ShardedOptimizer(
+        sharded = ShardedOptimizer(
             optimizer,
             mask,
             self.groups,
             self._param_group_of,
             regime="backward" if plan.regime == "backward" else "forward",
             replicated=self.tensor_parallel.replicated(mask.parameters),
+            local_steps=block.local_steps,
             **sharded_options(self),
         )
+        self.dense_view = DenseView(mask, self.groups, self.device, sharded, wait=self._barrier.wait)
+        return sharded
 
     def apply_plan(self, block: SubnetworkConfig, plan: Plan, mask: Mask) -> None:
         """Apply another plan, without moving optimizer state. Collective; the module must be dense."""
@@ -290,7 +294,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             RuntimeError: inside `dense`.
         """
         self._refuse_dense("backward")
-        if self.optimizer.sharded.stage == 2:
+        if self.optimizer.sharded.stage == 2 and self.block.local_steps is None:
             self._barrier.record_step()
         self._step_events.note(loss, is_share=not scale_wrt_gas)
         return super().backward(loss, retain_graph, scale_wrt_gas, **options)
@@ -323,20 +327,51 @@ class SubnetworkEngine(DeepSpeedEngine):
         is_managed = self.managed_gradient_accumulation()
         if self.is_gradient_accumulation_boundary() or not is_managed:
             by_caller = self._is_gradient_accumulation_boundary is not None or not is_managed
-            if by_caller and self.optimizer.sharded.stage == 2:  # the number of backward passes may differ
-                self._barrier.wait("engine.step")
-            self._barrier.record_step()
+            if self.block.local_steps is None:  # a local step waits for nobody outside its team
+                if by_caller and self.optimizer.sharded.stage == 2:  # the number of backward passes may differ
+                    self._barrier.wait("engine.step")
+                self._barrier.record_step()
             self._known_parameters.check()
             refuse_frozen(self)
         before = self.global_steps
         super().step(lr_kwargs)
         if self.global_steps > before:
             self._step_events.write()
-        if self.block.check_agreement and self._step_applied:
+        are_equal = self._step_applied  # whether the holders' weights have changed, and are equal
+        if (local := self.block.local_steps) is not None:
+            are_equal = self.global_steps > before and self.global_steps % local.every == 0
+            if are_equal:
+                self._barrier.record_step()
+                self._synchronize("engine.step")
+        if self.block.check_agreement and are_equal:
             run_on_all_ranks(lambda: check_agreement(self.mask, self.groups), self._control)
             held = self.held_tensors()
             run_on_all_ranks(lambda: self.tensor_parallel.check_replicated(held, self._control), self._control)
         follow_schedule(self, self.global_steps)
+
+    def synchronize(self) -> None:
+        """With local steps, average weights over subnetworks now, in addition to every H-th step; nothing, if no step
+        was made since. Call it after the last step of a run. Collective, between two steps.
+
+        Raises:
+            RuntimeError: on all ranks, if weights are not finite; inside `dense`; on the waiting ranks, if a rank
+                continues training instead.
+        """
+        self._refuse_dense("engine.synchronize")
+        if self._is_between_synchronizations:
+            self._synchronize("engine.synchronize")
+
+    @property
+    def _is_between_synchronizations(self) -> bool:
+        local = self.optimizer.sharded.local
+        return local is not None and local.is_between
+
+    def _synchronize(self, call: str) -> None:
+        begin = time.monotonic()
+        self._barrier.wait(call)
+        self.optimizer.sharded.synchronize()
+        average_running_statistics(self.mask, self.seq_data_parallel_group, self.device)
+        self.seconds_synchronizing += time.monotonic() - begin
 
     def clip_fp32_gradients(self) -> None:
         """Does nothing: the sharded optimizer clips by the norm of the averaged dense gradient."""
@@ -392,8 +427,12 @@ class SubnetworkEngine(DeepSpeedEngine):
                 ranks, if a rank does not call it.
         """
         self._before_checkpoint("save_checkpoint")
+        if self._is_between_synchronizations:
+            log_dist(f"{KEY}: save_checkpoint synchronizes first, after step {self.global_steps}", ranks=[0])
+            self._synchronize("save_checkpoint")
         options = {"latest": save_latest, "exclude_frozen": exclude_frozen_parameters}
-        save(self, Path(save_dir), tag, client_state or {}, **options)
+        with self.optimizer.sharded.whole_state():
+            save(self, Path(save_dir), tag, client_state or {}, **options)
         return True
 
     def load_checkpoint(

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sdp_deepspeed.config import KEY
+from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.parallel.optimizer_kinds import groups_of_whole_tensors
 
 if TYPE_CHECKING:
     from sdp_deepspeed.engine.engine import SubnetworkEngine
@@ -124,14 +125,52 @@ def refuse_settings(tree: Mapping[str, Any]) -> None:
         refused.append(
             "zero_optimization.compute_grad_norm: got False, but clipping needs the norm; set gradient_clipping to 0"
         )
+    if uses_local_steps(tree) and _is_on(tree.get("fp16")):
+        refused.append(f"{KEY}.local_steps: not supported in fp16, where subnetworks differ in loss scale; use bf16")
     if refused:
         raise ValueError("\n".join(refused))
+
+
+def uses_local_steps(config: Mapping[str, Any]) -> bool:
+    """Whether the block of a DeepSpeed config, or a phase of its schedule, has `local_steps`."""
+    block = config.get(KEY)
+    phases = [block, *(block.get("schedule") or ())] if isinstance(block, Mapping) else []
+    return any(isinstance(phase, Mapping) and bool(phase.get("local_steps")) for phase in phases)
 
 
 def _lookup(tree: Any, path: str) -> Any:
     for key in path.split("."):
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree
+
+
+def refuse_local_steps(engine: SubnetworkEngine, block: SubnetworkConfig) -> None:
+    """Raise ValueError for local steps with tensor parallelism."""
+    if block.local_steps is not None and engine.tensor_parallel.group is not None:
+        raise ValueError(f"{KEY}.local_steps: not supported with tensor parallelism; remove one of them")
+
+
+def refuse_arguments_of_trainer(config: Mapping[str, Any], args: Any) -> None:
+    """Raise ValueError for arguments of Transformers' Trainer that local steps do not support.
+
+    Args:
+        config: the DeepSpeed config.
+        args: `TrainingArguments`.
+    """
+    if uses_local_steps(config) and getattr(args, "average_tokens_across_devices", False):
+        raise ValueError(
+            "average_tokens_across_devices: got True, for which all ranks communicate in every step; set it to False "
+            f"with {KEY}.local_steps"
+        )
+
+
+def refuse_local_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for optimizers that local steps do not support."""
+    kind = type(optimizer).__name__
+    if groups_of_whole_tensors(optimizer):
+        raise ValueError(f"{KEY}.local_steps: {kind} updates whole matrices; use AdamW")
+    if callable(getattr(optimizer, "eval", None)):
+        raise ValueError(f"{KEY}.local_steps: {kind} evaluates other weights than it trains; use AdamW")
 
 
 def refuse_frozen(engine: SubnetworkEngine) -> None:

@@ -23,7 +23,7 @@ from sdp_deepspeed.checkpoint.rank_state import RankState
 from sdp_deepspeed.checkpoint.reshard import collect_state, load_state
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.engine.monitor import announce
-from sdp_deepspeed.engine.refused_settings import refuse_config
+from sdp_deepspeed.engine.refused_settings import refuse_config, refuse_local_optimizer, refuse_local_steps
 from sdp_deepspeed.engine.tensor_parallel import refuse_stage
 from sdp_deepspeed.masking.check import check_trained
 from sdp_deepspeed.masking.mask import Mask
@@ -73,6 +73,7 @@ def plan_and_mask(engine: SubnetworkEngine, block: SubnetworkConfig, *, logs: bo
     members = engine.members()
 
     def make() -> tuple[Plan, Mask]:
+        refuse_local_steps(engine, block)
         plan, warnings = plan_model(engine.module, block, len(members), branches=branches, shards=shards)
         local = shards.local_plan(plan)
         rank = members.index(dist.get_rank())
@@ -164,6 +165,8 @@ def replan(engine: SubnetworkEngine, config: Mapping[str, Any], stage: int | Non
         refuse_stage(after, engine.tensor_parallel)
         changed = _block_of(config)
         refuse_config(config, engine._config)
+        if changed.local_steps is not None:
+            refuse_local_optimizer(engine.optimizer.optimizer)
         return changed, after
 
     asked = gather_results(check, control)
@@ -174,6 +177,7 @@ def replan(engine: SubnetworkEngine, config: Mapping[str, Any], stage: int | Non
         )
     block, _ = asked[0]
     engine.checkpoints.wait()
+    engine.synchronize()
     engine.dense_view.make_resident("engine.replan")
     try:
         _set_stage(engine, after)
@@ -183,7 +187,8 @@ def replan(engine: SubnetworkEngine, config: Mapping[str, Any], stage: int | Non
         engine.dense_view.end()
         raise
     with torch.no_grad():
-        snapshot = collect_state(rank_state(engine))
+        with engine.optimizer.sharded.whole_state():
+            snapshot = collect_state(rank_state(engine))
         run_on_all_ranks(lambda: engine.apply_plan(block, plan, mask), control)
         sent = load_state(snapshot, rank_state(engine), engine.device)
     del snapshot

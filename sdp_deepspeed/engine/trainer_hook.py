@@ -38,6 +38,15 @@ def patch_trainer() -> None:
         note_step(self)
         return step(self, *args, **kwargs)
 
+    save = host.Trainer.save_model
+
+    @wraps(save)
+    def synchronized_save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_ours(self.model_wrapped):
+            self.model_wrapped.synchronize()  # local steps: what is saved is the dense model after all steps
+        return save(self, *args, **kwargs)
+
+    host.Trainer.save_model = synchronized_save
     host.Trainer.log, host.get_model_param_count = labelled_log, dense_count
     host.Trainer.training_step = noted_step
     _patch_config()
@@ -71,8 +80,10 @@ def _patch_config() -> None:
     @wraps(finalize)
     def finalize_phases(self: Any, args: Any, model: Any, num_training_steps: int) -> Any:
         from sdp_deepspeed.config import KEY
+        from sdp_deepspeed.engine.refused_settings import refuse_arguments_of_trainer
         from sdp_deepspeed.total_steps import fill_total_steps, never_begins
 
+        refuse_arguments_of_trainer(self.config, args)
         if vars(self).get("sdp_fills_total_steps"):  # a Trainer may train again, with another number of steps
             self.config[KEY].pop("total_steps", None)
         self.sdp_fills_total_steps = fill_total_steps(self.config, num_training_steps)

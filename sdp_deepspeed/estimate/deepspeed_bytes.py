@@ -11,9 +11,11 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
+from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.estimate.precision import FP32_BYTES, Precision
 from sdp_deepspeed.parallel.bucket_layouts import plan_buckets
 from sdp_deepspeed.parallel.buckets import BucketLayout
+from sdp_deepspeed.parallel.local_steps import teams_of
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 
@@ -30,6 +32,7 @@ class Setup:
         accumulation: micro-steps per optimizer step; stage 2 sends gradients in each.
         offload: whether optimizer state is in host memory.
         bucket_elements: `reduce_bucket_size` of the config; None for the engine's default.
+        local_steps: `local_steps` of the block.
     """
 
     stage: Literal[0, 1, 2]
@@ -37,6 +40,7 @@ class Setup:
     accumulation: int = 1
     offload: bool = False
     bucket_elements: int | None = None
+    local_steps: LocalSteps | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class RankEstimate:
         step_gradients: gradients that exist during the step only.
         gathered: unsharded shared weights, which stay gathered until the backward pass (FSDP2).
         gathered_units: unsharded weights of two units and gradients of one unit (FSDP2).
-        sent: gradients and weights.
+        sent: gradients and weights; with local steps, the mean over the steps of an interval.
     """
 
     weights: int
@@ -95,6 +99,7 @@ class ShardedRun:
             {info.name: info.dtype for info in trained},
             {info.name: 0 for info in trained},
             bucket_size=self.setup.bucket_elements,
+            teams=teams_of(self.plan.subnetwork_of_rank) if self.setup.local_steps else (),
         )
 
     @property
@@ -128,10 +133,13 @@ class ShardedRun:
         )
 
     def _optimizer_bytes(self, bucket: BucketLayout) -> int:
-        """Per element: moments, and a master unless fp32 weights are stepped in place."""
+        """Per element: moments, a master unless fp32 weights are stepped in place, and what local steps keep."""
         precision = self.setup.precision
         in_place = bucket.is_whole and precision.weights == FP32_BYTES and not self.setup.offload
-        return FP32_BYTES * (precision.num_moments + (not in_place))
+        num_tensors = precision.num_moments + (not in_place)
+        if (local := self.setup.local_steps) is not None:  # anchors, and the outer momentum
+            num_tensors += 1 + (local.outer_momentum > 0)
+        return FP32_BYTES * num_tensors
 
     def _num_frozen(self, rank: int) -> int:
         """Elements that a rank stores of frozen parameters, which are in no bucket."""
@@ -170,27 +178,31 @@ class ShardedRun:
         counts: dict[int, list[int]] = {}
         for bucket in self.buckets if self.is_backward else []:
             ranks = counts.setdefault(bucket.depth_range, [0] * self.num_ranks)
-            for rank in bucket.holders:
+            for rank in bucket.owners:
                 ranks[rank] += owned(bucket, rank)
         return [max(ranks) for ranks in counts.values()]
 
     def _sent(self, held: Sequence[BucketLayout], rank: int) -> int:
-        precision = self.setup.precision
+        precision, local = self.setup.precision, self.setup.local_steps
         gradients = sum(bucket.size - owned(bucket, rank) for bucket in held)
+        weights = sum((len(bucket.owners) - 1) * owned(bucket, rank) for bucket in held)
+        returned = weights
         if self.is_backward:
-            weights = sum((self.num_ranks - 1) * most for most in self._returned)
-        else:
-            weights = sum((len(bucket.holders) - 1) * owned(bucket, rank) for bucket in held)
+            returned = sum((self.num_ranks - 1) * most for most in self._returned)
         rounds = self.setup.accumulation if self.setup.stage == 2 else 1
-        return gradients * rounds * precision.wire + weights * precision.weights
+        if local is None:
+            return gradients * rounds * precision.wire + returned * precision.weights
+        differences = 0.0
+        for bucket in held:
+            num_teams = len(bucket.holders) // len(bucket.owners)
+            differences += 2 * (num_teams - 1) / num_teams * owned(bucket, rank)
+        synchronization = differences * precision.wire + returned * precision.weights
+        return round(gradients * rounds * precision.wire + weights * precision.weights + synchronization / local.every)
 
 
 def owned(bucket: BucketLayout, rank: int) -> int:
     """Elements of a rank's shard, with padding; 0 if it holds nothing of the bucket."""
-    if rank not in bucket.holders:
-        return 0
-    start, stop = bucket.shard_range(bucket.holders.index(rank))
-    return stop - start
+    return bucket.size // bucket.num_shards if rank in bucket.holders else 0
 
 
 def estimate(plan: Plan, tensors: Sequence[TensorInfo], setup: Setup) -> tuple[RankEstimate, ...]:

@@ -173,6 +173,7 @@ def setup_of(config: Mapping[str, Any], accumulation: int) -> Setup:
     """
     settings = read_settings(config)
     wire, zero = settings.communication_data_type, settings.zero_optimization
+    block = parse(config)
     return Setup(
         stage=zero.stage,
         precision=Precision.of(
@@ -184,6 +185,7 @@ def setup_of(config: Mapping[str, Any], accumulation: int) -> Setup:
         accumulation=accumulation,
         offload=zero.offload_optimizer.device == "cpu",
         bucket_elements=None if zero.reduce_bucket_size is None else int(zero.reduce_bucket_size),
+        local_steps=None if block is None else block.local_steps,
     )
 
 

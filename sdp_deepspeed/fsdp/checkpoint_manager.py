@@ -17,6 +17,7 @@ from sdp_deepspeed.checkpoint.rank_state import RankState
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, sharded_model_of
 from sdp_deepspeed.parallel.boxes import Box, local_of
 from sdp_deepspeed.parallel.consistency import gather_objects, run_on_all_ranks
+from sdp_deepspeed.parallel.local_steps import drop_momenta
 from sdp_deepspeed.parallel.optimizer_kinds import groups_of_whole_tensors, is_elementwise
 
 
@@ -67,7 +68,8 @@ class SteppedShards:
         ]
 
     def gather_weights(self) -> None:
-        """Does nothing: the optimizer steps the weights themselves."""
+        """Nothing is gathered: the optimizer steps the weights themselves. Drops the outer momentum of local steps."""
+        drop_momenta(self.optimizer)
 
 
 @dataclass(frozen=True)

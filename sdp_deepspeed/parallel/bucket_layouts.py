@@ -34,6 +34,7 @@ def plan_buckets(
     bucket_size: int | None = None,
     replicated: Collection[str] = (),
     stepped_whole: Collection[str] = (),
+    teams: Sequence[Holders] = (),
 ) -> list[BucketLayout]:
     """All buckets of the model in the static global order of their collectives.
 
@@ -47,6 +48,7 @@ def plan_buckets(
             holder set and depth range.
         replicated: tensors that are equal on all tensor-parallel ranks.
         stepped_whole: tensors that must be stepped as a whole by one rank; none of them is cut.
+        teams: with local steps, the team of each data-parallel rank, over which its buckets are sharded.
     """
     owners = _deal({name: pieces[name][0] for name in pieces if name in param_groups and name in stepped_whole})
     backward_order = [name for name in reversed([*pieces]) if name in param_groups]
@@ -60,7 +62,8 @@ def plan_buckets(
                 members[kind].append((depth, piece))
         for kind, placed in sorted(members.items(), key=_order):
             slices = _slices([piece for _, piece in placed], shapes)
-            layouts.append(BucketLayout(depth_range, *kind, slices))
+            sharded_over = teams[kind.holders[0]] if teams else kind.holders
+            layouts.append(BucketLayout(depth_range, kind.holders, sharded_over, *kind[1:], slices))
     return layouts
 
 

@@ -51,6 +51,8 @@ class BucketLayout:
     Args:
         depth_range: 0 for the last layers, whose gradients are ready first.
         holders: data-parallel indices.
+        owners: the holder that owns each shard; with local steps the ranks of the first team that holds the bucket. In
+            other teams the ranks at the same positions own these shards, too.
         param_group: index of the optimizer's param group.
         dtype: dtype of the weights.
         is_whole: whether the slices are whole tensors, not parts of cut ones.
@@ -62,6 +64,7 @@ class BucketLayout:
 
     depth_range: int
     holders: Holders
+    owners: Holders
     param_group: int
     dtype: torch.dtype
     is_whole: bool
@@ -81,7 +84,7 @@ class BucketLayout:
 
     @property
     def num_shards(self) -> int:
-        return 1 if self.owner is not None else len(self.holders)
+        return 1 if self.owner is not None else len(self.owners)
 
     @cached_property
     def size(self) -> int:
@@ -89,9 +92,9 @@ class BucketLayout:
         return -(-self.num_elements // self.num_shards) * self.num_shards
 
     def shard_range(self, position: int) -> tuple[int, int]:
-        """Range of elements that the holder at `position` owns, including padding."""
+        """Range of elements that the holder at `position` (of its team) owns, including padding."""
         if self.owner is not None:
-            return 0, self.size if self.holders[position] == self.owner else 0
+            return 0, self.size if self.owners[position] == self.owner else 0
         size = self.size // self.num_shards
         return position * size, (position + 1) * size
 
@@ -109,7 +112,8 @@ class Bucket:
 
     Args:
         layout: contents of the bucket.
-        group: the holders; None if this rank is not a holder and only receives weights (backward regime).
+        group: the ranks over which it is sharded: the holders, with local steps this rank's team. None if this rank is
+            not a holder and only receives weights (backward regime).
         device: device of the weights.
 
     Attributes:
@@ -281,6 +285,13 @@ class Bucket:
             shard = self.shard.detach()
             values = self.shard_of(self.weights).to(shard.device)
             shard.copy_(torch.where(shard.to(values.dtype) == values, shard, values.to(shard.dtype)))
+
+    def differs_from_shard(self) -> bool:
+        """Whether elements of `weights` no longer equal the rounded shard."""
+        assert self.shard is not None
+        assert self.weights is not None
+        values = self.shard_of(self.weights)
+        return not torch.equal(self.shard.detach().to(values.device, values.dtype), values)
 
     def shard_to_weights(self) -> None:
         """Round `shard` into `weights`."""

@@ -2,8 +2,8 @@
 
 The norm is that of the averaged gradient. Every parameter counts once, whatever its number of holders, replicas and
 tensor-parallel ranks. Each rank sums the squares of the shards that it owns; replicated tensors count on the first
-tensor-parallel rank only. One all-reduce over all ranks adds these sums. An infinite or NaN gradient anywhere makes the
-norm infinite or NaN on every rank, before any weight is updated.
+tensor-parallel rank only. One all-reduce over all ranks adds these sums; with local steps, over the team. An infinite
+or NaN gradient anywhere makes the norm infinite or NaN on every rank, before any weight is updated.
 """
 
 from __future__ import annotations
@@ -14,23 +14,27 @@ from functools import reduce
 import torch
 import torch.distributed as dist
 
+from sdp_deepspeed.parallel.groups import HolderGroup
 
-def gradient_norm(owned: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """L2 norm over all ranks; collective.
+
+def gradient_norm(owned: Sequence[torch.Tensor], device: torch.device, team: HolderGroup | None = None) -> torch.Tensor:
+    """L2 norm over all ranks, or with local steps over a team; collective.
 
     Args:
         owned: averaged gradients of this rank's shards, without those that other ranks count; all on one device.
-        device: device of collectives in the default group.
+        device: device of collectives.
+        team: None for all ranks.
 
     Returns:
-        float64 scalar, the same on all ranks.
+        float64 scalar, the same on all these ranks.
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if owned:
         dtype = reduce(torch.promote_types, (gradient.dtype for gradient in owned), torch.float32)
         squares += torch.stack(torch._foreach_norm([*owned], 2, dtype)).double().square().sum().to(device)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(squares)
+    size = dist.get_world_size() if team is None else team.size
+    if size > 1:
+        dist.all_reduce(squares, group=None if team is None else team.process_group)
     return squares.sqrt()
 
 

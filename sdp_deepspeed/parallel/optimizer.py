@@ -37,16 +37,20 @@ The list depends on facts that all ranks share, never on which gradients exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
+from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.parallel.boxes import Box, shard_boxes
 from sdp_deepspeed.parallel.bucket_layouts import BUCKET_SIZE, plan_buckets
 from sdp_deepspeed.parallel.buckets import Bucket, held_tensors
+from sdp_deepspeed.parallel.consistency import run_on_all_ranks
 from sdp_deepspeed.parallel.groups import Groups, all_gather, broadcast
+from sdp_deepspeed.parallel.local_steps import Synchronizer, drop_momenta, teams_of
 from sdp_deepspeed.parallel.muon import is_deepspeeds_muon, orthogonalize, step_with_updates
 from sdp_deepspeed.parallel.norm import gradient_norm, scale_gradients
 from sdp_deepspeed.parallel.offload import Moved, move_back, move_to_host
@@ -79,8 +83,10 @@ class ShardedOptimizer:
         replicated: tensors that are equal on all tensor-parallel ranks; the norm counts them once.
         offload: whether shards, gradients and optimizer state are in host memory (CPU offload).
         pin_memory: whether to pin that memory, if weights are on a GPU.
+        local_steps: `local_steps` of the block: steps are those of a team (local_steps.py).
 
     Attributes:
+        local: anchors; None without local steps.
         reducer: accumulates and averages gradients; the engine calls it around backward passes.
         norm: norm of the last step's averaged gradient before clipping (with `clips_updates`, of updates and other
             gradients); None before the first step.
@@ -108,6 +114,7 @@ class ShardedOptimizer:
         replicated: Collection[str] = (),
         offload: bool = False,
         pin_memory: bool = False,
+        local_steps: LocalSteps | None = None,
     ) -> None:
         self.optimizer, self.mask, self.groups = optimizer, mask, groups
         self.regime, self.stage, self.clip = regime, stage, clip
@@ -118,6 +125,8 @@ class ShardedOptimizer:
         self._bucket_size = bucket_size or BUCKET_SIZE
         self._parameters = {name: mask.parameters[name] for name in param_groups}
         self._device = next(iter(self._parameters.values())).device
+        teams = teams_of(mask.plan.subnetwork_of_rank) if local_steps else []
+        self._team = groups.of(teams[groups.rank]) if local_steps else None
         layouts = plan_buckets(
             {name: pieces for name, pieces in mask.pieces.items() if name in param_groups},
             mask.shapes,
@@ -128,12 +137,21 @@ class ShardedOptimizer:
             stepped_whole=tensors_stepped_whole(
                 optimizer, param_groups, mask, replicated=replicated, is_divided=groups.tensor_parallel_size > 1
             ),
+            teams=teams,
         )
-        buckets = [Bucket(layout, groups.of(layout.holders), device=self._device) for layout in layouts]
+        buckets = []
+        for layout in layouts:
+            sharded_over = groups.of(layout.holders)
+            if self._team is not None:
+                sharded_over = self._team if groups.rank in layout.holders else None
+            buckets.append(Bucket(layout, sharded_over, device=self._device))
         self.held = [bucket for bucket in buckets if bucket.group is not None]
         self.buckets = buckets if regime == "backward" else self.held
         self._tensors = held_tensors(self.held, self._parameters, mask.pieces, groups.rank)
         self._place_buffers(offload=offload, pin_memory=pin_memory)
+        self.local: Synchronizer | None = None
+        if local_steps is not None:
+            self.local = Synchronizer(local_steps, self.held, groups, teams, wire_dtype)
         self.reducer = Reducer(
             mask,
             self._parameters,
@@ -179,8 +197,10 @@ class ShardedOptimizer:
             )
         self._refuse_offloaded("step()")
         self.reducer.finish()
+        if self.local is not None:
+            self.local.is_between = True
         gradients = [bucket.average for bucket in self.held if bucket.average is not None]
-        self.norm = gradient_norm(self._owned_gradients(), self._device) / loss_scale
+        self.norm = gradient_norm(self._owned_gradients(), self._device, self._team) / loss_scale
         if check_overflow and not torch.isfinite(self.norm):
             self.reducer.zero_grad()
             return False
@@ -190,7 +210,7 @@ class ShardedOptimizer:
         if self._clips_updates:
             scale_gradients(gradients, self.norm, 0.0, loss_scale)
             orthogonalize(self.optimizer)
-            self.norm = gradient_norm(self._owned_gradients(), self._device)
+            self.norm = gradient_norm(self._owned_gradients(), self._device, self._team)
             scale_gradients(gradients, self.norm, self.clip, 1.0)
             step_with_updates(self.optimizer)
         else:
@@ -199,7 +219,10 @@ class ShardedOptimizer:
         for bucket in self.held:
             bucket.set_gradients(None)
             bucket.average = None
-        self.gather_weights(reuse_gradients=True)
+        if self.local is None:
+            self._gather(reuse_gradients=True)
+        else:
+            self._gather_from_holders(reuse_gradients=True)
         self.reducer.zero_grad()
         return True
 
@@ -209,15 +232,21 @@ class ShardedOptimizer:
         return [bucket.average for bucket in counted if bucket.average is not None]
 
     @torch.no_grad()
-    def gather_weights(self, *, reuse_gradients: bool = False) -> None:
-        """All-gather updated weights from their shards: over the holders, in the backward regime over all data-parallel
-        ranks. Collective; after a step, and when a checkpoint has changed shards.
+    def gather_weights(self) -> None:
+        """All-gather weights from shards that a checkpoint has changed. Collective."""
+        self.mode = None  # a checkpoint may be of another one
+        if self.local is not None:
+            self.local.restart(self.optimizer)
+        drop_momenta(self.optimizer)
+        self._gather()
+
+    def _gather(self, *, reuse_gradients: bool = False) -> None:
+        """All-gather weights from their shards: over the holders, in the backward regime over all data-parallel ranks.
+        Collective.
 
         Args:
             reuse_gradients: whether gradients are no longer needed, so that their memory can be reused.
         """
-        if not reuse_gradients:
-            self.mode = None  # a checkpoint may be of another one
         if self.regime == "forward":
             self._gather_from_holders(reuse_gradients=reuse_gradients)
             return
@@ -225,8 +254,8 @@ class ShardedOptimizer:
             gathered.all_gather(self.groups.data_parallel, self.mask.view, reuse_gradients=reuse_gradients)
 
     def _gather_from_holders(self, *, reuse_gradients: bool) -> None:
-        """Forward regime: all-gather each bucket over its holders. Whole tensors are views of it, and cut ones are
-        copied from it."""
+        """All-gather each bucket over its holders, with local steps over this rank's team. Whole tensors are views of
+        it, and cut ones are copied from it."""
         views: dict[str, Sequence[torch.Tensor]] = {}  # of cut parameters: their held slices
         for together in posted_together(self.held, self._bucket_size, gathers=True):
             groups = [bucket.holder_group for bucket in together]
@@ -268,6 +297,78 @@ class ShardedOptimizer:
         self.gather_weights()
         self.mode = mode
 
+    # ---- local steps -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Average weights over teams, and take the outer step. Collective of all ranks, between two steps; only with
+        local steps.
+
+        Raises:
+            RuntimeError: on all ranks, if weights are not finite.
+        """
+        assert self.local is not None
+        local, subnetwork = self.local, self.mask.plan.subnetwork_of_rank[self.groups.rank]
+        self._refuse_offloaded("synchronize()")
+        self._restore_views()
+        run_on_all_ranks(lambda: local.check_finite(subnetwork), self.groups.control)
+        local.synchronize()
+        self._gather()
+
+    @torch.no_grad()
+    def show_anchors(self) -> None:
+        """Between two synchronizations, make the module's weights those of the anchors; collective of the team."""
+        if self.local is not None and self.local.is_between:
+            self._refuse_offloaded("the dense model")
+            self._restore_views()
+            self.local.exchange()
+            self._gather_from_holders(reuse_gradients=False)
+
+    @torch.no_grad()
+    def leave_dense(self) -> None:
+        """Called when the module is the subnetwork again. Undo `show_anchors`, or else update the shards.
+
+        Raises:
+            RuntimeError: weights were changed while they were the anchors.
+        """
+        if self.local is None or not self.local.are_shown:
+            self.refresh_shards()
+            return
+        for index, bucket in enumerate(self.held):
+            if bucket.layout.is_whole:
+                bucket.restore_views(self._parameters)
+            else:
+                bucket.weights_from_module(self.mask.view)
+            is_changed = bucket.differs_from_shard() or self.local.is_changed(index)
+            bucket.drop_weights()
+            if is_changed:
+                raise RuntimeError(
+                    "local steps: weights were changed in the dense model between two synchronizations; call "
+                    "engine.synchronize() before that"
+                )
+        self.local.exchange()
+        self._gather_from_holders(reuse_gradients=False)
+
+    def dense_values(self, bucket: Bucket, parameter: torch.Tensor) -> torch.Tensor:
+        """The dense model's values of a parameter that the optimizer steps: with local steps, those of the anchor."""
+        if self.local is None or self.local.are_shown:
+            return parameter
+        return self.local.anchors[self.held.index(bucket)]
+
+    @contextmanager
+    def whole_state(self) -> Iterator[None]:
+        """Context in which boxes are equal on all teams and have all state, for checkpoints and re-planning: moments
+        are averaged, and the outer momentum is one of them. After a synchronization; collective."""
+        if self.local is None:
+            yield
+            return
+        self.local.average_moments(self.optimizer)
+        self.local.add_momenta(self.optimizer)
+        try:
+            yield
+        finally:
+            drop_momenta(self.optimizer)
+
     # ---- memory ----------------------------------------------------------------------------------------------------
 
     def _place_buffers(self, *, offload: bool, pin_memory: bool) -> None:
@@ -291,6 +392,8 @@ class ShardedOptimizer:
                 bucket.weights_from_module(self.mask.view)
             bucket.shard_from_weights()
             bucket.drop_weights()
+        if self.local is not None:
+            self.local.restart(self.optimizer)
 
     def offload_states(self, *, states: bool = True, masters: bool = True, pin_memory: bool = False) -> None:
         """Move optimizer state and fp32 copies of weights to host memory, until `reload_states`. Copies that are
@@ -298,6 +401,8 @@ class ShardedOptimizer:
         tensors = [value for state in self.optimizer.state.values() for value in state.values()] if states else []
         copies = [bucket for bucket in self.held if not bucket.steps_in_place and bucket.layout.owner is None]
         tensors += [bucket.shard for bucket in copies] if masters else []
+        if self.local is not None and masters:
+            tensors += [*self.local.anchors, *self.local.momenta]
         self._moved += move_to_host(filter(torch.is_tensor, tensors), pin_memory=pin_memory)
         self._is_offloaded |= states or masters
 
@@ -326,4 +431,4 @@ class ShardedOptimizer:
     def boxes(self) -> list[Box]:
         """What this rank steps, with the module's current values. What a rank steps it owns."""
         self._restore_views()
-        return [box for bucket in self.held for box in shard_boxes(bucket)]
+        return [box for bucket in self.held for box in shard_boxes(bucket, self.groups.rank)]

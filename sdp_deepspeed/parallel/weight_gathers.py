@@ -65,7 +65,7 @@ class GatheredRange:
         received = torch.empty(group.size * self.size, dtype=first.layout.dtype, device=first.device)
         by_rank = received.view(group.size, -1)
         for bucket, start in zip(self.buckets, self.starts, strict=True):
-            if bucket.group is not None:
+            if group.position in bucket.layout.owners:
                 bucket.place_weights(reuse_gradients=reuse_gradients)
                 bucket.shard_to_weights()
                 assert bucket.weights is not None
@@ -101,7 +101,7 @@ def _plan_range(buckets: Sequence[Bucket], num_ranks: int, rank: int) -> Gathere
     spans_of_buckets, starts = [], []
     for bucket in buckets:
         layout = bucket.layout
-        owners = layout.holders if layout.owner is None else (layout.owner,)
+        owners = layout.owners if layout.owner is None else (layout.owner,)
         starts.append(counts[rank])
         spans: list[Span] = []
         for position, owner in enumerate(owners):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.virtual_workers import Reference, average_statistics, held_mask
+from sdp_deepspeed.reference.virtual_workers import Reference, average_statistics, dense_buffers, held_mask
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,20 @@ class LocalReference:
             master.copy_(torch.where(self.held[subnetwork][name] > 0, master, self.anchors[name]))
         team.refresh_weights()
 
+    def dense_buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers of the dense model, with running statistics that are averaged now; this does not change later means.
+        After the first step."""
+        self._average_statistics()
+        return dense_buffers(self.model, self.plan, self._buffers())
+
     def _average_statistics(self) -> None:
+        buffers = self._buffers()
+        if buffers:
+            average_statistics(self.model, self.plan, buffers, range(len(buffers)))
+
+    def _buffers(self) -> list[dict[str, torch.Tensor]]:
+        """Of each rank; none before the first step."""
         of_rank: dict[int, dict[str, torch.Tensor]] = {}
         for team in self.teams:
-            of_rank |= dict(zip(team.ranks, team.buffers, strict=False))  # none before the first step
-        ranks = sorted(of_rank)
-        if ranks:
-            average_statistics(self.model, self.plan, [of_rank[rank] for rank in ranks], ranks)
+            of_rank |= dict(zip(team.ranks, team.buffers, strict=False))
+        return [of_rank[rank] for rank in sorted(of_rank)]

@@ -92,6 +92,19 @@ def average_statistics(
                 of_rank[name] = torch.where(own, mean.to(of_rank[name].dtype), of_rank[name])
 
 
+def dense_buffers(model: nn.Module, plan: Plan, buffers: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Buffers of the dense model: each element from a rank that runs it.
+
+    Args:
+        buffers: of each rank.
+    """
+    found = dict(buffers[0])
+    for subnetwork, of_rank in zip(plan.subnetwork_of_rank, buffers, strict=True):
+        for name, idle in idle_buffers(model, plan, subnetwork).items():
+            found[name] = torch.where(idle, found[name], of_rank[name])
+    return found
+
+
 @torch.no_grad()
 def scale_branches(worker: nn.Module, plan: Plan, subnetwork: int) -> list[tuple[Piece, float]]:
     """Multiply what each unit of `subnetwork` adds to the residual stream by 1 / C, in a copy of the model.
@@ -341,9 +354,5 @@ class Reference:
         return [losses for losses, _ in results], average
 
     def dense_buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers of the dense model: each element from a rank that runs it."""
-        found = dict(self.buffers[0])
-        for rank, subnetwork in enumerate(self.plan.subnetwork_of_rank):
-            for name, idle in idle_buffers(self.model, self.plan, subnetwork).items():
-                found[name] = torch.where(idle, found[name], self.buffers[rank][name])
-        return found
+        """Buffers of the dense model."""
+        return dense_buffers(self.model, self.plan, self.buffers)

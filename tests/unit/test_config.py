@@ -62,6 +62,7 @@ def test_every_key_is_read() -> None:
         "allow_optimizer": True,
         "check_agreement": True,
         "checkpoint": {"asynchronous": True, "keep_last": 2, "verify": False},
+        "local_steps": {"every": 10, "outer_lr": 0.7, "outer_momentum": 0.9},
     }
     config = parse({KEY: settings})
     assert config is not None
@@ -115,6 +116,10 @@ def test_unknown_keys_name_the_nearest(name: str, suggestion: str) -> None:
     inside = message({KEY: {"coverage": 0.5, "checkpoint": {"keep": 2, 1: 2}}})
     assert f"{KEY}.checkpoint.keep: unknown key; did you mean 'keep_last'?" in inside
     assert f"{KEY}.checkpoint.1: keys must be strings" in inside
+    outer = message({KEY: {"coverage": 0.5, "local_steps": {"outer_lr": 0, "outer_momentum": 1.0}}})
+    assert f"{KEY}.local_steps.every: missing, expected an integer, at least 2" in outer
+    assert f"{KEY}.local_steps.outer_lr: got 0, expected a number above 0" in outer
+    assert f"{KEY}.local_steps.outer_momentum: got 1.0, expected a number from 0 to below 1" in outer
 
 
 @pytest.mark.parametrize(
@@ -126,6 +131,7 @@ def test_unknown_keys_name_the_nearest(name: str, suggestion: str) -> None:
         ("coverage", True, "above 0 and at most 1"),
         ("coverage", float("nan"), "above 0 and at most 1"),
         ("holders", 0, "an integer, at least 1"),
+        ("local_steps", 10, 'a mapping such as {"every": 10}'),
         ("holders", 1.5, "an integer, at least 1"),
         ("holders", "auto", '"auto" is only possible for'),
         ("enabled", "yes", "true or false"),

@@ -247,6 +247,24 @@ def test_a_schedule_ends_dense(rank: Rank) -> None:
 
 
 @pytest.mark.world(4)
+def test_local_steps(rank: Rank) -> None:
+    """Evaluation between two synchronizations is of the first one's weights; what is saved after the last step has all
+    steps. The Trainer's token counts of all ranks are refused."""
+    block = {"coverage": 1.0, "local_steps": {"every": 2}}
+    options: dict[str, Any] = {"max_steps": 3, "eval_steps": 1, "save_steps": 3}
+    refusal(ValueError, lambda: trainer_of(rank.folder / "refused", block).train(), "average_tokens_across_devices")
+    trainer = trainer_of(rank.folder / "local", block, average_tokens_across_devices=False, **options)
+    trainer.train()
+    losses = [logs["eval_loss"] for logs in trainer.state.log_history if "eval_loss" in logs]
+    assert losses[0] == pytest.approx(mean_loss(llama(), rows(7)), abs=1e-5)
+    assert losses[1] == losses[2] < losses[0]
+    engine = trainer.model_wrapped
+    assert engine.optimizer.sharded.local.num_synchronizations == 2
+    gathered(None)  # rank 0 wrote it
+    saved = loaded(rank.folder / "local" / "checkpoint-3").state_dict()
+    assert_identical(saved, dense_state(engine))
+
+
 def test_tensor_parallel(rank: Rank) -> None:
     """TP x DP: what is saved is whole in both directions."""
     config = {**ADAMW, "tensor_parallel": {"autotp_size": 2}}

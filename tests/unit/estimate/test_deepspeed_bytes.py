@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 
+from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.estimate.deepspeed_bytes import Setup, estimate, plain
 from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.plan.assign import assign
@@ -93,6 +94,35 @@ def test_offloaded_state_is_counted_apart(stage: Literal[1, 2]) -> None:
     assert (in_gradients > 0) == (stage == 2)
     assert offloaded.state == on_device.state - on_device.optimizer - in_gradients
     assert plain(tensors, Setup(stage, FP32, offload=True), num_ranks=4).optimizer == 0
+
+
+@pytest.mark.parametrize("regime", ["forward", "backward"])
+@pytest.mark.parametrize(("replicas", "holders"), [(1, 8), (2, 4), (4, 2), (2, 2)])
+def test_local_steps(replicas: int, holders: int, regime: str) -> None:
+    """A step sends within the team, like data parallelism over its ranks. A synchronization all-reduces a rank's shards
+    between p teams, and gathers weights: in the team, or where all ranks run all units, over all ranks. A shard has
+    anchors, and the outer momentum."""
+    size, every = 8, 5
+    tensors = model(16)[1:-1]  # units alone
+    plan = plan_of(16, size, holders, regime, replicas)
+    local = LocalSteps(every=every, outer_momentum=0.5)
+    found = estimate(plan, tensors, Setup(1, FP32, local_steps=local))
+    num, c = sum(prod(info.shape) for info in tensors), holders * replicas / size
+    in_team = 2 * c * (replicas - 1) / replicas
+    between = 2 * c * (holders - 1) / holders / replicas
+    returned = (size - 1) * plan_share(plan, tensors, replicas) if regime == "backward" else in_team / 2
+    expected = 4 * num * (in_team + (between + returned) / every)
+    mean = sum(each.sent for each in found) / size
+    assert mean == pytest.approx(expected, rel=1e-3)
+    assert sum(each.optimizer for each in found) / size == pytest.approx(num * c / replicas * 4 * (2 + 2))
+
+
+def plan_share(plan: Plan, tensors: list[TensorInfo], replicas: int) -> float:
+    """What each rank sends to all others: as much as the first holding team with the most units has in a shard."""
+    of_team = [0] * plan.num_subnetworks
+    for holders in plan.holders:
+        of_team[holders[0]] += 1
+    return max(of_team) / len(plan.holders) / replicas
 
 
 def test_frozen_parameters() -> None:

@@ -1,0 +1,181 @@
+"""Local steps: each team trains its subnetwork by itself, and every H steps holders average their weights (DiLoCo).
+
+A team is the ranks of one subnetwork. Buckets keep their slices and holders, but are sharded over the team: in each
+team that holds a bucket, the rank at position i owns shard i. A step averages gradients, computes the norm and gathers
+weights over the team only. A synchronization then averages shard i over the ranks at position i of the teams that hold
+it, its peers: one all-reduce of a shard for each bucket, in the order of buckets.
+
+An anchor is a weight after the last synchronization. The mean over holders of `anchor - weight` is the gradient of an
+outer SGD, which changes the anchor; all holders continue from it. The dense model is that of the anchors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+
+from sdp_deepspeed.config import LocalSteps
+from sdp_deepspeed.parallel.buckets import Bucket
+from sdp_deepspeed.parallel.consistency import gather_objects
+from sdp_deepspeed.parallel.groups import Groups, HolderGroup
+from sdp_deepspeed.units import Holders
+
+OUTER_MOMENTUM = "outer_momentum"  # in a checkpoint, beside the moments of the optimizer
+
+
+def teams_of(subnetwork_of_rank: Sequence[int]) -> list[Holders]:
+    """The team of each data-parallel rank, as ascending data-parallel indices."""
+    return [
+        tuple(rank for rank, other in enumerate(subnetwork_of_rank) if other == subnetwork)
+        for subnetwork in subnetwork_of_rank
+    ]
+
+
+def peers_of(holders: Holders, teams: Sequence[Holders], position: int) -> Holders:
+    """The ranks at one position of the teams that hold a bucket."""
+    return tuple(sorted({teams[rank][position] for rank in holders}))
+
+
+def group_sets(holder_sets: Collection[Holders], teams: Sequence[Holders]) -> set[Holders]:
+    """Sets of ranks that communicate: teams, and the peers at each position of each holder set."""
+    sets = set(teams)
+    for holders in holder_sets:
+        for position in range(len(teams[0])):
+            sets.add(peers_of(holders, teams, position))
+    return sets
+
+
+class Synchronizer:
+    """Anchors and outer momentum of this rank's shards. Every rank constructs it, with equal settings.
+
+    Args:
+        settings: `local_steps` of the block.
+        buckets: those that this rank holds, in the order of collectives.
+        groups: process groups, of `group_sets`.
+        teams: see `teams_of`.
+        wire_dtype: communication dtype of differences. Default: fp32.
+
+    Attributes:
+        anchors: fp32 [shard size] of each bucket, where its shard is.
+        momenta: outer momentum, likewise; empty if the momentum is 0.
+        is_between: whether weights have been stepped since the last synchronization.
+        are_shown: whether shards and anchors are exchanged, so that the module has the anchors.
+        num_synchronizations: so far.
+    """
+
+    def __init__(
+        self,
+        settings: LocalSteps,
+        buckets: Sequence[Bucket],
+        groups: Groups,
+        teams: Sequence[Holders],
+        wire_dtype: torch.dtype | None,
+    ) -> None:
+        self.settings, self._buckets, self._wire_dtype = settings, buckets, wire_dtype
+        self._control = groups.control
+        self.is_between = self.are_shown = False
+        self.num_synchronizations = 0
+        self._shown: list[torch.Tensor] = []  # hashes of the anchors
+        self._peers: list[HolderGroup] = []
+        for bucket in buckets:
+            peers = groups.of(peers_of(bucket.layout.holders, teams, bucket.holder_group.position))
+            assert peers is not None
+            self._peers.append(peers)
+        self.anchors = [shard.detach().clone() for shard in self._shards()]
+        has_momentum = settings.outer_momentum > 0
+        self.momenta = [torch.zeros_like(anchor) for anchor in self.anchors] if has_momentum else []
+
+    def _shards(self) -> list[nn.Parameter]:
+        return [bucket.shard for bucket in self._buckets if bucket.shard is not None]
+
+    def check_finite(self, subnetwork: int) -> None:
+        """Raise RuntimeError if this rank's shards are not finite."""
+        if not all(bool(torch.isfinite(shard).all()) for shard in self._shards()):
+            raise RuntimeError(
+                f"local steps: weights of subnetwork {subnetwork} are infinite or NaN, so they were not averaged; "
+                "lower its learning rate, or load an earlier checkpoint"
+            )
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Average shards over their peers and take the outer step; weights have to be gathered after it. Collective."""
+        rate, momentum = self.settings.outer_lr, self.settings.outer_momentum
+        for index, (shard, anchor) in enumerate(zip(self._shards(), self.anchors, strict=True)):
+            delta = self._mean(index, anchor - shard.detach(), self._wire_dtype)
+            if momentum > 0:
+                buffer = self.momenta[index].mul_(momentum).add_(delta)
+                delta = delta.add_(buffer, alpha=momentum)  # Nesterov, as torch.optim.SGD
+            anchor.sub_(delta, alpha=rate)
+            shard.detach().copy_(anchor)
+        self.is_between = False
+        self.num_synchronizations += 1
+
+    @torch.no_grad()
+    def average_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set moments of the optimizer to their means over peers, in fp32, so that all holders have the same state.
+        Collective.
+
+        Raises:
+            RuntimeError: on all ranks, if a team has made no step yet, since its gradients were not finite.
+        """
+        num_stepped = sum(bool(optimizer.state.get(shard)) for shard in self._shards())
+        is_equal = len(set(gather_objects(num_stepped > 0, self._control))) == 1
+        if not is_equal:
+            raise RuntimeError("local steps: a subnetwork has skipped all steps so far; lower the learning rate")
+        for index, shard in enumerate(self._shards()):
+            state = optimizer.state.get(shard, {})
+            for key in sorted(state):
+                moment = state[key]
+                if torch.is_tensor(moment) and moment.shape == shard.shape:
+                    moment.copy_(self._mean(index, moment.float(), None))
+
+    def _mean(self, index: int, values: torch.Tensor, wire_dtype: torch.dtype | None) -> torch.Tensor:
+        """Mean over the peers of a bucket.
+
+        Args:
+            values: fp32, where the shard is.
+            wire_dtype: communication dtype; None for fp32.
+        """
+        peers, device = self._peers[index], self._buckets[index].device
+        if peers.size == 1:
+            return values
+        sent = values.to(device, wire_dtype or values.dtype)
+        peers.comm.all_reduce(sent, group=peers.process_group)
+        return sent.to(values.device, values.dtype).div_(peers.size)
+
+    @torch.no_grad()
+    def restart(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set anchors to weights that were loaded, and the outer momentum to that in the optimizer's state, if any."""
+        for index, (shard, anchor) in enumerate(zip(self._shards(), self.anchors, strict=True)):
+            anchor.copy_(shard.detach())
+            loaded = optimizer.state.get(shard, {}).get(OUTER_MOMENTUM)
+            if loaded is not None and self.momenta:
+                self.momenta[index].copy_(loaded)
+        self.is_between = False
+
+    def add_momenta(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put the outer momentum beside the moments of the optimizer, for checkpoints and re-planning."""
+        for shard, momentum in zip(self._shards(), self.momenta, strict=bool(self.momenta)):
+            optimizer.state[shard][OUTER_MOMENTUM] = momentum
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Exchange the values of shards and anchors."""
+        for shard, anchor in zip(self._shards(), self.anchors, strict=True):
+            weights = shard.detach().clone()
+            shard.detach().copy_(anchor)
+            anchor.copy_(weights)
+        self.are_shown = not self.are_shown
+        self._shown = [torch.hash_tensor(shard.detach()) for shard in self._shards()] if self.are_shown else []
+
+    def is_changed(self, index: int) -> bool:
+        """Whether the shard of a bucket was changed while anchors are shown; whole fp32 tensors are views of it."""
+        return not torch.equal(torch.hash_tensor(self._shards()[index].detach()), self._shown[index])
+
+
+def drop_momenta(optimizer: torch.optim.Optimizer) -> None:
+    """Remove what `Synchronizer.add_momenta` or a checkpoint has added."""
+    for state in optimizer.state.values():
+        state.pop(OUTER_MOMENTUM, None)

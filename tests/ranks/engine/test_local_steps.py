@@ -1,0 +1,199 @@
+"""Local steps on the engine, beside the oracle's cases: what is sent, the dense model between two synchronizations,
+checkpoints, re-planning, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from torch.distributed import distributed_c10d
+
+from benchmarks.common.traffic_counter import TrafficCounter
+from tests.helpers.models import config, llama
+from tests.helpers.ranks import Rank
+from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
+
+KEY = "subnetwork_data_parallel"
+CONTROL_BYTES = 2000  # at most, of small objects that ranks exchange
+
+
+def local(*, every: int = 3, stage: int = 1, **block: Any) -> dict[str, Any]:
+    settings = config(**{"holders": 2, "local_steps": {"every": every, "outer_lr": 0.8, "outer_momentum": 0.5}} | block)
+    settings["zero_optimization"] = {"stage": stage}
+    return settings
+
+
+@contextmanager
+def communication() -> Iterator[set[tuple[int, ...]]]:
+    """Ranks of each process group that communicates inside; and nobody for a message to the store."""
+    found: set[tuple[int, ...]] = set()
+    store = type(distributed_c10d._get_default_store())
+
+    def noted(*_: Any) -> int:
+        found.add(())
+        return 0
+
+    with mock.patch.object(store, "set", noted), mock.patch.object(store, "add", noted), TrafficCounter() as traffic:
+        yield found
+    for group in distributed_c10d._world.pg_map:
+        if group.group_name in traffic.groups:
+            found.add(tuple(dist.get_process_group_ranks(group)))
+
+
+@pytest.mark.world(4)
+def test_a_step_waits_for_its_team_alone(rank: Rank) -> None:
+    """In each stage and regime: between two synchronizations a rank sends nothing outside its team, and nothing to the
+    store."""
+    team = (0, 1) if rank.rank < 2 else (2, 3)
+    for stage, regime in ((1, "forward"), (2, "backward")):
+        engine = engine_of(local(stage=stage, regime=regime, subnetworks=2, holders=1, strategy="neuron"))
+        with communication() as found:
+            train(engine, num_steps=2)
+        assert found == {team}, found
+
+
+@pytest.mark.world(2)
+def test_a_synchronization_sends_the_least(rank: Rank) -> None:
+    """Two teams of one: a step sends nothing, and an all-reduce of N differences in fp32 sends N per rank."""
+    engine = engine_of(local(every=2))
+    num = sum(parameter.numel() for parameter in engine.module.parameters())
+    sent = []
+    with TrafficCounter() as traffic:
+        for step in range(4):
+            before = traffic.total
+            train(engine, num_steps=1, first=step)
+            sent.append(traffic.total - before)
+    assert sent[0] == sent[2] == 0
+    assert 4 * num <= sent[1] <= 4 * num + CONTROL_BYTES, (sent, num)
+
+
+@pytest.mark.world(2)
+def test_the_dense_model_is_that_of_the_anchors(rank: Rank) -> None:
+    """Looking at it between two synchronizations changes nothing; outside changes there are refused."""
+    blocks: list[dict[str, Any]] = [{}, {"holders": 1, "regime": "backward"}, {"holders": 1, "strategy": "neuron"}]
+    for block in blocks:
+        for precision in ({}, {"bf16": {"enabled": True}}):
+            looking, other = (engine_of(local(**block) | precision) for _ in range(2))
+            train(looking, num_steps=3)
+            anchors = dense_state(looking)
+            train(looking, num_steps=2, first=3)
+            assert_identical(dense_state(looking), anchors)
+            looking.eval()
+            with torch.no_grad():
+                looking(input_ids=torch.ones(1, 4, dtype=torch.long))
+                seen = looking.module.lm_head.weight.detach().clone()
+            looking.train()
+            assert torch.equal(seen, anchors["lm_head.weight"])
+            refusal(RuntimeError, looking.module.state_dict, "engine.synchronize()")
+            train(looking, num_steps=2, first=5)
+            train(other, num_steps=7)
+            assert looking.optimizer.sharded.local.num_synchronizations == 2
+            looking.synchronize()
+            other.synchronize()
+            assert looking.optimizer.sharded.local.num_synchronizations == 3
+            assert_identical(dense_state(looking), dense_state(other))
+            train(looking, num_steps=1, first=7)
+
+            def change(engine: Any = looking) -> None:
+                with engine.dense(), torch.no_grad():
+                    engine.module.lm_head.weight.mul_(2)
+
+            refusal(RuntimeError, change, "weights were changed", "engine.synchronize()")
+
+
+@pytest.mark.world(2)
+def test_changes_from_outside_set_the_anchors(rank: Rank) -> None:
+    engine = engine_of(local(holders=1))
+    train(engine, num_steps=3)
+    with engine.dense(), torch.no_grad():
+        engine.module.model.norm.weight.fill_(0.5)
+    train(engine, num_steps=1, first=3)
+    weight = engine.module.lm_head.weight
+    assert torch.equal(safe_get_full_fp32_param(weight), dense_state(engine)["lm_head.weight"])
+    safe_set_full_fp32_param(weight, torch.full_like(safe_get_full_fp32_param(weight), 0.25))
+    state = dense_state(engine)
+    assert bool((state["lm_head.weight"] == 0.25).all())
+    assert bool((state["model.norm.weight"] == 0.5).all())
+    assert bool((weight == 0.25).all())
+
+
+@pytest.mark.world(4)
+def test_resume_within_an_interval(rank: Rank) -> None:
+    """On the same layout a run goes on bit for bit, with its momentum; on another one with the same model."""
+    replicas: dict[str, Any] = {"subnetworks": 2, "holders": 1}
+    for stage, block in ((1, replicas), (2, {"regime": "backward", "strategy": "neuron"})):
+        folder = f"{rank.folder}/{stage}"
+        engine = engine_of(local(stage=stage, **block))
+        train(engine, num_steps=7)
+        engine.save_checkpoint(folder)
+        saved = dense_state(engine)
+        train(engine, num_steps=3, first=7)
+        again = engine_of(local(stage=stage, **block))
+        again.load_checkpoint(folder)
+        assert_identical(dense_state(again), saved)
+        train(again, num_steps=3, first=7)
+        assert_identical(dense_state(again), dense_state(engine))
+        assert not torch.equal(dense_state(again)["lm_head.weight"], saved["lm_head.weight"])
+        other = engine_of(local(stage=1, holders=4))
+        other.load_checkpoint(folder)
+        assert_identical(dense_state(other), saved)
+        assert any(bool(momentum.any()) for momentum in other.optimizer.sharded.local.momenta)
+        plain = engine_of(config(holders=2))
+        plain.load_checkpoint(folder)
+        assert_identical(dense_state(plain), saved)
+        assert not any("outer_momentum" in state for state in plain.optimizer.state.values())
+        train(plain, num_steps=1, first=7)
+
+
+@pytest.mark.world(2)
+def test_a_schedule_ends_local_steps(rank: Rank) -> None:
+    """As a checkpoint that is saved after the last local step, and loaded by a run without."""
+    phases: list[dict[str, Any]] = [
+        {"until_step": 4, "local_steps": {"every": 3, "outer_momentum": 0.5}},
+        {"holders": 2, "stage": 2},
+    ]
+    engine = engine_of(config(holders=1, schedule=phases))
+    first = engine_of(config(holders=1, local_steps=phases[0]["local_steps"]))
+    train(engine, num_steps=6)
+    train(first, num_steps=4)
+    first.save_checkpoint(f"{rank.folder}/phase")
+    second = engine_of(config(holders=2) | {"zero_optimization": {"stage": 2}})
+    second.load_checkpoint(f"{rank.folder}/phase")
+    train(second, num_steps=2, first=4)
+    assert_identical(dense_state(engine), dense_state(second))
+    second.replan({"local_steps": {"every": 2}})
+    train(second, num_steps=2, first=6)
+    assert second.optimizer.sharded.local.num_synchronizations == 1
+
+
+@pytest.mark.world(2)
+def test_weights_that_are_not_finite_are_not_averaged(rank: Rank) -> None:
+    engine = engine_of(local(every=2))
+    train(engine, num_steps=1)
+    if rank.rank == 1:
+        with torch.no_grad():
+            engine.module.lm_head.weight[0, 0] = float("nan")
+    step = partial(train, engine, num_steps=1, first=1)
+    refusal(RuntimeError, step, "subnetwork 1", "infinite or NaN", "[on rank 1]")
+
+
+@pytest.mark.world(2)
+def test_refusals(rank: Rank) -> None:
+    def with_muon(settings: dict[str, Any]) -> Any:
+        model = llama()
+        model.requires_grad_(False)
+        weight: Any = model.get_parameter("lm_head.weight").requires_grad_()
+        del settings["optimizer"]
+        return engine_of(settings, model, optimizer=torch.optim.Muon([weight]))
+
+    refusal(ValueError, partial(with_muon, local()), "local_steps", "whole matrices")
+    refusal(ValueError, partial(engine_of, local() | {"fp16": {"enabled": True}}), "local_steps", "fp16")
+    engine = with_muon(config(holders=2))
+    refusal(ValueError, partial(engine.replan, {"local_steps": {"every": 2}}), "local_steps", "whole matrices")
