@@ -84,7 +84,7 @@ from sdp_deepspeed.parallel.consistency import (
     gather_objects,
     run_on_all_ranks,
 )
-from sdp_deepspeed.parallel.groups import CONTROL, Groups
+from sdp_deepspeed.parallel.groups import CONTROL, Groups, default_group_timeout
 from sdp_deepspeed.parallel.local_steps import group_sets, teams_of
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
@@ -132,7 +132,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         Args:
             args, model, rest, options: arguments of DeepSpeed's engine. `block` has been set by import_hook.py.
         """
-        self._control = dist.new_group(backend="gloo", group_desc=CONTROL)
+        self._control = dist.new_group(backend="gloo", timeout=default_group_timeout(), group_desc=CONTROL)
 
         def prepare() -> nn.Module:
             self._frozen_before = make_whole(model)

@@ -91,8 +91,8 @@ class SubnetworkOptimizer(ZeROOptimizer):
         scale = self.loss_scale
         self.overflow = not self.sharded.step(scale, check_overflow=self.skips_overflow)
         self.loss_scaler.update_scale(self.overflow)
-        norm = math.inf if self.overflow else float(self.sharded.norm)  # type: ignore[arg-type]
-        self._global_grad_norm = norm if self.reports_norm else None
+        if self.reports_norm:  # waits for the device
+            self._global_grad_norm = math.inf if self.overflow else float(self.sharded.norm)  # type: ignore[arg-type]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step. Collective where they have been averaged: at stage 2, and with

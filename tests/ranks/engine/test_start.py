@@ -15,7 +15,7 @@ from sdp_deepspeed import Init
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.engine import agreed_block
 from tests.helpers.models import VOCABULARY, config, llama
-from tests.helpers.ranks import Rank
+from tests.helpers.ranks import COLLECTIVE_TIMEOUT, Rank
 from tests.helpers.training import engine_of, gathered, refusal, train
 
 pytestmark = pytest.mark.world(2)
@@ -53,6 +53,13 @@ def test_an_accelerator_that_one_rank_has(rank: Rank) -> None:
     there = mock.Mock(**{"device_name.return_value": ("cuda", "cpu")[rank.rank]})
     with mock.patch.object(agreed_block, "get_accelerator", return_value=there):
         refusal(ValueError, lambda: engine_of(config(holders=1)), 'accelerator is "cuda" on rank 0 and "cpu" on rank 1')
+
+
+def test_groups_have_the_timeout_of_the_run(rank: Rank) -> None:
+    """A rank that hangs must not be waited for longer in messages between all ranks, or by an asynchronous save."""
+    engine = engine_of(config(holders=1, checkpoint={"asynchronous": True}))
+    for group in (engine._control, engine.checkpoints._group):
+        assert group._get_backend(torch.device("cpu")).options._timeout == COLLECTIVE_TIMEOUT
 
 
 def test_mistakes_of_one_rank(rank: Rank) -> None:
