@@ -2,11 +2,11 @@
 
     python benchmarks/local_steps_forecast.py --output benchmarks/results/local_steps_forecast.json
 
-Loss by steps is that of the learning study (0.41M parameters, eight workers): the final losses of its runs, of which
-each has its learning rate decay to zero, interpolated over the logarithm of the steps. Two clocks, on eight nodes of
-one rank: the study's model, and a Llama of 134M parameters, which is assumed to need as many steps. A step takes the
-measured seconds of a dense step's compute, times its share of the FLOPs, plus the seconds for its bytes on the link of
-a node, without overlap. Bytes are those of `sdp estimate`; plain ZeRO-1's, 1.5 times those of SDP at C = 1.
+Loss by steps is that of the learning study (0.41M parameters, eight workers): the lowest at that time of any of its
+runs, interpolated over the logarithm of the steps. Two clocks, on eight nodes of one rank: the study's model, and a
+Llama of 134M parameters, which is assumed to need as many steps. A step takes the measured seconds of a dense step's
+compute, times its share of the FLOPs, plus the seconds for its bytes on the link of a node, without overlap. Bytes are
+those of `sdp estimate`; plain ZeRO-1's, 1.5 times those of SDP at C = 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ LABELS = {  # without local steps
     "C=1/4, whole ends, scaled in training": "SDP, C = 1/4",
 }
 
-Curve = Sequence[tuple[int, float]]  # steps and final loss of runs, the shortest first
+Curve = Sequence[tuple[int, float]]  # steps and loss
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,12 @@ def main() -> None:
     local = {name: name.replace("=", " = ") for name, subject in SUBJECTS.items() if subject.local_steps}
     rows = [_row("ZeRO-1", DENSE, 1.5, cells, clocks)]
     for name, label in (LABELS | local).items():
-        if curve_of(cells, name):
+        if points_of(cells, name):
             rows.append(_row(label, name, 1.0, cells, clocks))
-    zero = rows[0]
-    targets = {steps: loss for steps, loss in zero["curve"] if steps in BUDGETS}
+    targets = {f"ZeRO-1, {steps:,} steps": loss for steps, loss in rows[0]["runs"] if steps in BUDGETS}
+    targets |= {row["label"]: row["runs"][-1][1] for row in rows if row["label"] in local.values()}
     for row in rows:
-        row["steps to"] = {steps: steps_to(row["curve"], loss) for steps, loss in targets.items()}
-        row["loss after"] = {
-            f"{size}, {link}": {steps: _loss_in_time_of(zero, steps, row, size, link) for steps in targets}
-            for size, link in product(clocks, LINKS)
-        }
+        row["steps to"] = {name: steps_to(row["curve"], loss) for name, loss in targets.items()}
     facts = {name: {"seconds": clock.seconds, "shape": dict(clock.shape)} for name, clock in clocks.items()}
     write_result(
         options.output,
@@ -116,18 +112,29 @@ def _clock_of_gpu() -> Clock:
 def _row(
     label: str, name: str, passes: float, cells: Iterable[Mapping[str, Any]], clocks: Mapping[str, Clock]
 ) -> dict[str, Any]:
-    curve = curve_of(cells, name)
+    runs = [(steps, loss) for steps, loss, is_last in points_of(cells, name) if is_last]
+    curve = envelope(points_of(cells, name))
     costs = {size: step_of(clock, SUBJECTS[name], passes) for size, clock in clocks.items()}
-    return {"label": label, "subject": name, "curve": curve, "step": costs}
+    return {"label": label, "subject": name, "runs": runs, "curve": curve, "step": costs}
 
 
-def curve_of(cells: Iterable[Mapping[str, Any]], subject: str) -> Curve:
-    """Steps and final loss of a subject's runs, mean of the seeds; the shortest first."""
+def points_of(cells: Iterable[Mapping[str, Any]], subject: str) -> list[tuple[int, float, bool]]:
+    """Steps, loss (mean of the seeds) of each point of a subject's runs, and whether it is the last of its run."""
     losses = defaultdict(list)
     for cell in cells:
         if cell["subject"] == subject:
-            losses[cell["steps"]].append(cell["loss"])
-    return [(steps, statistics.mean(losses[steps])) for steps in sorted(losses)]
+            for point in cell["curve"]:
+                losses[point["step"], cell["steps"]].append(point["loss"])
+    return [(step, statistics.mean(losses[step, last]), step == last) for step, last in sorted(losses)]
+
+
+def envelope(points: Iterable[tuple[int, float, bool]]) -> Curve:
+    """Those points of all runs that are lower than all points with fewer steps."""
+    curve: list[tuple[int, float]] = []
+    for steps, loss, _ in points:
+        if not curve or loss < curve[-1][1]:
+            curve.append((steps, loss))
+    return curve
 
 
 def step_of(clock: Clock, subject: Subject, passes: float) -> dict[str, Any]:
@@ -160,30 +167,11 @@ def _estimate(clock: Clock, depth: int, block: Mapping[str, Any]) -> tuple[float
 
 
 def steps_to(curve: Curve, loss: float) -> float | None:
-    """Steps of a run that ends at a loss; None if no run ended as low."""
+    """Steps to a loss, interpolated over their logarithm; None if no point is as low."""
     for (before, higher), (after, lower) in pairwise(curve):
         if lower <= loss <= higher:
             return exp(log(before) + (higher - loss) / (higher - lower) * log(after / before))
     return None
-
-
-def _loss_in_time_of(
-    zero: Mapping[str, Any], steps: int, row: Mapping[str, Any], size: str, link: str
-) -> tuple[float, bool] | None:
-    """Of a row in the time of so many steps of ZeRO-1; see `loss_after`."""
-    seconds = [of["step"][size]["seconds"][link] for of in (zero, row)]
-    return loss_after(row["curve"], steps * seconds[0] / seconds[1])
-
-
-def loss_after(curve: Curve, steps: float) -> tuple[float, bool] | None:
-    """Final loss of a run of so many steps, and whether a run was as long; if none was, that of the longest. None if no
-    run was as short."""
-    if steps < curve[0][0]:
-        return None
-    for (before, higher), (after, lower) in pairwise(curve):
-        if steps <= after:
-            return higher + (lower - higher) * log(steps / before) / log(after / before), True
-    return curve[-1][1], steps == curve[-1][0]
 
 
 if __name__ == "__main__":

@@ -207,30 +207,38 @@ def _reached(curve: Sequence[Sequence[float]], loss: float) -> float | None:
 
 
 def local_steps(result: Result) -> str:
-    """Forecasts, relative to ZeRO-1 at some numbers of steps: the time to its loss, and the loss in its time."""
-    zero, targets = result["rows"][0], result["targets"]
-    clocks = [("0.41M", "100 Mb/s"), ("0.41M", "20 Mb/s"), ("134M", "100 Mb/s")]
-    times, losses = [], []
-    for row in result["rows"]:
-        runs = "; ".join(f"{steps:,}: {loss:.3f}" for steps, loss in row["curve"] if steps >= 250)
-        times.append([row["label"], runs])
-        losses.append([row["label"]])
-        for size, link in clocks:
-            ratio = row["step"][size]["seconds"][link] / zero["step"][size]["seconds"][link]
-            needed = [row["steps to"][steps] and row["steps to"][steps] / int(steps) * ratio for steps in targets]
-            times[-1].append(" / ".join("-" if share is None else f"{share:.2f}" for share in needed))
-            found = [row["loss after"][f"{size}, {link}"][steps] for steps in targets]
-            losses[-1].append(" / ".join(_loss(*loss) if loss else "-" for loss in found))
+    """Forecast of the time to ZeRO-1's losses, relative to ZeRO-1; and to those of runs with local steps, relative to
+    them."""
+    rows, clocks = result["rows"], [("0.41M", "100 Mb/s"), ("0.41M", "20 Mb/s"), ("134M", "100 Mb/s")]
+    goals = [name for name in result["targets"] if name.startswith("ZeRO-1")]
+    is_local = {row["label"]: row["label"] in result["targets"] for row in rows}
+    times, others = [], []
+    for row in rows:
+        runs = "; ".join(f"{steps:,}: {loss:.3f}" for steps, loss in row["runs"] if steps >= 250)
+        cells = [_ratios([(row, rows[0])], goals, clock) for clock in clocks]
+        times.append([row["label"], runs, *cells])
+        if is_local[row["label"]]:
+            steps, loss = row["runs"][-1]
+            pairs = [(other, row) for other in rows if not is_local[other["label"]]]
+            cells = [_ratios(pairs, [row["label"]], clock) for clock in clocks]
+            others.append([f"{row['label']}, {steps:,} steps: {loss:.3f}", *cells])
     heads = [f"{size}, {link}" for size, link in clocks]
-    after = " / ".join(f"{int(steps):,}" for steps in targets)
-    text = f"{_commit(result)}\n\nTime to ZeRO-1's loss after {after} steps, relative to ZeRO-1's time:\n\n"
+    text = f"{_commit(result)}\n\nTime to the loss of {', '.join(goals)}, relative to its time:\n\n"
     text += table(["", "steps: final loss", *heads], times)
-    return f"{text}\n\nLoss in the time of ZeRO-1's {after} steps:\n\n" + table(["", *heads], losses)
+    names = " / ".join(row["label"] for row in rows if not is_local[row["label"]])
+    return f"{text}\n\nTime of {names} to a loss of local steps, relative to theirs:\n\n" + table(["", *heads], others)
 
 
-def _loss(loss: float, is_reached: bool) -> str:
-    """A loss; that of the longest run is an upper bound for longer ones."""
-    return f"{'' if is_reached else '< '}{loss:.3f}"
+def _ratios(pairs: Iterable[tuple[Result, Result]], goals: Sequence[str], clock: tuple[str, str]) -> str:
+    """Time of the first of each pair to each goal, relative to the second's."""
+    ratios = []
+    size, link = clock
+    for (row, base), goal in itertools.product(pairs, goals):
+        needed = [
+            of["steps to"][goal] and of["steps to"][goal] * of["step"][size]["seconds"][link] for of in (row, base)
+        ]
+        ratios.append("-" if None in needed else f"{needed[0] / needed[1]:.2f}")
+    return " / ".join(ratios)
 
 
 def quality(labels: Mapping[str, str], result: Result, costs: Result, from_budget: int = 250) -> str:
