@@ -295,9 +295,9 @@ class Mask:
             self._put(held, parameter, side_by_side(held, parameter))
             self._put(frozen, rest)
             self._reshaped[name] = parameter.shape
-            owner, _, own_name = name.rpartition(".")
+            owner, _, attribute = name.rpartition(".")
             ranges = Ranges(tuple(p.length for p, _ in pieces), tuple(int(not self.is_held(p)) for p, _ in pieces))
-            cuts[owner][own_name], rests[owner][own_name] = ParameterSplit(dim, ranges.merged()), rest
+            cuts[owner][attribute], rests[owner][attribute] = ParameterSplit(dim, ranges.merged()), rest
         outputs = self.output_biases()
         for branch in self._cut_branches():
             assert branch.description.inner is not None
