@@ -36,7 +36,6 @@ IN_SHORT = (
     "gemma2",
     "bloom",
 )
-MODES: tuple[tuple[str, str], ...] = tuple((r, s) for r in ("forward", "backward") for s in ("block", "neuron"))
 # Narrower products and sums of parts add in another order: at most 61 terms, each rounded by 2**-24 of a partial sum,
 # in a few products one after the other.
 ROUNDING = 2.0**-16

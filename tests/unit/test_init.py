@@ -14,6 +14,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common.measured_step import watched_host_memory
+from sdp_deepspeed.config import MODES
 from sdp_deepspeed.init import DeferredWeights, Init
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.plan.tensors import named_tensors
@@ -152,7 +153,7 @@ def test_ranks_have_pieces_of_one_dense_model(name: str) -> None:
     weights.materialize(whole, CPU, 3)
     dense.train()
     values = named_tensors(dense)
-    for regime, strategy in core_masks.MODES:
+    for regime, strategy in MODES:
         for rank in range(2):
             model, weights = deferred(build)
             plan = core_masks.plan_of(model, regime, core_masks.strategy_of(name, strategy))
@@ -194,7 +195,7 @@ def wide() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(vocab_size=61, max_position_embeddings=32, **sizes))
 
 
-@pytest.mark.parametrize(("regime", "strategy"), core_masks.MODES)
+@pytest.mark.parametrize(("regime", "strategy"), MODES)
 def test_no_rank_has_the_dense_model(regime: str, strategy: str) -> None:
     """At no time more than what it stores, and a tensor."""
     with watched_host_memory() as memory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -20,8 +21,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 from sdp_deepspeed.checkpoint.from_zero import convert
 from sdp_deepspeed.cli import main as sdp
-from tests.helpers.checkpointed_runs import dense_tensors
-from tests.helpers.foreign_code import Malicious
+from tests.helpers.checkpointed_runs import WARMUP, dense_tensors
 from tests.helpers.models import config, llama, two_groups
 from tests.helpers.ranks import Rank
 from tests.helpers.sharded_runs import ShardedRun
@@ -30,14 +30,13 @@ from tests.helpers.training import assert_identical, dense_state, engine_of, ref
 pytestmark = pytest.mark.world(2)
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
-SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 9}}
 FROZEN = "model.layers.0.input_layernorm.weight"
 BF16 = {"bf16": {"enabled": True}}
 OPTIMIZER, MODEL = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
 
 
 def settings_of(stage: int, **options: Any) -> dict[str, Any]:
-    result = config(holders=1) | {"optimizer": ADAM, "scheduler": SCHEDULE, "zero_optimization": {"stage": stage}}
+    result = config(holders=1) | {"optimizer": ADAM, "scheduler": WARMUP, "zero_optimization": {"stage": stage}}
     return result | options
 
 
@@ -117,6 +116,16 @@ def test_goes_on(rank: Rank, stage: int, more: dict[str, Any], block: dict[str, 
         train(stock, num_steps=1, first=3)
         # Sums of two ranks in fp32.
         torch.testing.assert_close(dense_state(engine), dense_state(stock), rtol=1e-5, atol=1e-6)
+
+
+class Malicious:
+    """Makes a folder `ran` when it is unpickled by one who runs whatever a file says."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path / "ran"),)
 
 
 class Attribute:

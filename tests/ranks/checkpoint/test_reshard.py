@@ -15,14 +15,13 @@ import torch.distributed as dist
 
 from sdp_deepspeed.checkpoint.saved_tensors import written_state
 from sdp_deepspeed.engine.replan import rank_state
-from tests.helpers.checkpointed_runs import dense_of, dense_tensors
-from tests.helpers.models import batches, config
+from tests.helpers.checkpointed_runs import dense_of, dense_tensors, settings_of
+from tests.helpers.models import batches
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.tensor_parallel_models import build
 from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, micro_step
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
-SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,10 @@ class Run:
     offload: bool = False
 
     def settings(self) -> dict[str, Any]:
-        result = config(**({"holders": 1} | dict(self.block))) | {"optimizer": ADAM, "scheduler": SCHEDULE}
-        result["zero_optimization"] = {"stage": self.stage, "reduce_bucket_size": int(self.bucket)}
+        result = settings_of(self.stage, self.precision, **self.block) | {"optimizer": ADAM}
+        result["zero_optimization"]["reduce_bucket_size"] = int(self.bucket)
         if self.offload:
             result["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        if self.precision != "fp32":
-            result["bf16"] = {"enabled": True}
         if self.tp > 1:
             result["tensor_parallel"] = {"autotp_size": self.tp}
         return result

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from sdp_deepspeed.config import MODES
 from tests.helpers.models import batches, inputs_of, loss_of
 from tests.helpers.more_models import SPECIMENS
 from tests.helpers.oracle import check_case
@@ -16,7 +16,6 @@ from tests.helpers.oracle_grid import Case
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, sgd, train
 
-MODES = tuple(itertools.product(("forward", "backward"), ("block", "neuron")))
 NAMES = ("resnet", "swin", pytest.param("convnext", marks=pytest.mark.slow))
 pytestmark = pytest.mark.world(2)
 

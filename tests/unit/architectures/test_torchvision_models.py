@@ -10,8 +10,9 @@ from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.architectures.families import is_of_package
+from sdp_deepspeed.config import MODES
 from tests.helpers import models
-from tests.helpers.core_masks import MODES, assert_close, assert_masked, expected_of, fetch, masked, plan_of, run
+from tests.helpers.core_masks import assert_close, assert_masked, expected_of, fetch, masked, plan_of, run
 from tests.helpers.torchvision_models import MODELS, Classifier, load
 
 NEURONS = {"attention": "block", "mlp": "neuron"}

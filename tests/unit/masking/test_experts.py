@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from sdp_deepspeed.config import MODES
 from sdp_deepspeed.masking import Mask
 from tests.helpers.core_masks import (
-    MODES,
     Gradients,
     assert_close,
     assert_gradients,

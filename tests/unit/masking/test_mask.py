@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from sdp_deepspeed.config import MODES
 from sdp_deepspeed.masking import Mask
 from tests.helpers import models
 from tests.helpers.core_masks import (
-    MODES,
     NAMES,
     absent_pieces,
     assert_masked,

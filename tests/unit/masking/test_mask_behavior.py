@@ -16,13 +16,13 @@ from transformers import DynamicCache
 
 from sdp_deepspeed import architectures, check_description
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry
+from sdp_deepspeed.config import MODES
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
 from tests.helpers import models, more_models
 from tests.helpers.core_masks import (
-    MODES,
     assert_close,
     assert_gradients,
     build,

@@ -12,8 +12,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS
+from sdp_deepspeed.config import MODES
 from sdp_deepspeed.masking import Mask
-from tests.helpers.core_masks import MODES, build, masked, plan_of, tokens
+from tests.helpers.core_masks import build, masked, plan_of, tokens
 from tests.helpers.measured import Saved
 
 modes = pytest.mark.parametrize(("regime", "strategy"), MODES)
