@@ -13,16 +13,19 @@ A step (`ShardedOptimizer.step`), for every bucket that this rank holds:
 4. Updated weights are all-gathered (`gather_weights`). Forward regime: over the holders. Backward regime: every rank
    runs the whole model, so for each depth range there is one all-gather over all data-parallel ranks.
 
+With local steps (local_steps.py) a bucket is sharded over this rank's team in place of its holders, and all of this is
+between the ranks of the team. A synchronization averages shards between teams, and then gathers weights as above.
+
 # Order of collectives
 
 All ranks have the same list of buckets (`plan_buckets`), sorted by (depth at which the last gradient is ready, holders,
 param group and dtype). Each rank processes the buckets that it holds in this order, in every phase: averages of a
-backward pass, the norm, weights. A bucket that is complete early waits for its turn. Collectives are issued with
-`async_op=False` on one stream: the next one starts after the previous one has finished, so two holder groups of a rank
-never communicate at once. (With overlap on a GPU it is a side stream; tensor-parallel layers all-reduce activations on
-the current stream meanwhile, as in DeepSpeed.) The exception is over gloo: if ranks exchange shards directly
-(`groups.exchange`), the messages of a bucket count as one collective, and a rank may post those of consecutive buckets
-at once, without blocking, then wait for all.
+backward pass, the norm, differences of a synchronization, weights. A bucket that is complete early waits for its turn.
+Collectives are issued with `async_op=False` on one stream: the next one starts after the previous one has finished, so
+two holder groups of a rank never communicate at once. (With overlap on a GPU it is a side stream; tensor-parallel
+layers all-reduce activations on the current stream meanwhile, as in DeepSpeed.) The exception is over gloo: if ranks
+exchange shards directly (`groups.exchange`), the messages of a bucket count as one collective, and a rank may post
+those of consecutive buckets at once, without blocking, then wait for all.
 
 This cannot deadlock, unless a rank raises an error. Give each collective the key (number of the phase, position in the
 list); the norm is a phase with one collective. Its members agree on the key, and each rank issues its collectives in
