@@ -121,7 +121,7 @@ class Bucket:
         gradients: flat [size] local gradients in the accumulation dtype; None or without memory while there are none.
         weight_slots, gradient_slots: views of each slice into these, in the slice's shape.
         parameters: what the optimizer steps: the shard, or whole tensors.
-        places: for each slice: name of the tensor, and index of the slice among the tensor's held slices; set by
+        sources: for each slice: name of the tensor, and index of the slice among the tensor's held slices; set by
             `held_tensors`.
         shard: flat fp32 parameter of the optimizer: a view of `weights` of whole fp32 tensors, otherwise a copy. Empty
             on holders that are not the owner (Muon).
@@ -131,7 +131,7 @@ class Bucket:
 
     def __init__(self, layout: BucketLayout, group: HolderGroup | None, *, device: torch.device) -> None:
         self.layout, self.group, self.device = layout, group, device
-        self.places: list[tuple[str, int]] = []
+        self.sources: list[tuple[str, int]] = []
         self._has_gradients = False  # whether `gradients` have memory
         self._in_gradients: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # weights in the gradients' memory
         self._like = [torch.zeros(()).expand(item.shape) for item in layout.slices]  # shapes, for `_slots`
@@ -144,7 +144,7 @@ class Bucket:
         self.average: torch.Tensor | None = None
         self.offloaded: OffloadedShard | None = None
 
-    def place_weights(self, *, reuse_gradients: bool = False) -> None:
+    def allocate_weights(self, *, reuse_gradients: bool = False) -> None:
         """Allocate `weights`, unless they are allocated.
 
         Args:
@@ -154,7 +154,7 @@ class Bucket:
             return
         dtype, size = self.layout.dtype, self.layout.size
         if reuse_gradients and self.gradients is not None and self.gradients.nbytes >= size * dtype.itemsize:
-            self.place_gradients(None)
+            self.allocate_gradients(None)
             if self._in_gradients is None:
                 weights = self.gradients.view(dtype)[:size]
                 self._in_gradients = weights, self._slots(weights)
@@ -170,7 +170,7 @@ class Bucket:
                 self.drop_gradients()
             self.weights, self.weight_slots = None, []
 
-    def place_gradients(self, dtype: torch.dtype | None) -> None:
+    def allocate_gradients(self, dtype: torch.dtype | None) -> None:
         """Allocate `gradients`, unless they are allocated. They exist from the first gradient to the end of the step,
         so they take no memory at the peak of activations; at stage 2, they exist only while the bucket is sent.
 
@@ -216,7 +216,7 @@ class Bucket:
 
     def weights_from_module(self, view: Callable[[Piece], torch.Tensor]) -> None:
         """Copy the module's tensors to `weights`."""
-        self.place_weights()
+        self.allocate_weights()
         assert self.weights is not None
         self.weights[self.layout.num_elements :].zero_()
         torch._foreach_copy_(self.weight_slots, [view(item.piece) for item in self.layout.slices])
@@ -346,7 +346,7 @@ class HeldTensor(NamedTuple):
 def held_tensors(
     buckets: Sequence[Bucket], parameters: Mapping[str, nn.Parameter], pieces: Pieces, rank: int
 ) -> dict[str, HeldTensor]:
-    """The tensors of which a rank holds slices, by name; also sets `places` of its buckets.
+    """The tensors of which a rank holds slices, by name; also sets `sources` of its buckets.
 
     Args:
         buckets: that the rank holds.
@@ -358,7 +358,7 @@ def held_tensors(
         for number, item in enumerate(bucket.layout.slices):
             slots[item.piece] = index, number
     tensors: dict[str, HeldTensor] = {}
-    places: dict[Piece, int] = {}
+    numbers: dict[Piece, int] = {}  # of each held slice, among those of its tensor
     for name, parameter in parameters.items():
         held = [piece for piece, holders in pieces[name] if rank in holders]
         if not held:
@@ -366,8 +366,8 @@ def held_tensors(
         in_buckets = [slots[piece] for piece in held]
         indices = sorted({index for index, _ in in_buckets})
         tensors[name] = HeldTensor(parameter, held[0].dim, [piece.length for piece in held], in_buckets, indices)
-        for place, piece in enumerate(held):
-            places[piece] = place
+        for number, piece in enumerate(held):
+            numbers[piece] = number
     for bucket in buckets:
-        bucket.places = [(item.piece.parameter, places[item.piece]) for item in bucket.layout.slices]
+        bucket.sources = [(item.piece.parameter, numbers[item.piece]) for item in bucket.layout.slices]
     return tensors

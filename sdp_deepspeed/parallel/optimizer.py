@@ -151,7 +151,7 @@ class ShardedOptimizer:
         self.held = [bucket for bucket in buckets if bucket.group is not None]
         self.buckets = buckets if regime == "backward" else self.held
         self._tensors = held_tensors(self.held, self._parameters, mask.pieces, groups.rank)
-        self._place_buffers(offload=offload, pin_memory=pin_memory)
+        self._allocate_buffers(offload=offload, pin_memory=pin_memory)
         self.local: Synchronizer | None = None
         if local_steps is not None:
             self.local = Synchronizer(local_steps, self.held, groups, teams, wire_dtype)
@@ -207,7 +207,7 @@ class ShardedOptimizer:
         if check_overflow and not torch.isfinite(self.norm):
             self.reducer.zero_grad()
             return False
-        self._restore_views()
+        self._restore_views()  # users may have replaced `.data`
         for bucket, gradient in zip(self.held, gradients, strict=True):
             bucket.set_gradients(gradient)
         if self._clips_updates:
@@ -264,7 +264,7 @@ class ShardedOptimizer:
             groups = [bucket.holder_group for bucket in together]
             flats, shards = [], []
             for bucket in together:
-                bucket.place_weights(reuse_gradients=reuse_gradients)
+                bucket.allocate_weights(reuse_gradients=reuse_gradients)
                 bucket.shard_to_weights()
                 assert bucket.weights is not None
                 flats.append(bucket.weights)
@@ -280,7 +280,7 @@ class ShardedOptimizer:
                 for name in bucket.layout.names:
                     if name not in views:
                         views[name] = self._tensors[name].slices(self._parameters[name].detach())
-                torch._foreach_copy_([views[name][place] for name, place in bucket.places], bucket.weight_slots)
+                torch._foreach_copy_([views[name][number] for name, number in bucket.sources], bucket.weight_slots)
                 bucket.drop_weights()
 
     def change_mode(self, mode: str, change: Callable[[], Any]) -> None:
@@ -374,7 +374,7 @@ class ShardedOptimizer:
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
-    def _place_buffers(self, *, offload: bool, pin_memory: bool) -> None:
+    def _allocate_buffers(self, *, offload: bool, pin_memory: bool) -> None:
         """Allocate flat buffers, make whole tensors views of them, and create the shards."""
         for bucket in self.buckets:
             with torch.no_grad():

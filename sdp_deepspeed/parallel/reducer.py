@@ -119,7 +119,7 @@ class Reducer:
         """Move a gradient to its slots, or add it to their contents. If the gradient of a whole tensor has the slot's
         dtype, `.grad` becomes a view of the slot, in which autograd accumulates further gradients."""
         for index in tensor.buckets:
-            self._buckets[index].place_gradients(self._gradient_dtype)
+            self._buckets[index].allocate_gradients(self._gradient_dtype)
         slots = [self._buckets[index].gradient_slots[number] for index, number in tensor.slots]
         parameter = tensor.parameter
         gradient = parameter.grad
@@ -254,9 +254,11 @@ class Reducer:
         Args:
             views: cached views of gradients.
         """
-        bucket.place_gradients(self._gradient_dtype)
-        sources, targets, empty = [], [], []
-        for (name, place), slot in zip(bucket.places, bucket.gradient_slots, strict=True):
+        bucket.allocate_gradients(self._gradient_dtype)
+        gradients: list[torch.Tensor] = []
+        slots: list[torch.Tensor] = []
+        empty: list[torch.Tensor] = []
+        for (name, number), slot in zip(bucket.sources, bucket.gradient_slots, strict=True):
             if name in self._filled:
                 continue
             gradient = self._parameters[name].grad
@@ -265,14 +267,14 @@ class Reducer:
                 continue
             if name not in views:
                 views[name] = self._tensors[name].slices(gradient)
-            source = views[name][place]
+            source = views[name][number]
             if not bucket.layout.is_whole or source.data_ptr() != slot.data_ptr():
                 if self._stream is not None:
                     gradient.record_stream(self._stream)
-                sources.append(source)
-                targets.append(slot)
-        if sources:
-            torch._foreach_copy_(targets, sources)
+                gradients.append(source)
+                slots.append(slot)
+        if slots:
+            torch._foreach_copy_(slots, gradients)
         if empty:
             torch._foreach_zero_(empty)
         assert bucket.gradients is not None

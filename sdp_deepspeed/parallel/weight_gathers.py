@@ -59,21 +59,21 @@ class GatheredRange:
         Args:
             group: all data-parallel ranks.
             view: `Mask.view`.
-            reuse_gradients: see `Bucket.place_weights`.
+            reuse_gradients: see `Bucket.allocate_weights`.
         """
         first = self.buckets[0]
         received = torch.empty(group.size * self.size, dtype=first.layout.dtype, device=first.device)
         by_rank = received.view(group.size, -1)
         for bucket, start in zip(self.buckets, self.starts, strict=True):
             if group.position in bucket.layout.owners:
-                bucket.place_weights(reuse_gradients=reuse_gradients)
+                bucket.allocate_weights(reuse_gradients=reuse_gradients)
                 bucket.shard_to_weights()
                 assert bucket.weights is not None
                 shard = bucket.shard_of(bucket.weights)
                 by_rank[group.position, start : start + shard.numel()].copy_(shard)
         groups.all_gather([received], [by_rank[group.position]], [group])
         for bucket, spans in zip(self.buckets, self.spans, strict=True):
-            bucket.place_weights(reuse_gradients=reuse_gradients)
+            bucket.allocate_weights(reuse_gradients=reuse_gradients)
             assert bucket.weights is not None
             shards = bucket.weights.view(bucket.layout.num_shards, -1)
             for position, rank, length, start in spans:
