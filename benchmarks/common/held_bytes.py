@@ -73,7 +73,9 @@ def gradient_tensors(engine: Any) -> list[torch.Tensor]:
     held = [parameter.grad for parameter in parameters if parameter.grad is not None]
     sharded = getattr(engine.optimizer, "sharded", None)
     if sharded is not None:
-        return held + sharded.reducer.gradient_tensors()
+        for bucket in sharded.held:
+            held += [tensor for tensor in (bucket.average, bucket.gradients) if tensor is not None]
+        return held
     for name in HOST_GRADIENT_ATTRIBUTES:
         held += tensors_in(getattr(engine.optimizer, name, None))
     return held

@@ -141,7 +141,7 @@ def test_a_tampered_holder_is_noticed(rank: Rank) -> None:
         if rank.rank == 1:
             with torch.no_grad():
                 engine.module.get_parameter(name).view(-1)[0] += 1e-3
-        engine.optimizer.sharded.gather_weights = lambda **_: None
+        engine.optimizer.sharded._gather = lambda **_: None
         refusal(RuntimeError, partial(train, engine, num_steps=1), "have different values", "diverged")
 
 

@@ -265,6 +265,7 @@ def test_local_steps(rank: Rank) -> None:
     assert_identical(saved, dense_state(engine))
 
 
+@pytest.mark.world(4)
 def test_tensor_parallel(rank: Rank) -> None:
     """TP x DP: what is saved is whole in both directions."""
     config = {**ADAMW, "tensor_parallel": {"autotp_size": 2}}
