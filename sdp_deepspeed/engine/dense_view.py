@@ -185,9 +185,11 @@ class DenseView:
 
         has_anchors = self._optimizer.local is not None
 
-        def refuse_between(*_: Any) -> None:
+        members = WeakSet(model.modules()) if has_anchors else WeakSet[nn.Module]()  # not copies
+
+        def refuse_between(module: nn.Module, *_: Any) -> None:
             local = view._optimizer.local
-            if local is not None and local.is_between and not local.are_shown:
+            if module in members and local is not None and local.is_between and not local.are_shown:
                 raise RuntimeError(
                     "local steps: between two synchronizations a state dict would be this subnetwork's; use `with "
                     "engine.dense():` on all ranks, or call engine.synchronize() first"
@@ -197,8 +199,7 @@ class DenseView:
             self._handles += [module.register_forward_pre_hook(before_forward, prepend=True) for module in owned]
         if not self.mask.plan.is_whole:
             self._install_refusals(model)
-        if has_anchors:
-            self._handles.append(model.register_state_dict_pre_hook(refuse_between))
+        self._handles += [module.register_state_dict_pre_hook(refuse_between) for module in members]
 
     def _warn(self) -> None:
         self._has_warned = True

@@ -478,7 +478,8 @@ class SubnetworkEngine(DeepSpeedEngine):
                 model.
         """
         self._before_checkpoint("load_pretrained")
-        load_pretrained(rank_state(self), Path(folder))
+        with self.optimizer.sharded.loading():
+            load_pretrained(rank_state(self), Path(folder))
 
     def wait_for_checkpoint(self) -> None:
         """Wait until an asynchronous checkpoint is complete. Collective; call it before the program exits.

@@ -127,6 +127,10 @@ def refuse_settings(tree: Mapping[str, Any]) -> None:
         )
     if uses_local_steps(tree) and _is_on(tree.get("fp16")):
         refused.append(f"{KEY}.local_steps: not supported in fp16, where subnetworks differ in loss scale; use bf16")
+    if uses_local_steps(tree) and str(tree.get("communication_data_type")).lower() in ("fp16", "float16"):
+        refused.append(
+            f"{KEY}.local_steps: communication_data_type must not be fp16, which small differences vanish in"
+        )
     if refused:
         raise ValueError("\n".join(refused))
 

@@ -18,7 +18,6 @@ from torch import nn
 
 from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.parallel.buckets import Bucket
-from sdp_deepspeed.parallel.consistency import gather_objects
 from sdp_deepspeed.parallel.groups import Groups, HolderGroup
 from sdp_deepspeed.units import Holders
 
@@ -61,7 +60,7 @@ class Synchronizer:
         anchors: fp32 [shard size] of each bucket, where its shard is.
         momenta: outer momentum, likewise; empty if the momentum is 0.
         is_between: whether weights have been stepped since the last synchronization.
-        are_shown: whether shards and anchors are exchanged, so that the module has the anchors.
+        are_shown: whether anchors are in the place of shards, so that the module has them.
         num_synchronizations: so far.
     """
 
@@ -74,10 +73,9 @@ class Synchronizer:
         wire_dtype: torch.dtype | None,
     ) -> None:
         self.settings, self._buckets, self._wire_dtype = settings, buckets, wire_dtype
-        self._control = groups.control
         self.is_between = self.are_shown = False
         self.num_synchronizations = 0
-        self._shown: list[torch.Tensor] = []  # hashes of the anchors
+        self._hidden: list[torch.Tensor] = []  # shards, while anchors are in their place
         self._peers: list[HolderGroup] = []
         for bucket in buckets:
             peers = groups.of(peers_of(bucket.layout.holders, teams, bucket.holder_group.position))
@@ -116,14 +114,7 @@ class Synchronizer:
     def average_moments(self, optimizer: torch.optim.Optimizer) -> None:
         """Set moments of the optimizer to their means over peers, in fp32, so that all holders have the same state.
         Collective.
-
-        Raises:
-            RuntimeError: on all ranks, if a team has made no step yet, since its gradients were not finite.
         """
-        num_stepped = sum(bool(optimizer.state.get(shard)) for shard in self._shards())
-        is_equal = len(set(gather_objects(num_stepped > 0, self._control))) == 1
-        if not is_equal:
-            raise RuntimeError("local steps: a subnetwork has skipped all steps so far; lower the learning rate")
         for index, shard in enumerate(self._shards()):
             state = optimizer.state.get(shard, {})
             for key in sorted(state):
@@ -146,14 +137,22 @@ class Synchronizer:
         return sent.to(values.device, values.dtype).div_(peers.size)
 
     @torch.no_grad()
-    def restart(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set anchors to weights that were loaded, and the outer momentum to that in the optimizer's state, if any."""
-        for index, (shard, anchor) in enumerate(zip(self._shards(), self.anchors, strict=True)):
+    def restart(self) -> None:
+        """Set anchors to weights that were changed or loaded."""
+        for shard, anchor in zip(self._shards(), self.anchors, strict=True):
             anchor.copy_(shard.detach())
+        self.is_between = self.are_shown = False
+        self._hidden.clear()
+
+    @torch.no_grad()
+    def load_momenta(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set the outer momentum to that in the optimizer's state, or to zero."""
+        for shard, momentum in zip(self._shards(), self.momenta, strict=bool(self.momenta)):
             loaded = optimizer.state.get(shard, {}).get(OUTER_MOMENTUM)
-            if loaded is not None and self.momenta:
-                self.momenta[index].copy_(loaded)
-        self.is_between = False
+            if loaded is None:
+                momentum.zero_()
+            else:
+                momentum.copy_(loaded)
 
     def add_momenta(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the outer momentum beside the moments of the optimizer, for checkpoints and re-planning."""
@@ -161,18 +160,24 @@ class Synchronizer:
             optimizer.state[shard][OUTER_MOMENTUM] = momentum
 
     @torch.no_grad()
-    def exchange(self) -> None:
-        """Exchange the values of shards and anchors."""
+    def show(self) -> None:
+        """Put the anchors in the place of shards, until `hide` or `restart`."""
+        self._hidden = [shard.detach().clone() for shard in self._shards()]
         for shard, anchor in zip(self._shards(), self.anchors, strict=True):
-            weights = shard.detach().clone()
             shard.detach().copy_(anchor)
-            anchor.copy_(weights)
-        self.are_shown = not self.are_shown
-        self._shown = [torch.hash_tensor(shard.detach()) for shard in self._shards()] if self.are_shown else []
+        self.are_shown = True
 
-    def is_changed(self, index: int) -> bool:
-        """Whether the shard of a bucket was changed while anchors are shown; whole fp32 tensors are views of it."""
-        return not torch.equal(torch.hash_tensor(self._shards()[index].detach()), self._shown[index])
+    @torch.no_grad()
+    def hide(self) -> None:
+        """Undo `show`."""
+        for shard, weights in zip(self._shards(), self._hidden, strict=True):
+            shard.detach().copy_(weights)
+        self.are_shown = False
+        self._hidden.clear()
+
+    def differs(self, index: int) -> bool:
+        """Whether the shard of a bucket is not its anchor; whole fp32 tensors of the module are views of shards."""
+        return not torch.equal(self._shards()[index].detach(), self.anchors[index])
 
 
 def drop_momenta(optimizer: torch.optim.Optimizer) -> None:

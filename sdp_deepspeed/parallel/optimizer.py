@@ -51,7 +51,7 @@ from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.parallel.boxes import Box, shard_boxes
 from sdp_deepspeed.parallel.bucket_layouts import BUCKET_SIZE, plan_buckets
 from sdp_deepspeed.parallel.buckets import Bucket, held_tensors
-from sdp_deepspeed.parallel.consistency import run_on_all_ranks
+from sdp_deepspeed.parallel.consistency import gather_objects, run_on_all_ranks
 from sdp_deepspeed.parallel.groups import Groups, all_gather, broadcast
 from sdp_deepspeed.parallel.local_steps import Synchronizer, drop_momenta, teams_of
 from sdp_deepspeed.parallel.muon import is_deepspeeds_muon, orthogonalize, step_with_updates
@@ -239,7 +239,8 @@ class ShardedOptimizer:
         """All-gather weights from shards that a checkpoint has changed. Collective."""
         self.mode = None  # a checkpoint may be of another one
         if self.local is not None:
-            self.local.restart(self.optimizer)
+            self.local.restart()
+            self.local.load_momenta(self.optimizer)
         drop_momenta(self.optimizer)
         self._gather()
 
@@ -324,7 +325,7 @@ class ShardedOptimizer:
         if self.local is not None and self.local.is_between:
             self._refuse_offloaded("the dense model")
             self._restore_views()
-            self.local.exchange()
+            self.local.show()
             self._gather_from_holders(reuse_gradients=False)
 
     @torch.no_grad()
@@ -332,25 +333,46 @@ class ShardedOptimizer:
         """Called when the module is the subnetwork again. Undo `show_anchors`, or else update the shards.
 
         Raises:
-            RuntimeError: weights were changed while they were the anchors.
+            RuntimeError: on all ranks, if weights were changed while they were the anchors; the changes are dropped.
         """
         if self.local is None or not self.local.are_shown:
             self.refresh_shards()
             return
+        is_changed = False
         for index, bucket in enumerate(self.held):
             if bucket.layout.is_whole:
                 bucket.restore_views(self._parameters)
             else:
                 bucket.weights_from_module(self.mask.view)
-            is_changed = bucket.differs_from_shard() or self.local.is_changed(index)
+            is_changed |= bucket.differs_from_shard() or self.local.differs(index)
             bucket.drop_weights()
-            if is_changed:
-                raise RuntimeError(
-                    "local steps: weights were changed in the dense model between two synchronizations; call "
-                    "engine.synchronize() before that"
-                )
-        self.local.exchange()
+        self.local.hide()
+        is_changed = any(gather_objects(is_changed, self.groups.control))
+        if is_changed and self.regime == "backward":  # restore what this rank's team does not step
+            self.local.show()
+            self._gather()
+            self.local.hide()
         self._gather_from_holders(reuse_gradients=False)
+        if is_changed:
+            raise RuntimeError(
+                "local steps: weights were changed in the dense model between two synchronizations, and have their "
+                "earlier values again; call engine.synchronize() before such a change"
+            )
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Context in which weights are loaded: what a file lacks has the values of the last synchronization then, not
+        those of this rank's team. If nothing is loaded, nothing changes."""
+        local = self.local
+        if local is None or not local.is_between:
+            yield
+            return
+        local.show()
+        try:
+            yield
+        finally:
+            if local.are_shown:
+                local.hide()
 
     def dense_values(self, bucket: Bucket, parameter: torch.Tensor) -> torch.Tensor:
         """The dense model's values of a parameter that the optimizer steps: with local steps, those of the anchor."""
@@ -387,7 +409,15 @@ class ShardedOptimizer:
     @torch.no_grad()
     def refresh_shards(self) -> None:
         """Update the shards after weights were changed from outside (dense view, checkpoint). fp32 values that still
-        round to the weight are kept."""
+        round to the weight are kept.
+
+        Raises:
+            RuntimeError: with local steps, between two synchronizations.
+        """
+        if self.local is not None and self.local.is_between:
+            raise RuntimeError(
+                "local steps: weights were changed between two synchronizations; call engine.synchronize() before that"
+            )
         for bucket in self.held:
             if bucket.layout.is_whole:
                 bucket.restore_views(self._parameters)
@@ -396,7 +426,7 @@ class ShardedOptimizer:
             bucket.shard_from_weights()
             bucket.drop_weights()
         if self.local is not None:
-            self.local.restart(self.optimizer)
+            self.local.restart()
 
     def offload_states(self, *, states: bool = True, masters: bool = True, pin_memory: bool = False) -> None:
         """Move optimizer state and fp32 copies of weights to host memory, until `reload_states`. Copies that are

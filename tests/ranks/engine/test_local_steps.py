@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -100,12 +101,64 @@ def test_the_dense_model_is_that_of_the_anchors(rank: Rank) -> None:
             assert looking.optimizer.sharded.local.num_synchronizations == 3
             assert_identical(dense_state(looking), dense_state(other))
             train(looking, num_steps=1, first=7)
+            train(other, num_steps=1, first=7)
+            for name in ("lm_head.weight", "model.layers.1.mlp.up_proj.weight"):  # the second may be one team's
 
-            def change(engine: Any = looking) -> None:
-                with engine.dense(), torch.no_grad():
-                    engine.module.lm_head.weight.mul_(2)
+                def change(engine: Any = looking, name: str = name) -> None:
+                    with engine.dense(), torch.no_grad():
+                        engine.module.get_parameter(name).neg_()
 
-            refusal(RuntimeError, change, "weights were changed", "engine.synchronize()")
+                refusal(RuntimeError, change, "weights were changed", "engine.synchronize()")
+            refusal(RuntimeError, looking.optimizer.refresh_fp32_params, "engine.synchronize()")
+            train(looking, num_steps=1, first=8)
+            train(other, num_steps=1, first=8)
+            assert_identical(dense_state(looking), dense_state(other))
+
+
+@pytest.mark.world(2)
+def test_a_copy_gives_its_state_dict_at_any_time(rank: Rank) -> None:
+    engine = engine_of(local())
+    with engine.dense():
+        copied = deepcopy(engine.module)
+    train(engine, num_steps=1)
+    assert_identical(copied.state_dict(), dense_state(engine))
+    refusal(RuntimeError, engine.module.model.state_dict, "engine.synchronize()")
+
+
+@pytest.mark.world(2)
+def test_a_load_ends_the_interval(rank: Rank) -> None:
+    """Of a checkpoint without outer momentum, and without one of the parameters, which has its anchor's values then; if
+    nothing can be loaded, the interval goes on."""
+    folder = f"{rank.folder}/plain"
+    plain = engine_of(config(holders=2))
+    train(plain, num_steps=2)
+    plain.save_checkpoint(folder)
+    saved = dense_state(plain)
+    engine = engine_of(local())
+    train(engine, num_steps=4)
+    running = engine.module.lm_head.weight.detach().clone()
+    anchors = dense_state(engine)
+    assert engine.load_checkpoint(f"{rank.folder}/nothing") == (None, None)
+    assert torch.equal(engine.module.lm_head.weight, running)
+    with engine.optimizer.sharded.loading():
+        engine.optimizer.sharded.gather_weights()  # a load of nothing
+    assert torch.equal(engine.module.lm_head.weight, anchors["lm_head.weight"])
+    assert not torch.equal(running, anchors["lm_head.weight"])
+    engine.load_checkpoint(folder)
+    assert_identical(dense_state(engine), saved)
+    assert not any(bool(momentum.any()) for momentum in engine.optimizer.sharded.local.momenta)
+
+
+@pytest.mark.world(2)
+def test_teams_never_skip_a_step(rank: Rank) -> None:
+    """Learning rates of teams would differ then, and checkpoints have one."""
+    engine = engine_of(local())
+    for parameter in engine.module.parameters():
+        if rank.rank == 1:
+            parameter.register_hook(lambda gradient: gradient * float("inf"))
+    train(engine, num_steps=1)
+    assert engine.skipped_steps == 0
+    refusal(RuntimeError, engine.synchronize, "subnetwork 1", "infinite or NaN")
 
 
 @pytest.mark.world(2)
@@ -195,5 +248,6 @@ def test_refusals(rank: Rank) -> None:
 
     refusal(ValueError, partial(with_muon, local()), "local_steps", "whole matrices")
     refusal(ValueError, partial(engine_of, local() | {"fp16": {"enabled": True}}), "local_steps", "fp16")
+    refusal(ValueError, partial(engine_of, local() | {"communication_data_type": "fp16"}), "communication_data_type")
     engine = with_muon(config(holders=2))
     refusal(ValueError, partial(engine.replan, {"local_steps": {"every": 2}}), "local_steps", "whole matrices")
