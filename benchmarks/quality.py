@@ -16,6 +16,7 @@ LABELS = {
     "dense 64x8, 2 rows": "data parallelism, half the rows, twice the steps",
     "64x8, grown from the ends": "data parallelism, grown from the first and last layer",
     "dense 64x4": "data parallelism, half the depth",
+    "C=3/4, scaled": "C = 3/4, whole ends",
     "C=1/2, whole ends, scaled in training": "C = 1/2, whole ends",
     "C=1/4, whole ends, scaled in training": "C = 1/4, whole ends",
     "C=1/4, whole ends, scaled in training, usual start": "C = 1/4, whole ends, usual start",
