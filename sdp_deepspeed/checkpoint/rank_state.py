@@ -97,7 +97,7 @@ class RankState:
         return tuple(self.mask.shapes[name] if division is None else division.shape)
 
     def writes(self, name: str) -> bool:
-        """Whether this tensor-parallel rank saves its part; of replicated tensors only the first rank does."""
+        """Whether this tensor-parallel rank saves its part; of undivided tensors only the first rank does."""
         return name in self.shards.divisions or self.groups.tensor_parallel_rank == 0
 
     def offsets(self, box: Box) -> list[int]:

@@ -247,7 +247,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             self.groups,
             self._param_group_of,
             regime="backward" if plan.regime == "backward" else "forward",
-            replicated=self.tensor_parallel.replicated(mask.parameters),
+            tp_replicated=self.tensor_parallel.tp_replicated(mask.parameters),
             local_steps=block.local_steps,
             **sharded_options(self),
         )
@@ -346,7 +346,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         if self.block.check_agreement and are_equal:
             run_on_all_ranks(lambda: check_agreement(self.mask, self.groups), self._control)
             held = self.held_tensors()
-            run_on_all_ranks(lambda: self.tensor_parallel.check_replicated(held, self._control), self._control)
+            run_on_all_ranks(lambda: self.tensor_parallel.check_tp_replicated(held, self._control), self._control)
         follow_schedule(self, self.global_steps)
 
     def synchronize(self) -> None:

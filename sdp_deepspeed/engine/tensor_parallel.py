@@ -5,10 +5,11 @@ The ranks of a tensor-parallel group train one copy of a subnetwork together: th
 batches. Each of them has its own data-parallel ranks, and therefore its own holder groups. Plans use coordinates of the
 dense model; masks and buckets use those of a rank's tensors (`TensorParallelShards.local_plan`).
 
-Gradients of replicated tensors are complete on every rank: a column-parallel layer all-reduces the gradient of its
-input, and the bias of a row-parallel layer is added after the all-reduce of outputs. Ranks compute them from the same
-numbers in the same order, so replicated tensors stay equal without further collectives. Norms inside heads are the
-exception, since each rank sees only its own heads (`partial_gradients`).
+Undivided tensors are equal on all tensor-parallel ranks (`tp_replicated` in the code). Their gradients are complete on
+every rank: a column-parallel layer all-reduces the gradient of its input, and the bias of a row-parallel layer is added
+after the all-reduce of outputs. Ranks compute them from the same numbers in the same order, so these tensors stay equal
+without further collectives. Norms inside heads are the exception, since each rank sees only its own heads
+(`partial_gradients`).
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class TensorParallel:
     Args:
         group: tensor-parallel process group; None without tensor parallelism.
         branches: the model's residual branches on this rank.
-        shards: which parameters are divided, and how; all others are replicated.
-        partial_gradients: replicated parameters whose gradients must be summed over the group.
+        shards: which parameters are divided, and how; all others are equal on all ranks of the group.
+        partial_gradients: undivided parameters whose gradients must be summed over the group.
     """
 
     branches: Sequence[LocatedBranch]
@@ -75,8 +76,8 @@ class TensorParallel:
     group: dist.ProcessGroup | None = None
     partial_gradients: Sequence[str] = ()
 
-    def replicated(self, parameters: Mapping[str, Any]) -> list[str]:
-        """Names of replicated parameters; none without tensor parallelism."""
+    def tp_replicated(self, parameters: Mapping[str, Any]) -> list[str]:
+        """Names of parameters that are equal on all tensor-parallel ranks; none without tensor parallelism."""
         return [name for name in parameters if self.group is not None and name not in self.shards.divisions]
 
     def sum_partial_gradients(self, parameters: Mapping[str, nn.Parameter]) -> list[RemovableHandle]:
@@ -90,8 +91,8 @@ class TensorParallel:
         trained = [parameters[name] for name in sorted(self.partial_gradients) if parameters[name].requires_grad]
         return [parameter.register_hook(summed) for parameter in trained]
 
-    def check_replicated(self, tensors: Mapping[str, torch.Tensor], control: dist.ProcessGroup | None) -> None:
-        """Compare replicated tensors over the group; a collective of all ranks of the job.
+    def check_tp_replicated(self, tensors: Mapping[str, torch.Tensor], control: dist.ProcessGroup | None) -> None:
+        """Compare undivided tensors over the group; a collective of all ranks of the job.
 
         Args:
             tensors: tensors of this rank, by dense name.
@@ -100,13 +101,13 @@ class TensorParallel:
         Raises:
             ValueError: on all ranks of the group, if tensors differ.
         """
-        names = [name for name in self.replicated(tensors) if tensors[name].numel()]
+        names = [name for name in self.tp_replicated(tensors) if tensors[name].numel()]
         hashes = {name: torch.hash_tensor(tensors[name]).view(torch.int64).item() for name in names}
         every = _of_group(gather_objects(hashes, control), self.group)
         differing = [name for name in hashes if any(other.get(name) != hashes[name] for other in every)]
         if differing:
             raise ValueError(
-                f"tensor-parallel ranks have different values of the replicated {listed(differing)}; build the model "
+                f"tensor-parallel ranks have different values of {listed(differing)}; build the model "
                 "with the same seed or weights on every rank"
             )
 
@@ -171,7 +172,7 @@ def find_tensor_parallel(
         tensor_parallel = _of_author(model, group, control)
     else:
         tensor_parallel = _of_autotp(model, before_autotp, group, control)
-    tensor_parallel.check_replicated(dict(model.named_parameters()), control)
+    tensor_parallel.check_tp_replicated(dict(model.named_parameters()), control)
     return tensor_parallel
 
 

@@ -32,7 +32,7 @@ def plan_buckets(
     param_groups: Mapping[str, int],
     *,
     bucket_size: int | None = None,
-    replicated: Collection[str] = (),
+    tp_replicated: Collection[str] = (),
     stepped_whole: Collection[str] = (),
     teams: Sequence[Holders] = (),
 ) -> list[BucketLayout]:
@@ -46,7 +46,7 @@ def plan_buckets(
         bucket_size: maximum number of elements that a rank holds in one depth range, unless a single tensor has more.
             Default: 50 million, or a sixteenth of what a rank holds if that is more, since a rank has a bucket per
             holder set and depth range.
-        replicated: tensors that are equal on all tensor-parallel ranks.
+        tp_replicated: tensors that are equal on all tensor-parallel ranks.
         stepped_whole: tensors that must be stepped as a whole by one rank; none of them is cut.
         teams: with local steps, the team of each data-parallel rank, over which its buckets are sharded.
     """
@@ -58,7 +58,9 @@ def plan_buckets(
         for depth, name in enumerate(names):
             for piece, holders in pieces[name]:
                 is_whole = piece.dim is None
-                kind = _Kind(holders, param_groups[name], dtypes[name], is_whole, name in replicated, owners.get(name))
+                kind = _Kind(
+                    holders, param_groups[name], dtypes[name], is_whole, name in tp_replicated, owners.get(name)
+                )
                 members[kind].append((depth, piece))
         for kind, placed in sorted(members.items(), key=_order):
             slices = _slices([piece for _, piece in placed], shapes)
@@ -74,7 +76,7 @@ class _Kind(NamedTuple):
     param_group: int
     dtype: torch.dtype
     is_whole: bool
-    is_replicated: bool
+    is_tp_replicated: bool
     owner: int | None
 
 

@@ -56,7 +56,7 @@ class BucketLayout:
         param_group: index of the optimizer's param group.
         dtype: dtype of the weights.
         is_whole: whether the slices are whole tensors, not parts of cut ones.
-        is_replicated: whether all tensor-parallel ranks have the same values.
+        is_tp_replicated: whether all tensor-parallel ranks have the same values.
         owner: data-parallel index of the holder that steps the bucket, for an optimizer of whole tensors; None if each
             holder steps a shard.
         slices: slices in the order in which their gradients become ready.
@@ -68,7 +68,7 @@ class BucketLayout:
     param_group: int
     dtype: torch.dtype
     is_whole: bool
-    is_replicated: bool
+    is_tp_replicated: bool
     owner: int | None
     slices: tuple[Slice, ...]
 

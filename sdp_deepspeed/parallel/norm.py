@@ -1,9 +1,10 @@
 """The gradient norm of the dense model, and clipping.
 
 The norm is that of the averaged gradient. Every parameter counts once, whatever its number of holders, replicas and
-tensor-parallel ranks. Each rank sums the squares of the shards that it owns; replicated tensors count on the first
-tensor-parallel rank only. One all-reduce over all ranks adds these sums; with local steps, over the team. An infinite
-or NaN gradient anywhere makes the norm infinite or NaN on every rank, before any weight is updated.
+tensor-parallel ranks. Each rank sums the squares of the shards that it owns; of tensors that are equal on all
+tensor-parallel ranks only the first of these ranks does. One all-reduce over all ranks adds these sums; with local
+steps, over the team. An infinite or NaN gradient anywhere makes the norm infinite or NaN on every rank, before any
+weight is updated.
 """
 
 from __future__ import annotations

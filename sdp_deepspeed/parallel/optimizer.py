@@ -83,7 +83,7 @@ class ShardedOptimizer:
         clips_updates: whether to clip the updates of DeepSpeed's Muon, not its gradients (muon.py).
         bucket_size: see `plan_buckets`.
         overlap, gradient_dtype, wire_dtype: see `Reducer`.
-        replicated: tensors that are equal on all tensor-parallel ranks; the norm counts them once.
+        tp_replicated: tensors that are equal on all tensor-parallel ranks; the norm counts them once.
         offload: whether shards, gradients and optimizer state are in host memory (CPU offload).
         pin_memory: whether to pin that memory, if weights are on a GPU.
         local_steps: `local_steps` of the block: steps are those of a team (local_steps.py).
@@ -114,7 +114,7 @@ class ShardedOptimizer:
         overlap: bool = False,
         gradient_dtype: torch.dtype | None = None,
         wire_dtype: torch.dtype | None = None,
-        replicated: Collection[str] = (),
+        tp_replicated: Collection[str] = (),
         offload: bool = False,
         pin_memory: bool = False,
         local_steps: LocalSteps | None = None,
@@ -136,9 +136,9 @@ class ShardedOptimizer:
             {name: parameter.dtype for name, parameter in self._parameters.items()},
             param_groups,
             bucket_size=bucket_size,
-            replicated=replicated,
+            tp_replicated=tp_replicated,
             stepped_whole=tensors_stepped_whole(
-                optimizer, param_groups, mask, replicated=replicated, is_divided=groups.tensor_parallel_size > 1
+                optimizer, param_groups, mask, tp_replicated=tp_replicated, is_divided=groups.tensor_parallel_size > 1
             ),
             teams=teams,
         )
@@ -231,7 +231,7 @@ class ShardedOptimizer:
 
     def _owned_gradients(self) -> list[torch.Tensor]:
         """Gradients of the shards that this rank counts in the norm."""
-        counted = [b for b in self.held if not b.layout.is_replicated or self.groups.tensor_parallel_rank == 0]
+        counted = [b for b in self.held if not b.layout.is_tp_replicated or self.groups.tensor_parallel_rank == 0]
         return [bucket.average for bucket in counted if bucket.average is not None]
 
     @torch.no_grad()

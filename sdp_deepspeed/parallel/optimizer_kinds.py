@@ -64,14 +64,14 @@ def tensors_stepped_whole(
     param_groups: Mapping[str, int],
     mask: Mask,
     *,
-    replicated: Collection[str],
+    tp_replicated: Collection[str],
     is_divided: bool,
 ) -> list[str]:
     """Names of tensors that the optimizer must step as a whole.
 
     Args:
         param_groups: param group index of each trained tensor.
-        replicated: tensors that are equal on all tensor-parallel ranks.
+        tp_replicated: tensors that are equal on all tensor-parallel ranks.
         is_divided: whether other tensors are divided among these ranks.
 
     Raises:
@@ -84,7 +84,7 @@ def tensors_stepped_whole(
             why = "is not a matrix; put it into a param group for AdamW (DeepSpeed's Muon: use_muon=False)"
         elif mask.pieces[name][0][0].dim is not None:
             why = "is cut into neurons or heads; use block units for it, or an elementwise optimizer"
-        elif is_divided and name not in replicated:
+        elif is_divided and name not in tp_replicated:
             why = "is divided among tensor-parallel ranks; use an elementwise optimizer"
         else:
             continue

@@ -47,7 +47,7 @@ class TensorParallelShards:
     Args:
         index: index of the rank in the group.
         size: size of the group.
-        divisions: divisions of divided parameters, by dense name; other tensors are replicated.
+        divisions: divisions of divided parameters, by dense name; other tensors are equal on all ranks of the group.
     """
 
     index: int
@@ -55,7 +55,7 @@ class TensorParallelShards:
     divisions: Mapping[str, Division]
 
     def division_of(self, piece: Piece) -> Division | None:
-        """Division of the piece's tensor; None if it is replicated."""
+        """Division of the piece's tensor; None if it is not divided."""
         return self.divisions.get(piece.parameter) if piece.kind == "parameter" else None
 
     def dense_unit(self, unit: Unit) -> Unit:

@@ -140,7 +140,7 @@ def test_mistakes_are_named(rank: Rank) -> None:
     own = build("llama")
     with torch.no_grad():
         own.get_parameter("model.norm.weight").add_(float(rank.rank))
-    refusal(ValueError, lambda: start(own), "different values of the replicated model.norm.weight", "same seed")
+    refusal(ValueError, lambda: start(own), "different values of model.norm.weight", "same seed")
     refusal(ValueError, lambda: start(own), "an earlier engine divided this model")
 
 

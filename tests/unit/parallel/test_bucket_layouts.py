@@ -57,9 +57,9 @@ def test_tensors_of_other_dtypes_and_replicas_have_their_own_buckets() -> None:
     model = sliced_model(2, "block")
     dtypes = {name: torch.bfloat16 if "norm" in name else torch.float32 for name in model.shapes}
     layouts = plan_buckets(
-        model.pieces, model.shapes, dtypes, model.groups, bucket_size=10**6, replicated=["layer0.norm", "embed"]
+        model.pieces, model.shapes, dtypes, model.groups, bucket_size=10**6, tp_replicated=["layer0.norm", "embed"]
     )
     for layout in layouts:
         for part in layout.slices:
             assert dtypes[part.piece.parameter] == layout.dtype
-            assert layout.is_replicated == (part.piece.parameter in {"layer0.norm", "embed"})
+            assert layout.is_tp_replicated == (part.piece.parameter in {"layer0.norm", "embed"})
