@@ -287,7 +287,7 @@ def inspect(path: _Checkpoint, tag: _Tag = None) -> None:
 
 def _description(path: Path) -> Iterator[str]:
     from sdp_deepspeed.checkpoint import files
-    from sdp_deepspeed.checkpoint.checkpointer import COMMON, dense_tensors, read_bytes
+    from sdp_deepspeed.checkpoint.save_and_load import COMMON, dense_tensors, read_bytes
     from sdp_deepspeed.plan.coverage import describe_holders
 
     sizes = [size for size, _ in files.read_checksums(path)["files"].values()]
@@ -343,7 +343,7 @@ def export(
     import torch
 
     from sdp_deepspeed.checkpoint import files, hugging_face
-    from sdp_deepspeed.checkpoint.checkpointer import COMMON, read_bytes
+    from sdp_deepspeed.checkpoint.save_and_load import COMMON, read_bytes
 
     folder, _ = _find(path, tag)
     if problems := files.problems_in(folder):

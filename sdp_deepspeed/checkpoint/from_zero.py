@@ -23,9 +23,9 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from sdp_deepspeed.checkpoint import files
-from sdp_deepspeed.checkpoint.checkpointer import COMMON, COUNTERS, add_bytes, plain_bytes
 from sdp_deepspeed.checkpoint.planners import SavePlanner, State, add_box
 from sdp_deepspeed.checkpoint.rank_state import WEIGHT
+from sdp_deepspeed.checkpoint.save_and_load import COMMON, COUNTERS, add_bytes, plain_bytes
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.boxes import row_major_boxes
 
@@ -180,7 +180,7 @@ def _fragments(shapes: Mapping[str, torch.Size], rank: int, size: int) -> dict[s
 
 
 def _facts(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """What our checkpoints contain besides tensors; see `checkpointer.py`."""
+    """What our checkpoints contain besides tensors; see `save_and_load.py`."""
     base, tensors = _base(optimizer), model["module"]
     groups = base["param_groups"]
     number_of = {index: number for number, group in enumerate(groups) for index in group["params"]}

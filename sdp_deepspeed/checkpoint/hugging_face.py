@@ -33,8 +33,8 @@ from sdp_deepspeed.atomic_files import sync
 from sdp_deepspeed.checkpoint.files import Reader, new_folder
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, State, add_box
 from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState, names_of_persistent_buffers, persistent_buffers
-from sdp_deepspeed.checkpoint.reshard import BoxDirectory, fill
 from sdp_deepspeed.checkpoint.saved_tensors import make_targets, written_state
+from sdp_deepspeed.checkpoint.state_transfer import BoxDirectory, fill
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.consistency import run_on_all_ranks
 
@@ -82,7 +82,7 @@ def export(
     Tensors are staged in a scratch file, so that one output shard is in memory at a time.
 
     Args:
-        facts: facts of the checkpoint (checkpointer.py).
+        facts: facts of the checkpoint (save_and_load.py).
         dtype: dtype of floating-point weights. Default: that of the run; masters are rounded once.
         tokenizer: folder of a tokenizer to add.
 

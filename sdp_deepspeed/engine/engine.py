@@ -33,11 +33,10 @@ from deepspeed.utils import log_dist
 from torch import nn
 
 from sdp_deepspeed.architectures import unit_costs
-from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from sdp_deepspeed.checkpoint.hugging_face import load_pretrained, save_pretrained
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
+from sdp_deepspeed.checkpoint.save_and_load import Checkpointer
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.engine.checkpoints import load, save
 from sdp_deepspeed.engine.dense_view import DenseView
 from sdp_deepspeed.engine.earlier_engines import make_whole, record_engine
 from sdp_deepspeed.engine.full_access import install_full_access
@@ -54,6 +53,7 @@ from sdp_deepspeed.engine.replan import (
     rank_state,
     replan,
 )
+from sdp_deepspeed.engine.save_engine import load_engine, save_engine
 from sdp_deepspeed.engine.tensor_parallel import (
     TensorParallel,
     WholeModel,
@@ -432,7 +432,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             self._synchronize("save_checkpoint")
         options = {"latest": save_latest, "exclude_frozen": exclude_frozen_parameters}
         with self.optimizer.sharded.whole_state():
-            save(self, Path(save_dir), tag, client_state or {}, **options)
+            save_engine(self, Path(save_dir), tag, client_state or {}, **options)
         return True
 
     def load_checkpoint(
@@ -457,7 +457,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         if custom_load_fn is not None:
             raise ValueError("load_checkpoint: custom_load_fn is not supported; use load_module_strict=False")
         self._before_checkpoint("load_checkpoint")
-        loaded = load(
+        loaded = load_engine(
             self,
             Path(load_dir),
             None if tag is None else str(tag),

@@ -97,11 +97,11 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     from sdp_deepspeed.config import KEY
-    from sdp_deepspeed.engine.agreed_block import agreed_block
+    from sdp_deepspeed.engine.compare_configs import parse_and_compare
     from sdp_deepspeed.engine.earlier_engines import refuse_masked
     from sdp_deepspeed.engine.engine import SubnetworkEngine
 
-    block = agreed_block(kwargs.get("config"), kwargs)
+    block = parse_and_compare(kwargs.get("config"), kwargs)
     if block is None:
         model = kwargs.get("model", args[1] if len(args) > 1 else None)
         if model is not None:

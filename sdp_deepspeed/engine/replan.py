@@ -20,7 +20,7 @@ from deepspeed.utils import log_dist
 
 from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.checkpoint.rank_state import RankState
-from sdp_deepspeed.checkpoint.reshard import collect_state, load_state
+from sdp_deepspeed.checkpoint.state_transfer import collect_state, load_state
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.engine.monitor import announce
 from sdp_deepspeed.engine.refused_settings import refuse_config, refuse_local_optimizer, refuse_local_steps

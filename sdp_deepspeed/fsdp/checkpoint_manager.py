@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.checkpoint.checkpointer import Checkpointer
 from sdp_deepspeed.checkpoint.hugging_face import load_pretrained
 from sdp_deepspeed.checkpoint.optimizer_state import NUMBER, group_facts
 from sdp_deepspeed.checkpoint.rank_state import RankState
+from sdp_deepspeed.checkpoint.save_and_load import Checkpointer
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, sharded_model_of
 from sdp_deepspeed.parallel.boxes import Box, local_of
 from sdp_deepspeed.parallel.consistency import gather_objects, run_on_all_ranks

@@ -1,6 +1,7 @@
 """Gather slices of the dense model on all data-parallel ranks: for the dense views of both hosts.
 
-Re-plans and exports use `checkpoint/reshard.py` instead, where each rank receives only the elements that it wants.
+Re-plans and exports use `checkpoint/state_transfer.py` instead, where each rank receives only the elements that it
+wants.
 """
 
 from __future__ import annotations

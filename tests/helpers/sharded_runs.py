@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import sdp_deepspeed
-from sdp_deepspeed.checkpoint.checkpointer import COMMON, read_bytes
 from sdp_deepspeed.checkpoint.files import Reader
+from sdp_deepspeed.checkpoint.save_and_load import COMMON, read_bytes
 from sdp_deepspeed.fsdp import CheckpointManager, param_groups, sharded_model_of
 from tests.helpers.checkpointed_runs import dense_tensors
 from tests.helpers.models import batches, llama, loss_of, two_groups

@@ -13,7 +13,7 @@ import torch
 
 from sdp_deepspeed import Init
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.engine import agreed_block
+from sdp_deepspeed.engine import compare_configs
 from tests.helpers.models import VOCABULARY, config, llama
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT, Rank
 from tests.helpers.training import engine_of, gathered, refusal, train
@@ -51,7 +51,7 @@ def test_a_scheduler_that_one_rank_has(rank: Rank) -> None:
 def test_an_accelerator_that_one_rank_has(rank: Rank) -> None:
     """A node whose driver torch cannot use trains on its CPU, and the first collective of the others waits for it."""
     there = mock.Mock(**{"device_name.return_value": ("cuda", "cpu")[rank.rank]})
-    with mock.patch.object(agreed_block, "get_accelerator", return_value=there):
+    with mock.patch.object(compare_configs, "get_accelerator", return_value=there):
         refusal(ValueError, lambda: engine_of(config(holders=1)), 'accelerator is "cuda" on rank 0 and "cpu" on rank 1')
 
 
@@ -97,7 +97,7 @@ def test_models_of_other_sizes(rank: Rank) -> None:
 def test_the_block_on_one_rank(rank: Rank) -> None:
     """The other builds DeepSpeed's engine, which waits in its first collective. Here it only says that it would."""
     if rank.rank == 1:
-        assert agreed_block.agreed_block({"train_micro_batch_size_per_gpu": 2}, {}) is None
+        assert compare_configs.parse_and_compare({"train_micro_batch_size_per_gpu": 2}, {}) is None
     else:
         with pytest.raises(RuntimeError, match="rank 1 has a config without 'subnetwork_data_parallel'"):
             engine_of(config(holders=1))

@@ -32,7 +32,7 @@ _NO_BLOCK = "no block"
 _numbers = itertools.count()  # of engines; all ranks build them together, so the counts agree
 
 
-def agreed_block(config: Any, options: Mapping[str, Any]) -> SubnetworkConfig | None:
+def parse_and_compare(config: Any, options: Mapping[str, Any]) -> SubnetworkConfig | None:
     """Parse the block and check that it is the same on all ranks.
 
     Args:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.utils import log_dist
 
 from sdp_deepspeed.checkpoint import files
-from sdp_deepspeed.checkpoint.checkpointer import COUNTERS
+from sdp_deepspeed.checkpoint.save_and_load import COUNTERS
 from sdp_deepspeed.engine.replan import follow_schedule, rank_state
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.consistency import run_on_all_ranks
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sdp_deepspeed.engine.engine import SubnetworkEngine
 
 
-def save(
+def save_engine(
     engine: SubnetworkEngine, folder: Path, tag: str | None, client_state: Mapping[str, Any], **options: bool
 ) -> None:
     """Save a checkpoint; collective. See `Checkpointer.save`.
@@ -40,7 +40,7 @@ def save(
     engine.checkpoints.save(folder, name, rank_state(engine), common, **options)
 
 
-def load(
+def load_engine(
     engine: SubnetworkEngine, folder: Path, tag: str | None, *, module_only: bool, scheduler: bool, **options: bool
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load a checkpoint; collective. See `Checkpointer.restore`.
