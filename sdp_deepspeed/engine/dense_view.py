@@ -97,7 +97,7 @@ class DenseView:
         if self.is_collective:
             self._wait(what)
             average_running_statistics(self.mask, self._groups.data_parallel.process_group, self._device)
-        self._optimizer.show_anchors()
+        self._optimizer.enter_dense()
         self.mask.undo()
         if self.mask.plan.regime == "forward":
             self._fetch()

@@ -85,6 +85,7 @@ from sdp_deepspeed.parallel.consistency import (
     run_on_all_ranks,
 )
 from sdp_deepspeed.parallel.groups import CONTROL, Groups, default_group_timeout
+from sdp_deepspeed.parallel.local_optimizer import LocalOptimizer
 from sdp_deepspeed.parallel.local_steps import group_sets, teams_of
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
@@ -241,15 +242,18 @@ class SubnetworkEngine(DeepSpeedEngine):
             run_on_all_ranks(lambda: deferred.materialize(mask, self.device, seed), self._control)
             self._deferred = None
         self._partial_sums = self.tensor_parallel.sum_partial_gradients(mask.parameters)
-        sharded = ShardedOptimizer(
+        kind: type[ShardedOptimizer] = ShardedOptimizer
+        options = sharded_options(self)
+        if block.local_steps is not None:
+            kind, options["settings"] = LocalOptimizer, block.local_steps
+        sharded = kind(
             optimizer,
             mask,
             self.groups,
             self._param_group_of,
             regime="backward" if plan.regime == "backward" else "forward",
             tp_replicated=self.tensor_parallel.tp_replicated(mask.parameters),
-            local_steps=block.local_steps,
-            **sharded_options(self),
+            **options,
         )
         self.dense_view = DenseView(mask, self.groups, self.device, sharded, wait=self._barrier.wait)
         return sharded
@@ -369,6 +373,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     def _synchronize(self, call: str) -> None:
         begin = time.monotonic()
         self._barrier.wait(call)
+        assert isinstance(self.optimizer.sharded, LocalOptimizer)
         self.optimizer.sharded.synchronize()
         average_running_statistics(self.mask, self.seq_data_parallel_group, self.device)
         self.seconds_synchronizing += time.monotonic() - begin

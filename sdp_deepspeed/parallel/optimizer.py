@@ -13,8 +13,8 @@ A step (`ShardedOptimizer.step`), for every bucket that this rank holds:
 4. Updated weights are all-gathered (`gather_weights`). Forward regime: over the holders. Backward regime: every rank
    runs the whole model, so for each depth range there is one all-gather over all data-parallel ranks.
 
-With local steps (local_steps.py) a bucket is sharded over this rank's team in place of its holders, and all of this is
-between the ranks of the team. A synchronization averages shards between teams, and then gathers weights as above.
+With local steps (local_optimizer.py) a bucket is sharded over this rank's team in place of its holders, and all of this
+is between the ranks of the team.
 
 # Order of collectives
 
@@ -40,20 +40,18 @@ The list depends on facts that all ranks share, never on which gradients exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.parallel.boxes import Box, shard_boxes
 from sdp_deepspeed.parallel.bucket_layouts import BUCKET_SIZE, plan_buckets
 from sdp_deepspeed.parallel.buckets import Bucket, held_tensors
-from sdp_deepspeed.parallel.consistency import gather_objects, run_on_all_ranks
 from sdp_deepspeed.parallel.groups import Groups, all_gather, broadcast
-from sdp_deepspeed.parallel.local_steps import Synchronizer, drop_momenta, teams_of
+from sdp_deepspeed.parallel.local_steps import Synchronizer, drop_momenta
 from sdp_deepspeed.parallel.muon import is_deepspeeds_muon, orthogonalize, step_with_updates
 from sdp_deepspeed.parallel.norm import gradient_norm, scale_gradients
 from sdp_deepspeed.parallel.offload import Moved, move_back, move_to_host
@@ -61,6 +59,7 @@ from sdp_deepspeed.parallel.optimizer_kinds import tensors_stepped_whole
 from sdp_deepspeed.parallel.param_groups import prefer_fused, replace_parameters
 from sdp_deepspeed.parallel.reducer import Reducer, posted_together
 from sdp_deepspeed.parallel.weight_gathers import plan_gathers
+from sdp_deepspeed.units import Holders
 
 if TYPE_CHECKING:
     from sdp_deepspeed.masking.mask import Mask
@@ -86,10 +85,10 @@ class ShardedOptimizer:
         tp_replicated: tensors that are equal on all tensor-parallel ranks; the norm counts them once.
         offload: whether shards, gradients and optimizer state are in host memory (CPU offload).
         pin_memory: whether to pin that memory, if weights are on a GPU.
-        local_steps: `local_steps` of the block: steps are those of a team (local_steps.py).
+        teams: with local steps, the team of each data-parallel rank: buckets are sharded over it.
 
     Attributes:
-        local: anchors; None without local steps.
+        local: anchors of `LocalOptimizer`; None without local steps.
         reducer: accumulates and averages gradients; the engine calls it around backward passes.
         norm: norm of the last step's averaged gradient before clipping (with `clips_updates`, of updates and other
             gradients); None before the first step.
@@ -98,6 +97,8 @@ class ShardedOptimizer:
         mode: argument of the last `change_mode`; None if a checkpoint was loaded since.
         param_groups: the argument.
     """
+
+    local: Synchronizer | None = None
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class ShardedOptimizer:
         tp_replicated: Collection[str] = (),
         offload: bool = False,
         pin_memory: bool = False,
-        local_steps: LocalSteps | None = None,
+        teams: Sequence[Holders] = (),
     ) -> None:
         self.optimizer, self.mask, self.groups = optimizer, mask, groups
         self.regime, self.stage, self.clip = regime, stage, clip
@@ -128,8 +129,7 @@ class ShardedOptimizer:
         self._bucket_size = bucket_size or BUCKET_SIZE
         self._parameters = {name: mask.parameters[name] for name in param_groups}
         self._device = next(iter(self._parameters.values())).device
-        teams = teams_of(mask.plan.subnetwork_of_rank) if local_steps else []
-        self._team = groups.of(teams[groups.rank]) if local_steps else None
+        self._team = groups.of(teams[groups.rank]) if teams else None
         layouts = plan_buckets(
             {name: pieces for name, pieces in mask.pieces.items() if name in param_groups},
             mask.shapes,
@@ -152,9 +152,6 @@ class ShardedOptimizer:
         self.buckets = buckets if regime == "backward" else self.held
         self._tensors = held_tensors(self.held, self._parameters, mask.pieces, groups.rank)
         self._allocate_buffers(offload=offload, pin_memory=pin_memory)
-        self.local: Synchronizer | None = None
-        if local_steps is not None:
-            self.local = Synchronizer(local_steps, self.held, groups, teams, wire_dtype)
         self.reducer = Reducer(
             mask,
             self._parameters,
@@ -200,8 +197,6 @@ class ShardedOptimizer:
             )
         self._refuse_offloaded("step()")
         self.reducer.finish()
-        if self.local is not None:
-            self.local.is_between = True
         gradients = [bucket.average for bucket in self.held if bucket.average is not None]
         self.norm = gradient_norm(self._owned_gradients(), self._device, self._team) / loss_scale
         if check_overflow and not torch.isfinite(self.norm):
@@ -222,10 +217,7 @@ class ShardedOptimizer:
         for bucket in self.held:
             bucket.set_gradients(None)
             bucket.average = None
-        if self.local is None:
-            self._gather(reuse_gradients=True)
-        else:
-            self._gather_from_holders(reuse_gradients=True)
+        self._gather_after_step()
         self.reducer.zero_grad()
         return True
 
@@ -238,11 +230,11 @@ class ShardedOptimizer:
     def gather_weights(self) -> None:
         """All-gather weights from shards that a checkpoint has changed. Collective."""
         self.mode = None  # a checkpoint may be of another one
-        if self.local is not None:
-            self.local.restart()
-            self.local.load_momenta(self.optimizer)
         drop_momenta(self.optimizer)
         self._gather()
+
+    def _gather_after_step(self) -> None:
+        self._gather(reuse_gradients=True)
 
     def _gather(self, *, reuse_gradients: bool = False) -> None:
         """All-gather weights from their shards: over the holders, in the backward regime over all data-parallel ranks.
@@ -301,98 +293,26 @@ class ShardedOptimizer:
         self.gather_weights()
         self.mode = mode
 
-    # ---- local steps -----------------------------------------------------------------------------------------------
+    # ---- changed from outside; local_optimizer.py overrides these ---------------------------------------------------
 
-    @torch.no_grad()
-    def synchronize(self) -> None:
-        """Average weights over teams, and take the outer step. Collective of all ranks, between two steps; only with
-        local steps.
+    def enter_dense(self) -> None:
+        """Called before the module becomes the dense model."""
 
-        Raises:
-            RuntimeError: on all ranks, if weights are not finite.
-        """
-        assert self.local is not None
-        local, subnetwork = self.local, self.mask.plan.subnetwork_of_rank[self.groups.rank]
-        self._refuse_offloaded("synchronize()")
-        self._restore_views()
-        run_on_all_ranks(lambda: local.check_finite(subnetwork), self.groups.control)
-        local.synchronize()
-        self._gather()
-
-    @torch.no_grad()
-    def show_anchors(self) -> None:
-        """Between two synchronizations, make the module's weights those of the anchors; collective of the team."""
-        if self.local is not None and self.local.is_between:
-            self._refuse_offloaded("the dense model")
-            self._restore_views()
-            self.local.show()
-            self._gather_from_holders(reuse_gradients=False)
-
-    @torch.no_grad()
     def leave_dense(self) -> None:
-        """Called when the module is the subnetwork again. Undo `show_anchors`, or else update the shards.
+        """Called when the module is the subnetwork again, maybe with other weights."""
+        self.refresh_shards()
 
-        Raises:
-            RuntimeError: on all ranks, if weights were changed while they were the anchors; the changes are dropped.
-        """
-        if self.local is None or not self.local.are_shown:
-            self.refresh_shards()
-            return
-        is_changed = False
-        for index, bucket in enumerate(self.held):
-            if bucket.layout.is_whole:
-                bucket.restore_views(self._parameters)
-            else:
-                bucket.weights_from_module(self.mask.view)
-            is_changed |= bucket.differs_from_shard() or self.local.differs(index)
-            bucket.drop_weights()
-        self.local.hide()
-        is_changed = any(gather_objects(is_changed, self.groups.control))
-        if is_changed and self.regime == "backward":  # restore what this rank's team does not step
-            self.local.show()
-            self._gather()
-            self.local.hide()
-        self._gather_from_holders(reuse_gradients=False)
-        if is_changed:
-            raise RuntimeError(
-                "local steps: weights were changed in the dense model between two synchronizations, and have their "
-                "earlier values again; call engine.synchronize() before such a change"
-            )
+    def loading(self) -> AbstractContextManager[None]:
+        """Context in which weights are loaded."""
+        return nullcontext()
 
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Context in which weights are loaded: what a file lacks has the values of the last synchronization then, not
-        those of this rank's team. If nothing is loaded, nothing changes."""
-        local = self.local
-        if local is None or not local.is_between:
-            yield
-            return
-        local.show()
-        try:
-            yield
-        finally:
-            if local.are_shown:
-                local.hide()
+    def whole_state(self) -> AbstractContextManager[None]:
+        """Context in which `boxes` and the optimizer have what checkpoints save."""
+        return nullcontext()
 
     def dense_values(self, bucket: Bucket, parameter: torch.Tensor) -> torch.Tensor:
-        """The dense model's values of a parameter that the optimizer steps: with local steps, those of the anchor."""
-        if self.local is None or self.local.are_shown:
-            return parameter
-        return self.local.anchors[self.held.index(bucket)]
-
-    @contextmanager
-    def whole_state(self) -> Iterator[None]:
-        """Context in which boxes are equal on all teams and have all state, for checkpoints and re-planning: moments
-        are averaged, and the outer momentum is one of them. After a synchronization; collective."""
-        if self.local is None:
-            yield
-            return
-        self.local.average_moments(self.optimizer)
-        self.local.add_momenta(self.optimizer)
-        try:
-            yield
-        finally:
-            drop_momenta(self.optimizer)
+        """The dense model's values of a parameter of a bucket that the optimizer steps."""
+        return parameter
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
@@ -409,15 +329,7 @@ class ShardedOptimizer:
     @torch.no_grad()
     def refresh_shards(self) -> None:
         """Update the shards after weights were changed from outside (dense view, checkpoint). fp32 values that still
-        round to the weight are kept.
-
-        Raises:
-            RuntimeError: with local steps, between two synchronizations.
-        """
-        if self.local is not None and self.local.is_between:
-            raise RuntimeError(
-                "local steps: weights were changed between two synchronizations; call engine.synchronize() before that"
-            )
+        round to the weight are kept."""
         for bucket in self.held:
             if bucket.layout.is_whole:
                 bucket.restore_views(self._parameters)
@@ -425,8 +337,6 @@ class ShardedOptimizer:
                 bucket.weights_from_module(self.mask.view)
             bucket.shard_from_weights()
             bucket.drop_weights()
-        if self.local is not None:
-            self.local.restart()
 
     def offload_states(self, *, states: bool = True, masters: bool = True, pin_memory: bool = False) -> None:
         """Move optimizer state and fp32 copies of weights to host memory, until `reload_states`. Copies that are
@@ -434,8 +344,6 @@ class ShardedOptimizer:
         tensors = [value for state in self.optimizer.state.values() for value in state.values()] if states else []
         copies = [bucket for bucket in self.held if not bucket.steps_in_place and bucket.layout.owner is None]
         tensors += [bucket.shard for bucket in copies] if masters else []
-        if self.local is not None and masters:
-            tensors += [*self.local.anchors, *self.local.momenta]
         self._moved += move_to_host(filter(torch.is_tensor, tensors), pin_memory=pin_memory)
         self._is_offloaded |= states or masters
 
