@@ -23,7 +23,7 @@ DEEPSPEEDS_BUCKET = 500_000_000  # elements
 
 
 @dataclass(frozen=True)
-class Setup:
+class DeepSpeedSetup:
     """Settings that determine a rank's bytes, besides plan and shapes.
 
     Args:
@@ -74,9 +74,14 @@ class RankEstimate:
         """Weights, gradients and optimizer state on the device."""
         return self.weights + self.gradients + self.optimizer
 
+    def peak(self, in_backward: int, in_step: int) -> int:
+        """The peak on the device: weights and optimizer state, and what exists beside them in the backward pass or in
+        the step, whichever is more."""
+        return self.weights + self.optimizer + max(in_backward, in_step)
+
 
 @dataclass(frozen=True)
-class ShardedRun:
+class DeepSpeedRun:
     """Buckets of the engine, and each rank's share of them.
 
     Args:
@@ -87,7 +92,7 @@ class ShardedRun:
 
     plan: Plan
     tensors: Sequence[TensorInfo]
-    setup: Setup
+    setup: DeepSpeedSetup
 
     @cached_property
     def buckets(self) -> list[BucketLayout]:
@@ -116,8 +121,8 @@ class ShardedRun:
     def estimate(self, rank: int) -> RankEstimate:
         """Bytes of a data-parallel rank."""
         setup, held = self.setup, self.held(rank)
-        state = sum(owned(bucket, rank) * self._optimizer_bytes(bucket) for bucket in held)
-        stepped = sum(owned(bucket, rank) for bucket in held)
+        state = sum(shard_elements(bucket, rank) * self._optimizer_bytes(bucket) for bucket in held)
+        stepped = sum(shard_elements(bucket, rank) for bucket in held)
         stored = self.buckets if self.is_backward else held
         num_stored = sum(b.size if b.is_whole else b.num_elements for b in stored) + self._num_frozen(rank)
         return RankEstimate(
@@ -161,7 +166,7 @@ class ShardedRun:
         """Averages in fp32, if gradients are not."""
         if self.setup.stage == 2 or self.setup.precision.gradients == FP32_BYTES:
             return 0
-        made = [owned(bucket, rank) * FP32_BYTES for bucket in held]
+        made = [shard_elements(bucket, rank) * FP32_BYTES for bucket in held]
         return max(made, default=0) if self.setup.offload else sum(made)
 
     def reduce_buffers(self, rank: int) -> int:
@@ -179,13 +184,13 @@ class ShardedRun:
         for bucket in self.buckets if self.is_backward else []:
             ranks = counts.setdefault(bucket.depth_range, [0] * self.num_ranks)
             for rank in bucket.owners:
-                ranks[rank] += owned(bucket, rank)
+                ranks[rank] += shard_elements(bucket, rank)
         return [max(ranks) for ranks in counts.values()]
 
     def _sent(self, held: Sequence[BucketLayout], rank: int) -> int:
         precision, local = self.setup.precision, self.setup.local_steps
-        gradients = sum(bucket.size - owned(bucket, rank) for bucket in held)
-        weights = sum((len(bucket.owners) - 1) * owned(bucket, rank) for bucket in held)
+        gradients = sum(bucket.size - shard_elements(bucket, rank) for bucket in held)
+        weights = sum((len(bucket.owners) - 1) * shard_elements(bucket, rank) for bucket in held)
         returned = weights
         if self.is_backward:
             returned = sum((self.num_ranks - 1) * most for most in self._returned)
@@ -195,28 +200,28 @@ class ShardedRun:
         differences = 0.0
         for bucket in held:
             num_teams = len(bucket.holders) // len(bucket.owners)
-            differences += 2 * (num_teams - 1) / num_teams * owned(bucket, rank)
+            differences += 2 * (num_teams - 1) / num_teams * shard_elements(bucket, rank)
         synchronization = differences * precision.wire + returned * precision.weights
         return round(gradients * rounds * precision.wire + weights * precision.weights + synchronization / local.every)
 
 
-def owned(bucket: BucketLayout, rank: int) -> int:
+def shard_elements(bucket: BucketLayout, rank: int) -> int:
     """Elements of a rank's shard, with padding; 0 if it holds nothing of the bucket."""
     return bucket.size // bucket.num_shards if rank in bucket.holders else 0
 
 
-def estimate(plan: Plan, tensors: Sequence[TensorInfo], setup: Setup) -> tuple[RankEstimate, ...]:
+def deepspeed_estimates(plan: Plan, tensors: Sequence[TensorInfo], setup: DeepSpeedSetup) -> tuple[RankEstimate, ...]:
     """One estimate for each data-parallel rank.
 
     Args:
         plan: assignment of units to subnetworks.
         tensors: tensors of the dense model in model order; buffers are ignored.
     """
-    run = ShardedRun(plan, [info for info in tensors if info.kind == "parameter"], setup)
+    run = DeepSpeedRun(plan, [info for info in tensors if info.kind == "parameter"], setup)
     return tuple(map(run.estimate, range(run.num_ranks)))
 
 
-def plain(tensors: Sequence[TensorInfo], setup: Setup, *, num_ranks: int) -> RankEstimate:
+def plain_deepspeed_estimate(tensors: Sequence[TensorInfo], setup: DeepSpeedSetup, *, num_ranks: int) -> RankEstimate:
     """Rank 0 under plain DeepSpeed.
 
     Stages 1 and 2 pad the parameters to a multiple of 2n elements, keep fp32 masters of fp32 weights, too, allocate a

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
 
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.estimate.deepspeed_bytes import Setup
-from sdp_deepspeed.estimate.fsdp2_bytes import ShardedSetup
+from sdp_deepspeed.estimate.deepspeed_bytes import DeepSpeedSetup
+from sdp_deepspeed.estimate.fsdp2_bytes import FSDP2Setup
 from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.schedule import Schedule
@@ -165,7 +165,7 @@ def configs_of_phases(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [schedule.config_after(phase.first_step - 1) for phase in schedule.phases]
 
 
-def setup_of(config: Mapping[str, Any], accumulation: int) -> Setup:
+def deepspeed_setup(config: Mapping[str, Any], accumulation: int) -> DeepSpeedSetup:
     """Settings for DeepSpeed.
 
     Raises:
@@ -174,7 +174,7 @@ def setup_of(config: Mapping[str, Any], accumulation: int) -> Setup:
     settings = read_settings(config)
     wire, zero = settings.communication_data_type, settings.zero_optimization
     block = parse(config)
-    return Setup(
+    return DeepSpeedSetup(
         stage=zero.stage,
         precision=Precision.of(
             settings.dtype,
@@ -189,7 +189,7 @@ def setup_of(config: Mapping[str, Any], accumulation: int) -> Setup:
     )
 
 
-def sharded_setup_of(config: Mapping[str, Any], accumulation: int) -> ShardedSetup:
+def fsdp2_setup(config: Mapping[str, Any], accumulation: int) -> FSDP2Setup:
     """Settings for FSDP2. Shards are fp32; bf16 means a mixed-precision policy.
 
     Raises:
@@ -210,4 +210,4 @@ def sharded_setup_of(config: Mapping[str, Any], accumulation: int) -> ShardedSet
     compute = 2 if settings.dtype == "bf16" else 4
     wire = settings.communication_data_type
     wire_bytes = compute if wire is None else 4 if wire == "fp32" else 2
-    return ShardedSetup(compute=compute, wire=wire_bytes, num_moments=settings.moments, accumulation=accumulation)
+    return FSDP2Setup(compute=compute, wire=wire_bytes, num_moments=settings.moments, accumulation=accumulation)

@@ -17,9 +17,14 @@ from torch import nn
 from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.engine.refused_settings import refuse_settings
-from sdp_deepspeed.estimate.deepspeed_bytes import RankEstimate, ShardedRun, owned, plain
-from sdp_deepspeed.estimate.deepspeed_config import read_settings, setup_of, sharded_setup_of
-from sdp_deepspeed.estimate.fsdp2_bytes import ShardedSetup, of_rank, sharded_tensors
+from sdp_deepspeed.estimate.deepspeed_bytes import (
+    DeepSpeedRun,
+    RankEstimate,
+    plain_deepspeed_estimate,
+    shard_elements,
+)
+from sdp_deepspeed.estimate.deepspeed_config import deepspeed_setup, fsdp2_setup, read_settings
+from sdp_deepspeed.estimate.fsdp2_bytes import FSDP2Setup, fsdp2_estimate, fsdp2_tensors, names_in_units
 from sdp_deepspeed.estimate.micro_step import MicroStep, Model, Reduction, micro_step
 from sdp_deepspeed.estimate.precision import FP32_BYTES
 from sdp_deepspeed.masking import Mask
@@ -96,13 +101,12 @@ def forecast_of(
     model: Model, config: Mapping[str, Any], *, num_ranks: int, host: str = "deepspeed", rank: int | None = None
 ) -> Forecast:
     """`forecast` for an existing model, which is unchanged afterwards."""
-    settings = read_settings(config)
-    micro, accumulation = settings.micro_steps(num_ranks)
-    sharded = sharded_setup_of(config, accumulation) if host == "fsdp2" else None
-    setup, block = setup_of(config, accumulation), parse(config)
+    micro, accumulation = read_settings(config).micro_steps(num_ranks)
+    fsdp2 = fsdp2_setup(config, accumulation) if host == "fsdp2" else None
+    deepspeed, block = deepspeed_setup(config, accumulation), parse(config)
     if block is None:
-        return plain_forecasts(model, config, num_ranks=num_ranks)["FSDP2" if sharded else f"ZeRO-{setup.stage}"]
-    if sharded is None:
+        return plain_forecasts(model, config, num_ranks=num_ranks)["FSDP2" if fsdp2 else f"ZeRO-{deepspeed.stage}"]
+    if fsdp2 is None:
         refuse_settings(config)
     with model.fake:
         tensors = dense_tensors(model.module)
@@ -113,22 +117,22 @@ def forecast_of(
         mask = Mask(model.module, plan, rank, branches=branches, is_scaled=block.branch_scale == "training")
         mask.apply()
     memory: dict[str, Any] = {"ignored": mask.tensors(), "parameters": mask.parameters}
-    if sharded is not None:
-        parts = list(sharded_tensors(plan, tensors, branches))
-        figures = of_rank(parts, sharded, rank)
-        in_units = {part.name for part in parts if part.group is not None}
-        step = micro_step(model, inputs, **memory, watched=in_units)
-        peak = _sharded_peak(figures, step, accumulation)
+    if fsdp2 is not None:
+        parts = list(fsdp2_tensors(plan, tensors, branches))
+        estimate = fsdp2_estimate(parts, fsdp2, rank)
+        step = micro_step(model, inputs, **memory, watched=names_in_units(parts))
+        peak = _fsdp2_peak(estimate, step, accumulation)
     else:
-        run = ShardedRun(plan, tensors, setup)
-        figures = run.estimate(rank)
-        step, peak = _run_of_engine(run, rank, figures, model, inputs, memory)
+        run = DeepSpeedRun(plan, tensors, deepspeed)
+        estimate = run.estimate(rank)
+        step = micro_step(model, inputs, **memory, reductions=_reductions(run, rank))
+        peak = _engine_peak(run, rank, estimate, step)
     with model.fake:
         mask.undo()
     return Forecast(
         num_parameters=sum(prod(info.shape) for info in tensors),
         items_per_step=micro * accumulation * num_ranks * (model.sequence_length or 1),
-        rank=figures,
+        rank=estimate,
         activations=step.activations,
         peak=peak,
         flops=step.flops * accumulation,
@@ -136,42 +140,49 @@ def forecast_of(
     )
 
 
-def _run_of_engine(
-    run: ShardedRun, rank: int, figures: RankEstimate, model: Model, inputs: Mapping[str, Any], memory: dict[str, Any]
-) -> tuple[MicroStep, int]:
-    """Measure a micro-step that keeps and frees gradients like `ShardedOptimizer`, and the peak of the whole step."""
+def _reductions(run: DeepSpeedRun, rank: int) -> list[Reduction]:
+    """What `ShardedOptimizer` allocates and frees as gradients of a micro-step become ready."""
     setup, held = run.setup, run.held(rank)
     is_first = setup.accumulation == 1  # else gradients of earlier micro-steps exist from the start
-    reductions = [
-        Reduction(_names(bucket), at_first=bucket.size * setup.precision.gradients * is_first)
-        for bucket in (held if setup.stage < 2 else ())
-    ]
-    for depth_range in sorted({bucket.depth_range for bucket in held}) if setup.stage == 2 else ():
+    if setup.stage < 2:
+        width = setup.precision.gradients * is_first
+        return [Reduction(_names(bucket), at_first=bucket.size * width) for bucket in held]
+    width = FP32_BYTES * (is_first and not setup.offload)
+    reductions = []
+    for depth_range in sorted({bucket.depth_range for bucket in held}):
         buckets = [bucket for bucket in held if bucket.depth_range == depth_range]
-        averages = sum(owned(bucket, rank) for bucket in buckets) * FP32_BYTES * (is_first and not setup.offload)
+        averages = sum(shard_elements(bucket, rank) for bucket in buckets) * width
         reductions.append(Reduction(set().union(*map(_names, buckets)), at_last=averages, waits=True))
-    step = micro_step(model, inputs, **memory, reductions=reductions)
-    in_backward = step.peak + (0 if is_first else figures.gradients)
-    in_backward += run.reduce_buffers(rank) if setup.stage == 2 else 0
-    in_step = figures.gradients + figures.step_gradients + figures.buffers
-    return step, figures.weights + figures.optimizer + max(in_backward, in_step)
+    return reductions
 
 
 def _names(bucket: BucketLayout) -> set[str]:
     return {part.piece.parameter for part in bucket.slices}
 
 
-def _sharded_peak(figures: RankEstimate, step: MicroStep, accumulation: int) -> int:
-    before = figures.gradients if accumulation > 1 else 0
-    in_backward = figures.gathered + max(step.peak, figures.gathered_units + step.peak_in_units)
-    return figures.weights + figures.optimizer + max(figures.gradients, before + in_backward)
+def _engine_peak(run: DeepSpeedRun, rank: int, estimate: RankEstimate, step: MicroStep) -> int:
+    in_backward = step.peak + (estimate.gradients if run.setup.accumulation > 1 else 0)
+    in_backward += run.reduce_buffers(rank) if run.setup.stage == 2 else 0
+    return estimate.peak(in_backward, estimate.gradients + estimate.step_gradients + estimate.buffers)
+
+
+def _plain_peak(stage: int, estimate: RankEstimate, step: MicroStep, accumulation: int) -> int:
+    in_backward = step.peak_keeping if stage < 2 else step.peak
+    if accumulation > 1:
+        in_backward = estimate.gradients + step.peak
+    return estimate.peak(estimate.buffers + in_backward, estimate.gradients + estimate.step_gradients)
+
+
+def _fsdp2_peak(estimate: RankEstimate, step: MicroStep, accumulation: int) -> int:
+    in_backward = estimate.gathered + max(step.peak, estimate.gathered_units + step.peak_in_units)
+    in_backward += estimate.gradients if accumulation > 1 else 0
+    return estimate.peak(in_backward, estimate.gradients)
 
 
 def plain_forecasts(model: Model, config: Mapping[str, Any], *, num_ranks: int) -> dict[str, Forecast]:
     """The same run without subnetworks, under ZeRO stages 0 (data parallelism) to 3 and FSDP2."""
-    settings = read_settings(config)
-    micro, accumulation = settings.micro_steps(num_ranks)
-    setup = setup_of(config, accumulation)
+    micro, accumulation = read_settings(config).micro_steps(num_ranks)
+    setup = deepspeed_setup(config, accumulation)
     whole = parse({KEY: {"coverage": 1.0}})
     assert whole is not None
     with model.fake:
@@ -180,36 +191,30 @@ def plain_forecasts(model: Model, config: Mapping[str, Any], *, num_ranks: int) 
         parameters = dict(model.module.named_parameters())
         branches = locate_branches(model.module)
         plan, _ = plan_model(model.module, whole, num_ranks, branches=branches)
-    parts = list(sharded_tensors(plan, tensors, branches))
-    in_units = {part.name for part in parts if part.group is not None}
-    step = micro_step(model, inputs, parameters, ignored=named_tensors(model.module).values(), watched=in_units)
-    figures, peaks = {}, {}
-    for stage in (0, 1, 2):
-        estimate = plain(tensors, replace(setup, stage=stage), num_ranks=num_ranks)
-        in_backward = step.peak_keeping if stage < 2 else step.peak
-        if accumulation > 1:
-            in_backward = estimate.gradients + step.peak
-        figures[f"ZeRO-{stage}"] = estimate
-        in_step = estimate.gradients + estimate.step_gradients
-        peaks[f"ZeRO-{stage}"] = estimate.weights + estimate.optimizer + max(estimate.buffers + in_backward, in_step)
-    precision = setup.precision
-    sizes = {"compute": precision.weights, "num_moments": precision.num_moments, "accumulation": accumulation}
-    for name, sharded in {
-        "ZeRO-3": ShardedSetup(precision.weights, wire=precision.wire, master=FP32_BYTES, **sizes),
-        "FSDP2": ShardedSetup(wire=precision.wire, **sizes),
-    }.items():
-        figures[name] = of_rank(parts, sharded, 0)
-        peaks[name] = _sharded_peak(figures[name], step, accumulation)
-    forecasts = {}
-    for name, estimate in figures.items():
+    parts = list(fsdp2_tensors(plan, tensors, branches))
+    ignored = named_tensors(model.module).values()
+    step = micro_step(model, inputs, parameters, ignored=ignored, watched=names_in_units(parts))
+    forecasts: dict[str, Forecast] = {}
+
+    def add(name: str, estimate: RankEstimate, peak: int) -> None:
         forecasts[name] = Forecast(
             num_parameters=sum(prod(info.shape) for info in tensors),
             items_per_step=micro * accumulation * num_ranks * (model.sequence_length or 1),
             rank=estimate,
             activations=step.activations,
-            peak=peaks[name],
+            peak=peak,
             flops=step.flops * accumulation,
         )
+
+    for stage in (0, 1, 2):
+        estimate = plain_deepspeed_estimate(tensors, replace(setup, stage=stage), num_ranks=num_ranks)
+        add(f"ZeRO-{stage}", estimate, _plain_peak(stage, estimate, step, accumulation))
+    precision = setup.precision
+    sizes = {"compute": precision.weights, "num_moments": precision.num_moments, "accumulation": accumulation}
+    zero_3 = FSDP2Setup(precision.weights, wire=precision.wire, master=FP32_BYTES, **sizes)
+    for name, fsdp2 in {"ZeRO-3": zero_3, "FSDP2": FSDP2Setup(wire=precision.wire, **sizes)}.items():
+        estimate = fsdp2_estimate(parts, fsdp2, 0)
+        add(name, estimate, _fsdp2_peak(estimate, step, accumulation))
     return forecasts
 
 

@@ -21,7 +21,7 @@ from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 
 
 @dataclass(frozen=True)
-class ShardedSetup:
+class FSDP2Setup:
     """Settings that determine a rank's bytes, besides plan and shapes. Sizes are in bytes per element.
 
     Args:
@@ -42,7 +42,7 @@ class ShardedSetup:
 
 
 @dataclass(frozen=True)
-class ShardedTensor:
+class FSDP2Tensor:
     """A tensor, or the slices of it that the same ranks hold.
 
     Args:
@@ -75,9 +75,9 @@ class ShardedTensor:
         return -(-self.shape[0] // len(self.holders))
 
 
-def sharded_tensors(
+def fsdp2_tensors(
     plan: Plan, tensors: Sequence[TensorInfo], branches: Sequence[LocatedBranch] = ()
-) -> Iterator[ShardedTensor]:
+) -> Iterator[FSDP2Tensor]:
     """Parts that are sharded.
 
     Args:
@@ -114,10 +114,15 @@ def sharded_tensors(
             shape = tuple(length if d == dim else size for d, size in enumerate(info.shape))
             name = group_of.get(info.name)
             group = None if name is None else (name, () if name in overlapping else holders)
-            yield ShardedTensor(info.name, shape, holders, group, info.trainable)
+            yield FSDP2Tensor(info.name, shape, holders, group, info.trainable)
 
 
-def of_rank(parts: Sequence[ShardedTensor], setup: ShardedSetup, rank: int) -> RankEstimate:
+def names_in_units(parts: Sequence[FSDP2Tensor]) -> set[str]:
+    """Names of tensors that are gathered with a layer, and not with the root."""
+    return {part.name for part in parts if part.group is not None}
+
+
+def fsdp2_estimate(parts: Sequence[FSDP2Tensor], setup: FSDP2Setup, rank: int) -> RankEstimate:
     """The estimate of one rank."""
     held = [part for part in parts if rank in part.holders]
     trained = [part for part in held if part.trainable]

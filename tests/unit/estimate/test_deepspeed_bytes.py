@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from sdp_deepspeed.config import LocalSteps
-from sdp_deepspeed.estimate.deepspeed_bytes import Setup, estimate, plain
+from sdp_deepspeed.estimate.deepspeed_bytes import DeepSpeedSetup, deepspeed_estimates, plain_deepspeed_estimate
 from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.plan.assign import assign
 from sdp_deepspeed.plan.plan import Plan
@@ -65,8 +65,8 @@ def test_units_alone_follow_the_table(
     total = sum(prod(info.shape) for info in tensors)
     expected = per_parameter(stage, n, c, precision, regime)
     sent = sent_per_parameter(stage, n, c, precision, regime, accumulation=3)
-    setup = Setup(stage, precision, accumulation=3)
-    for rank in estimate(plan_of(layers, n, 2 // replicas, regime, replicas), tensors, setup):
+    setup = DeepSpeedSetup(stage, precision, accumulation=3)
+    for rank in deepspeed_estimates(plan_of(layers, n, 2 // replicas, regime, replicas), tensors, setup):
         assert (rank.weights, rank.gradients, rank.optimizer) == tuple(total * figure for figure in expected)
         assert rank.sent == total * sent
 
@@ -79,21 +79,21 @@ def test_gradients_that_the_step_adds(stage: Literal[1, 2], precision: Precision
     """Of what is stepped: a share of each tensor."""
     tensors = model(4)[1:-1]
     total = sum(prod(info.shape) for info in tensors)
-    for rank in estimate(plan_of(4, 4, 2), tensors, Setup(stage, precision)):
+    for rank in deepspeed_estimates(plan_of(4, 4, 2), tensors, DeepSpeedSetup(stage, precision)):
         assert rank.step_gradients == total / 4 * per_element
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_offloaded_state_is_counted_apart(stage: Literal[1, 2]) -> None:
     tensors, plan = model(4), plan_of(4, 4, 2)
-    on_device = estimate(plan, tensors, Setup(stage, FP32))[1]
-    offloaded = estimate(plan, tensors, Setup(stage, FP32, offload=True))[1]
+    on_device = deepspeed_estimates(plan, tensors, DeepSpeedSetup(stage, FP32))[1]
+    offloaded = deepspeed_estimates(plan, tensors, DeepSpeedSetup(stage, FP32, offload=True))[1]
     assert on_device.host_optimizer == offloaded.optimizer == 0
     assert offloaded.host_optimizer == on_device.optimizer // 8 * 16, "with a master and its gradient"
     in_gradients = on_device.gradients - offloaded.gradients  # at stage 2 they are summed in host memory
     assert (in_gradients > 0) == (stage == 2)
     assert offloaded.state == on_device.state - on_device.optimizer - in_gradients
-    assert plain(tensors, Setup(stage, FP32, offload=True), num_ranks=4).optimizer == 0
+    assert plain_deepspeed_estimate(tensors, DeepSpeedSetup(stage, FP32, offload=True), num_ranks=4).optimizer == 0
 
 
 @pytest.mark.parametrize("regime", ["forward", "backward"])
@@ -106,7 +106,7 @@ def test_local_steps(replicas: int, holders: int, regime: str) -> None:
     tensors = model(16)[1:-1]  # units alone
     plan = plan_of(16, size, holders, regime, replicas)
     local = LocalSteps(every=every, outer_momentum=0.5)
-    found = estimate(plan, tensors, Setup(1, FP32, local_steps=local))
+    found = deepspeed_estimates(plan, tensors, DeepSpeedSetup(1, FP32, local_steps=local))
     num, c = sum(prod(info.shape) for info in tensors), holders * replicas / size
     in_team = 2 * c * (replicas - 1) / replicas
     between = 2 * c * (holders - 1) / holders / replicas
@@ -129,11 +129,11 @@ def test_frozen_parameters() -> None:
     tensors = [TensorInfo("w", (10,), "f"), TensorInfo("f", (6,), "f", trainable=False)]
     tensors.append(TensorInfo("buffer", (100,), "f", kind="buffer"))
     plan = Plan("forward", "block", 1, 1, 0, (Unit("u", (Piece("w", None, 0, 10),)),), ((0,),), (0,))
-    result = estimate(plan, tensors, Setup(1, BF16))[0]
+    result = deepspeed_estimates(plan, tensors, DeepSpeedSetup(1, BF16))[0]
     assert (result.weights, result.gradients, result.optimizer) == (32, 20, 120)
     assert result.sent == 0
     assert result.state == 172
-    assert estimate(plan, tensors, Setup(2, SUMS))[0].gradients == 40
+    assert deepspeed_estimates(plan, tensors, DeepSpeedSetup(2, SUMS))[0].gradients == 40
 
 
 @pytest.mark.parametrize("holders", [1, 2])
@@ -146,19 +146,19 @@ def test_slices_have_a_copy_that_is_stepped(dim: int, regime: str, holders: int)
     plan = Plan(regime, "neuron", 2, holders, 0, units, held, (0, 1))
     stepped = [12, 24] if holders == 1 else [18, 18]
     for precision, per_element in ((FP32, 12 if holders == 1 else 8), (BF16, 12)):
-        result = estimate(plan, [TensorInfo("w", (6, 6), "f")], Setup(1, precision))
+        result = deepspeed_estimates(plan, [TensorInfo("w", (6, 6), "f")], DeepSpeedSetup(1, precision))
         assert [rank.optimizer for rank in result] == [count * per_element for count in stepped]
 
 
 def test_plain_deepspeed() -> None:
     tensors = [TensorInfo("a", (10,), "f"), TensorInfo("b", (5,), "f")]
-    stage_0 = plain(tensors, Setup(0, FP32), num_ranks=4)
+    stage_0 = plain_deepspeed_estimate(tensors, DeepSpeedSetup(0, FP32), num_ranks=4)
     assert (stage_0.weights, stage_0.gradients, stage_0.optimizer) == (60, 60, 8 * 15)
-    stage_1 = plain(tensors, Setup(1, BF16), num_ranks=4)  # padded to 16
+    stage_1 = plain_deepspeed_estimate(tensors, DeepSpeedSetup(1, BF16), num_ranks=4)  # padded to 16
     assert (stage_1.weights, stage_1.gradients, stage_1.optimizer) == (32, 30, 12 * 4)
-    stage_2 = plain(tensors, Setup(2, BF16, accumulation=3), num_ranks=4)
+    stage_2 = plain_deepspeed_estimate(tensors, DeepSpeedSetup(2, BF16, accumulation=3), num_ranks=4)
     assert (stage_2.weights, stage_2.gradients, stage_2.optimizer) == (32, 20, 12 * 4), "all of `a`"
     assert stage_1.sent == 3 * 2 * 11
     assert stage_2.sent == 7 * 2 * 11
-    assert plain(tensors, Setup(1, FP32), num_ranks=4).optimizer == 12 * 4
-    assert plain(tensors, Setup(1, FP32), num_ranks=1).sent == 0
+    assert plain_deepspeed_estimate(tensors, DeepSpeedSetup(1, FP32), num_ranks=4).optimizer == 12 * 4
+    assert plain_deepspeed_estimate(tensors, DeepSpeedSetup(1, FP32), num_ranks=1).sent == 0

@@ -9,16 +9,16 @@ import pytest
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.estimate.deepspeed_config import (
     Settings,
+    deepspeed_setup,
+    fsdp2_setup,
     read_settings,
-    setup_of,
-    sharded_setup_of,
     without_auto,
 )
-from sdp_deepspeed.estimate.fsdp2_bytes import ShardedSetup
+from sdp_deepspeed.estimate.fsdp2_bytes import FSDP2Setup
 
 
 def test_what_decides_bytes() -> None:
-    setup = setup_of(
+    setup = deepspeed_setup(
         {
             "fp16": {"enabled": True},
             "communication_data_type": "fp32",
@@ -32,7 +32,7 @@ def test_what_decides_bytes() -> None:
     assert (setup.stage, setup.accumulation, setup.offload, setup.bucket_elements) == (2, 3, True, 7000)
     precision = setup.precision
     assert (precision.weights, precision.gradients, precision.wire, precision.num_moments) == (2, 4, 4, 1)
-    plain = setup_of({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}, "bf16": None}, 1)
+    plain = deepspeed_setup({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}, "bf16": None}, 1)
     assert (plain.stage, plain.precision.weights, plain.precision.num_moments) == (0, 4, 1)
     assert read_settings({"bfloat16": {"enabled": True}}).dtype == "bf16"
 
@@ -63,10 +63,10 @@ BLOCK = {KEY: {"coverage": 0.5}}
 
 def test_what_decides_bytes_under_fsdp2() -> None:
     """Shards are fp32 in any case."""
-    assert sharded_setup_of(BLOCK, 2) == ShardedSetup(accumulation=2)
+    assert fsdp2_setup(BLOCK, 2) == FSDP2Setup(accumulation=2)
     bf16 = BLOCK | {"bf16": {"enabled": True}, "optimizer": {"type": "Lion"}}
-    assert sharded_setup_of(bf16, 1) == ShardedSetup(compute=2, wire=2, num_moments=1)
-    assert sharded_setup_of(bf16 | {"communication_data_type": "fp32"}, 1).wire == 4
+    assert fsdp2_setup(bf16, 1) == FSDP2Setup(compute=2, wire=2, num_moments=1)
+    assert fsdp2_setup(bf16 | {"communication_data_type": "fp32"}, 1).wire == 4
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_what_decides_bytes_under_fsdp2() -> None:
 )
 def test_what_is_refused_under_fsdp2(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        sharded_setup_of(BLOCK | config, 1)
+        fsdp2_setup(BLOCK | config, 1)
 
 
 def test_auto_is_what_the_trainer_fills_in() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.estimate.deepspeed_bytes import RankEstimate
-from sdp_deepspeed.estimate.fsdp2_bytes import ShardedSetup, of_rank, sharded_tensors
+from sdp_deepspeed.estimate.fsdp2_bytes import FSDP2Setup, fsdp2_estimate, fsdp2_tensors
 from sdp_deepspeed.fsdp.fsdp_groups import gathered_together
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
@@ -28,15 +28,15 @@ PLAN = Plan(
 
 
 def estimates(
-    plan: Plan, tensors: list[TensorInfo], setup: ShardedSetup, branches: list[LocatedBranch] | None = None
+    plan: Plan, tensors: list[TensorInfo], setup: FSDP2Setup, branches: list[LocatedBranch] | None = None
 ) -> list[RankEstimate]:
     """Of each rank."""
-    parts = list(sharded_tensors(plan, tensors, branches or ()))
-    return [of_rank(parts, setup, rank) for rank in range(len(plan.subnetwork_of_rank))]
+    parts = list(fsdp2_tensors(plan, tensors, branches or ()))
+    return [fsdp2_estimate(parts, setup, rank) for rank in range(len(plan.subnetwork_of_rank))]
 
 
 def test_each_ranks_shards_and_their_padding() -> None:
-    setup = ShardedSetup(compute=2, wire=2, accumulation=3)
+    setup = FSDP2Setup(compute=2, wire=2, accumulation=3)
     first, second, third = estimates(PLAN, TENSORS, setup)
     table, a, b = 3 * 2, 2 * 5, 4 * 5  # of 7 rows three ranks store 3 each, of 3 two store 2
     assert [each.weights for each in (first, second, third)] == [4 * (table + a), 4 * (table + a), 4 * (table + b)]
@@ -51,7 +51,7 @@ def test_each_ranks_shards_and_their_padding() -> None:
 
 def test_frozen_weights_have_no_gradients() -> None:
     tensors = [TENSORS[0], TensorInfo("a.w", (3, 5), "f", trainable=False), TENSORS[2]]
-    first, *_ = estimates(PLAN, tensors, ShardedSetup())
+    first, *_ = estimates(PLAN, tensors, FSDP2Setup())
     assert first.gradients == 4 * 6
     assert first.sent == 4 * (12 + 12 + 2 * 10)
     assert first.weights == 4 * 16
@@ -63,7 +63,7 @@ def test_holder_sets_of_neurons_are_gathered_at_the_same_time() -> None:
     units = tuple(Unit(f"a.group_{number}", (piece,)) for number, piece in enumerate(pieces))
     holders = ((0, 1, 2), (1, 2, 3), (0, 2, 3), (0, 1, 3))
     plan = Plan("forward", "neuron", 4, 3, 0, units, holders, (0, 1, 2, 3))
-    first, *_ = estimates(plan, [TensorInfo("a.w", (8, 4), "f")], ShardedSetup())
+    first, *_ = estimates(plan, [TensorInfo("a.w", (8, 4), "f")], FSDP2Setup())
     padded = 3 * (3 * 1 * 4)  # of three sets three ranks store one row each
     assert first.gathered_units == 4 * padded + 8 * padded
 
@@ -78,7 +78,7 @@ def test_groups_of_layers_that_are_gathered_together_overlap() -> None:
     tensors = dense_tensors(model)
     assert len({*gathered_together(plan, tensors, branches).values()}) == 1
     shapes = {info.name: info.shape for info in tensors}
-    for rank, estimate in enumerate(estimates(plan, tensors, ShardedSetup(), branches)):
+    for rank, estimate in enumerate(estimates(plan, tensors, FSDP2Setup(), branches)):
         held = [unit for index, unit in enumerate(plan.units) if plan.holds_rank(index, rank)]
         elements = sum(piece.num_elements(shapes[piece.parameter]) for unit in held for piece in unit.pieces)
         assert elements <= estimate.gathered_units / (4 + 8) <= 1.2 * elements  # with padding
