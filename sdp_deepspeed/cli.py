@@ -103,6 +103,7 @@ def _byte_count(text: str) -> int:
 # ---- plan and estimate ----------------------------------------------------------------------------------------------
 
 _Ranks = Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")]
+_PerNode = Annotated[int | None, typer.Option(min=1, help='Ranks of a node, for subnetworks "nodes".')]
 _Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the recipe, such as sdp.coverage=0.25."),
@@ -114,6 +115,7 @@ def plan(
     source: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file of a run, or a saved plan (.json).")],
     overrides: _Overrides = None,
     ranks: _Ranks = 8,
+    ranks_per_node: _PerNode = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan as JSON, for the key `assignment`.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the table to a .png, .svg or .pdf file.")] = None,
 ) -> None:
@@ -125,7 +127,7 @@ def plan(
 
         shown = Plan.load(source)
     else:
-        shown, costs, warnings = _planned(source, overrides or [], ranks)
+        shown, costs, warnings = _planned(source, overrides or [], ranks, ranks_per_node)
     print(shown.table(costs))
     for warning in warnings:
         print(f"  warning: {warning}")
@@ -135,7 +137,9 @@ def plan(
         _draw(shown, plot)
 
 
-def _planned(source: Path, overrides: Sequence[str], ranks: int) -> tuple[Plan, Sequence[UnitCost], Sequence[str]]:
+def _planned(
+    source: Path, overrides: Sequence[str], ranks: int, per_node: int | None
+) -> tuple[Plan, Sequence[UnitCost], Sequence[str]]:
     from sdp_deepspeed.architectures import unit_costs
     from sdp_deepspeed.config import KEY, parse
     from sdp_deepspeed.estimate.run import read_run
@@ -146,7 +150,7 @@ def _planned(source: Path, overrides: Sequence[str], ranks: int) -> tuple[Plan, 
     if block is None:
         raise ValueError(f"{source}: {KEY} is missing or disabled; add it, such as sdp.coverage=0.5")
     with run.model.fake:
-        shown, warnings = plan_model(run.model.module, block, ranks)
+        shown, warnings = plan_model(run.model.module, block, ranks, ranks_per_node=per_node)
         return shown, unit_costs(run.model.module, shown.units), warnings
 
 
@@ -173,6 +177,7 @@ def estimate(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file of a run.")],
     overrides: _Overrides = None,
     ranks: _Ranks = 8,
+    ranks_per_node: _PerNode = None,
     fit: Annotated[
         str | None,
         typer.Option(
@@ -199,7 +204,9 @@ def estimate(
         def columns(config: Mapping[str, Any], is_first: bool = index == 1) -> dict[str, Forecast]:
             forecasts: dict[str, Forecast] = {}
             if parse(config) is not None:
-                forecasts["SDP"] = forecast_of(run.model, config, num_ranks=ranks, host=run.host)
+                forecasts["SDP"] = forecast_of(
+                    run.model, config, num_ranks=ranks, host=run.host, ranks_per_node=ranks_per_node
+                )
             if is_first:
                 forecasts |= plain_forecasts(run.model, config, num_ranks=ranks)
             return forecasts

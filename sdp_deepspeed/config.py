@@ -117,11 +117,12 @@ class SubnetworkConfig(BaseModel):
         description="A unit is a residual branch (`block`), or a group of neurons, heads or channels (`neuron`). "
         "Branch types missing from a mapping are shared.",
     )
-    subnetworks: Literal["auto"] | int = Field(
+    subnetworks: Literal["auto", "nodes"] | int = Field(
         default="auto",
-        title='"auto" or an integer, at least 1',
+        title='"auto", "nodes" or an integer, at least 1',
         description="Number k of subnetworks, a divisor of the number D of data-parallel ranks; D / k ranks train each "
-        "one. `auto`: one per rank, or fewer if a unit would have more than eight holders.",
+        "one. `auto`: one per rank, or fewer if a unit would have more than eight holders. `nodes`: one per node, with "
+        "the ranks per node that the launcher sets (`LOCAL_WORLD_SIZE`, or `LOCAL_SIZE` of `deepspeed`).",
     )
     granularity: Literal["sublayer", "layer"] = Field(
         default="sublayer",
@@ -204,7 +205,7 @@ class SubnetworkConfig(BaseModel):
 
     @field_validator("subnetworks", "total_steps")
     @classmethod
-    def _at_least_one(cls, value: Literal["auto"] | int | None) -> Literal["auto"] | int | None:
+    def _at_least_one(cls, value: str | int | None) -> str | int | None:
         if isinstance(value, int) and value < 1:
             raise ValueError
         return value

@@ -29,6 +29,7 @@ from sdp_deepspeed.masking.check import check_trained
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.consistency import check_same_plan, gather_objects, gather_results, run_on_all_ranks
+from sdp_deepspeed.plan.nodes import Location, ranks_per_node
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.schedule import FIXED, OF_SCHEDULE, Schedule, merged, with_stage
@@ -71,10 +72,14 @@ def plan_and_mask(engine: SubnetworkEngine, block: SubnetworkConfig, *, logs: bo
     """
     branches, shards = engine.tensor_parallel.branches, engine.tensor_parallel.shards
     members = engine.members()
+    locations = gather_objects(Location.here(), engine._control) if block.subnetworks == "nodes" else []
 
     def make() -> tuple[Plan, Mask]:
         refuse_local_steps(engine, block)
-        plan, warnings = plan_model(engine.module, block, len(members), branches=branches, shards=shards)
+        per_node = ranks_per_node(locations, members, f"{KEY}.subnetworks") if locations else None
+        plan, warnings = plan_model(
+            engine.module, block, len(members), branches=branches, shards=shards, ranks_per_node=per_node
+        )
         local = shards.local_plan(plan)
         rank = members.index(dist.get_rank())
         is_scaled = block.branch_scale == "training"

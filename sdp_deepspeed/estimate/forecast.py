@@ -70,6 +70,7 @@ def forecast(
     gradient_checkpointing: bool = False,
     host: str = "deepspeed",
     rank: int | None = None,
+    ranks_per_node: int | None = None,
 ) -> Forecast:
     """Estimate an optimizer step on one rank. No process group is needed.
 
@@ -82,12 +83,13 @@ def forecast(
             224 x 224 pixels.
         host: "deepspeed" or "fsdp2".
         rank: rank to estimate. Default: the rank whose subnetwork has the most FLOPs.
+        ranks_per_node: data-parallel ranks of a node, for `subnetworks: "nodes"`.
 
     Raises:
         ValueError: the model cannot be built, or a setting is invalid or cannot be estimated.
     """
     model = model_of(shape, config, sequence_length=sequence_length, gradient_checkpointing=gradient_checkpointing)
-    return forecast_of(model, config, num_ranks=num_ranks, host=host, rank=rank)
+    return forecast_of(model, config, num_ranks=num_ranks, host=host, rank=rank, ranks_per_node=ranks_per_node)
 
 
 def model_of(shape: Mapping[str, Any], config: Mapping[str, Any], **options: Any) -> Model:
@@ -98,7 +100,13 @@ def model_of(shape: Mapping[str, Any], config: Mapping[str, Any], **options: Any
 
 
 def forecast_of(
-    model: Model, config: Mapping[str, Any], *, num_ranks: int, host: str = "deepspeed", rank: int | None = None
+    model: Model,
+    config: Mapping[str, Any],
+    *,
+    num_ranks: int,
+    host: str = "deepspeed",
+    rank: int | None = None,
+    ranks_per_node: int | None = None,
 ) -> Forecast:
     """`forecast` for an existing model, which is unchanged afterwards."""
     micro, accumulation = read_settings(config).micro_steps(num_ranks)
@@ -110,7 +118,7 @@ def forecast_of(
         refuse_settings(config)
     with model.fake:
         tensors = dense_tensors(model.module)
-        plan, warnings = plan_model(model.module, block, num_ranks)
+        plan, warnings = plan_model(model.module, block, num_ranks, ranks_per_node=ranks_per_node)
         rank = busiest_rank(plan, model.module) if rank is None else rank
         inputs = model.inputs(micro)
         branches = locate_branches(model.module)

@@ -54,6 +54,7 @@ from sdp_deepspeed.parallel.consistency import (
 )
 from sdp_deepspeed.parallel.groups import CONTROL, Groups, default_group_timeout, group_of_one
 from sdp_deepspeed.parallel.refused_models import refuse_model
+from sdp_deepspeed.plan.nodes import Location, ranks_per_node
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
@@ -136,6 +137,7 @@ class Start:
         dtensors: None without tensor parallelism.
         deferred: weights of a model built under `Init`, else None.
         state_names: dense name of the tensor of each key of the state dict.
+        locations: location of each rank, for `subnetworks: "nodes"`.
         plan: plan in coordinates of the dense model.
         mask: mask in coordinates of this rank's tensors.
         branches: modules of all branches, also of those that this rank lacks.
@@ -151,6 +153,7 @@ class Start:
     dtensors: ReplacedDTensors | None = None
     deferred: DeferredWeights | None = None
     state_names: Mapping[str, str] = field(default_factory=dict)
+    locations: Sequence[Location] = ()
     plan: Plan = field(init=False)
     mask: Mask = field(init=False)
     branches: Sequence[BranchModules] = ()
@@ -167,6 +170,8 @@ def _shard(start: Start) -> ShardedModel:
     """Compute the plan, apply the mask, materialize and shard the model; collective."""
     module, options, control = start.module, start.options, start.control
     start.dtensors = ReplacedDTensors(tuple(start.columns)) if start.columns else None
+    if start.block.subnetworks == "nodes":
+        start.locations = gather_objects(Location.here(), control)
     with start.dtensors or nullcontext():
         run_on_all_ranks(partial(_prepare, start), control)
         check_same_plan(start.plan, control)
@@ -221,7 +226,12 @@ def _prepare(start: Start) -> None:
     if any(hasattr(tensor, "_sdp_weights") for tensor in named_tensors(module).values()):
         start.deferred = DeferredWeights(module)
     branches = locate_branches(module)
-    start.plan, warnings = plan_model(module, start.block, start.mesh.size(), branches=branches)
+    per_node = None
+    if start.block.subnetworks == "nodes":
+        per_node = ranks_per_node(start.locations, start.mesh.mesh.tolist(), f"{KEY}.subnetworks")
+    start.plan, warnings = plan_model(
+        module, start.block, start.mesh.size(), branches=branches, ranks_per_node=per_node
+    )
     check_plan(module, start.plan, options.ignored_params)
     start.together = gathered_together(start.plan, dense_tensors(module), branches)
     plan = start.plan

@@ -31,6 +31,7 @@ def plan_model(
     *,
     branches: Sequence[LocatedBranch] | None = None,
     shards: TensorParallelShards | None = None,
+    ranks_per_node: int | None = None,
 ) -> tuple[Plan, list[str]]:
     """Compute the plan, the same on every rank, and warnings about it.
 
@@ -40,6 +41,7 @@ def plan_model(
         data_parallel_size: D.
         branches: the model's residual branches. Default: located here.
         shards: the part of a tensor-parallel rank; None if the model is whole.
+        ranks_per_node: data-parallel ranks, for `subnetworks: "nodes"`.
 
     Raises:
         ValueError: the block, or its plan file, does not fit the model or the number of ranks.
@@ -47,9 +49,9 @@ def plan_model(
     branches = locate_branches(model) if branches is None else branches
     shards = shards or UNDIVIDED
     if block.plan_path is not None:
-        plan = read_plan(block, data_parallel_size)
+        plan = read_plan(block, data_parallel_size, ranks_per_node)
     else:
-        k = num_subnetworks(block, data_parallel_size)
+        k = num_subnetworks(block, data_parallel_size, ranks_per_node)
         units = units_of_branches(
             branches,
             strategy=block.strategy,
@@ -130,8 +132,8 @@ def _check_reach(holders: Sequence[tuple[int, ...]], k: int, what: str, remedy: 
         )
 
 
-def read_plan(block: SubnetworkConfig, data_parallel_size: int) -> Plan:
-    """Read the plan in `assignment`, for this number of ranks.
+def read_plan(block: SubnetworkConfig, data_parallel_size: int, per_node: int | None = None) -> Plan:
+    """Read the plan in `assignment`, for this number of ranks; `per_node` of them on each node, if that is known.
 
     Raises:
         ValueError: it cannot be read, contradicts the block, or its k does not divide the number of ranks.
@@ -142,7 +144,7 @@ def read_plan(block: SubnetworkConfig, data_parallel_size: int) -> Plan:
     pairs = {
         "regime": (plan.regime, block.regime),
         "strategy": (plan.strategy, block.strategy),
-        "subnetworks": (k, k if block.subnetworks == "auto" else block.subnetworks),
+        "subnetworks": (k, k if block.subnetworks == "auto" else num_subnetworks(block, data_parallel_size, per_node)),
         "holders": (plan.num_holders, plan.num_holders),
     }
     given, path = _given(block)
@@ -157,16 +159,23 @@ def read_plan(block: SubnetworkConfig, data_parallel_size: int) -> Plan:
     return replace(plan, subnetwork_of_rank=_subnetwork_of_rank(k, data_parallel_size))
 
 
-def num_subnetworks(block: SubnetworkConfig, data_parallel_size: int) -> int:
+def num_subnetworks(block: SubnetworkConfig, data_parallel_size: int, ranks_per_node: int | None = None) -> int:
     """k of the block; by default one per rank, or fewer if units would have more than eight holders.
 
     Raises:
-        ValueError: k does not divide the number of ranks.
+        ValueError: k does not divide the number of ranks, or "nodes" without a number of ranks per node.
     """
     if block.subnetworks == "auto":
         return default_subnetworks(_given(block)[0], data_parallel_size, MAX_SETS_PER_RANK)
-    _check_divides(int(block.subnetworks), data_parallel_size, f"{KEY}.subnetworks: got")
-    return int(block.subnetworks)
+    if block.subnetworks != "nodes":
+        _check_divides(block.subnetworks, data_parallel_size, f"{KEY}.subnetworks: got")
+        return block.subnetworks
+    if ranks_per_node is None or data_parallel_size % ranks_per_node:
+        raise ValueError(
+            f'{KEY}.subnetworks: "nodes" needs ranks per node (`sdp`: --ranks-per-node), a divisor of the '
+            f"{data_parallel_size} data-parallel ranks; got {ranks_per_node}"
+        )
+    return data_parallel_size // ranks_per_node
 
 
 def _check_divides(k: int, num_ranks: int, where: str) -> None:

@@ -106,6 +106,8 @@ def test_without_arguments_and_version(capsys: Capture) -> None:
         ("estimate run.yaml training.per_device_train_batch_size=x", "train_micro_batch_size_per_gpu: got 'x'"),
         ("estimate run.yaml deepspeed.zero_optimization.stage=3", "zero_optimization.stage: got 3"),
         ("estimate run.yaml deepspeed.optimizer.type=OneBitAdam", "optimizer 'OneBitAdam'"),
+        ("plan run.yaml sdp.subnetworks=nodes", '"nodes" needs ranks per node (`sdp`: --ranks-per-node)'),
+        ("estimate run.yaml sdp.subnetworks=nodes --ranks-per-node 3", "a divisor of the 8 data-parallel ranks; got 3"),
         ("plan missing.json", "missing.json"),
         ("plan run.yaml sdp=off", f"{KEY} is missing"),
     ],
@@ -154,6 +156,13 @@ def test_plan_takes_overrides_and_shows_warnings(capsys: Capture) -> None:
     shown = printed(capsys, "plan", "run.yaml", "sdp={holders: 1}", "--ranks", "4")
     assert "1 holders each" in shown
     assert f"warning: {KEY}: " in shown or "warning: " in shown
+
+
+def test_a_subnetwork_for_each_node(capsys: Capture) -> None:
+    nodes = ("run.yaml", "sdp.subnetworks=nodes", "--ranks", "8", "--ranks-per-node", "4")
+    number = ("run.yaml", "sdp.subnetworks=2", "--ranks", "8")
+    for command in ("plan", "estimate"):
+        assert printed(capsys, command, *nodes) == printed(capsys, command, *number)
 
 
 # ---- estimate -------------------------------------------------------------------------------------------------------
