@@ -19,7 +19,7 @@ from tests.helpers.training import assert_identical, dense_state, engine_of, ref
 
 pytestmark = pytest.mark.world(4)
 TWO, FOUR = (0, 0, 1, 1), (0, 1, 2, 3)
-LOCAL = {"local_steps": {"every": 2}}
+LOCAL: dict[str, Any] = {"local_steps": {"every": 2}}
 
 
 @contextmanager
@@ -34,7 +34,8 @@ def on_nodes(**block: Any) -> Any:
 
 def test_a_node_is_a_subnetwork_also_after_a_resume_on_others(rank: Rank) -> None:
     """As with the number of nodes; with and without local steps."""
-    for index, block in enumerate((LOCAL, {"regime": "backward"})):
+    blocks: list[dict[str, Any]] = [LOCAL, {"regime": "backward"}]
+    for index, block in enumerate(blocks):
         with nodes_of(2):
             engine = on_nodes(**block)
         assert engine.plan.subnetwork_of_rank == TWO
