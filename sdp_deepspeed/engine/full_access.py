@@ -1,21 +1,32 @@
-"""Support for `deepspeed.utils.safe_get_full_fp32_param` and related functions on our engine's parameters."""
+"""Support for `deepspeed.utils.safe_get_full_*` and `safe_set_full_*` on our engine's parameters: fp32 weights,
+gradients and optimizer state of single dense parameters.
+
+These functions are collective, with equal arguments. With tensor parallelism, "dense" means the part of this rank.
+"""
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from sdp_deepspeed.parallel.full_tensors import read_full, write_full
+from sdp_deepspeed.messages import listed
+from sdp_deepspeed.parallel.boxes import Box, shard_boxes
+from sdp_deepspeed.parallel.consistency import gather_objects
+from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
     from sdp_deepspeed.engine.engine import SubnetworkEngine
 
+Kind = Literal["weight", "gradient", "state"]
+
 
 def install_full_access(parameter: nn.Parameter, name: str, engine: SubnetworkEngine) -> None:
-    """Install the attributes that DeepSpeed's functions use. Those functions are then collective.
+    """Install the attributes that DeepSpeed's functions use.
 
     Args:
         name: dense name of the parameter.
@@ -47,18 +58,18 @@ class _Access:
             )
         return _Access, (None, self._name)
 
-    def _optimizer(self) -> Any:
+    def _optimizer(self) -> ShardedOptimizer:
         engine = self._engine()
         if engine is None:
             raise RuntimeError(f"the engine that trained {self._name!r} no longer exists")
         return engine.optimizer.sharded
 
     def get(self, optim_state_key: str | None = None) -> torch.Tensor:
-        kind: Any = "weight" if optim_state_key is None else "state"
+        kind: Kind = "weight" if optim_state_key is None else "state"
         return read_full(self._optimizer(), self._name, kind, optim_state_key or "")
 
     def set(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
-        kind: Any = "weight" if optim_state_key is None else "state"
+        kind: Kind = "weight" if optim_state_key is None else "state"
         write_full(self._optimizer(), self._name, value, kind, optim_state_key or "")
 
     def get_gradient(self) -> torch.Tensor:
@@ -66,3 +77,81 @@ class _Access:
 
     def set_gradient(self, value: torch.Tensor) -> None:
         write_full(self._optimizer(), self._name, value, "gradient")
+
+
+@torch.no_grad()
+def read_full(optimizer: ShardedOptimizer, name: str, kind: Kind = "weight", key: str = "") -> torch.Tensor:
+    """Read values of a dense parameter in fp32, on the device of the weights.
+
+    Args:
+        name: dense name of a trained parameter.
+        kind: "weight", "gradient" or "state". "gradient" averages the gradients, after the last micro-step; the next
+            call must be a step.
+        key: key in the optimizer's state.
+
+    Raises:
+        ValueError: on all ranks, if there is no such state.
+        RuntimeError: gradients are still being accumulated.
+    """
+    _prepare(optimizer, kind, key)
+    like = optimizer.mask.parameters[name]
+    dense = torch.zeros(optimizer.mask.shapes[name], dtype=torch.float32, device=like.device)
+    for box, values in _values(optimizer, name, kind, key):
+        if box.is_written:
+            box.of(dense).copy_(values)
+    group = optimizer.groups.data_parallel
+    if group.size > 1:
+        dist.all_reduce(dense, group=group.process_group)
+    return dense
+
+
+@torch.no_grad()
+def write_full(
+    optimizer: ShardedOptimizer, name: str, value: torch.Tensor, kind: Kind = "weight", key: str = ""
+) -> None:
+    """Write values of a dense parameter; each rank writes what it steps, and for weights what it stores.
+
+    Raises:
+        ValueError: on all ranks, if the value has a different shape.
+    """
+    if value.shape != optimizer.mask.shapes[name]:
+        expected = tuple(optimizer.mask.shapes[name])
+        raise ValueError(
+            f"{name!r} has shape {expected}, the value {tuple(value.shape)}; pass the whole parameter's values"
+        )
+    _prepare(optimizer, kind, key)
+    for box, values in _values(optimizer, name, kind, key):
+        values.copy_(box.of(value))
+        if kind == "weight":
+            box.view().copy_(box.of(value))  # with local steps, `values` are the anchor's
+    for piece, _ in optimizer.mask.pieces[name] if kind == "weight" else ():
+        if optimizer.mask.stored(piece):
+            optimizer.mask.view(piece).copy_(piece.narrow(value))
+
+
+def _prepare(optimizer: ShardedOptimizer, kind: Kind, key: str) -> None:
+    if kind == "gradient":
+        if not optimizer.reducer.is_last_micro_step:
+            raise RuntimeError("gradients are averaged after the last micro-step; read or set them before step() only")
+        optimizer.reducer.finish()
+    elif kind == "state":
+        parameters = [parameter for bucket in optimizer.held for parameter in bucket.parameters]
+        states = [(parameter, optimizer.optimizer.state.get(parameter, {})) for parameter in parameters]
+        keys = {k for p, state in states for k, v in state.items() if torch.is_tensor(v) and v.shape == p.shape}
+        known = sorted(set().union(*gather_objects(keys, optimizer.groups.control)))
+        if key not in known:
+            words = f"it has {listed(known)}" if known else "before the first step there is none"
+            raise ValueError(f"the optimizer has no state {key!r} with one value per element: {words}")
+
+
+def _values(optimizer: ShardedOptimizer, name: str, kind: Kind, key: str) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield the boxes that this rank owns of a parameter, with views of their values; nothing for missing state."""
+    for bucket in (bucket for bucket in optimizer.held if name in bucket.layout.names):
+        if kind == "gradient":
+            bucket.set_gradients(bucket.average)
+        for box in shard_boxes(bucket, optimizer.groups.rank):
+            state = optimizer.optimizer.state.get(box.tensor, {})
+            weights = optimizer.dense_values(bucket, box.tensor)
+            tensor = {"weight": weights, "gradient": box.tensor.grad, "state": state.get(key)}[kind]
+            if box.name == name and tensor is not None:
+                yield box, box.view(tensor)

@@ -124,7 +124,7 @@ class DeepSpeedRun:
         state = sum(shard_elements(bucket, rank) * self._optimizer_bytes(bucket) for bucket in held)
         stepped = sum(shard_elements(bucket, rank) for bucket in held)
         stored = self.buckets if self.is_backward else held
-        num_stored = sum(b.size if b.is_whole else b.num_elements for b in stored) + self._num_frozen(rank)
+        num_stored = sum(b.num_elements if b.is_cut else b.size for b in stored) + self._num_frozen(rank)
         return RankEstimate(
             weights=num_stored * setup.precision.weights,
             gradients=self._gradients(held, stepped),
@@ -140,7 +140,7 @@ class DeepSpeedRun:
     def _optimizer_bytes(self, bucket: BucketLayout) -> int:
         """Per element: moments, a master unless fp32 weights are stepped in place, and what local steps keep."""
         precision = self.setup.precision
-        in_place = bucket.is_whole and precision.weights == FP32_BYTES and not self.setup.offload
+        in_place = not bucket.is_cut and precision.weights == FP32_BYTES and not self.setup.offload
         num_tensors = precision.num_moments + (not in_place)
         if (local := self.setup.local_steps) is not None:  # anchors, and the outer momentum
             num_tensors += 1 + (local.outer_momentum > 0)

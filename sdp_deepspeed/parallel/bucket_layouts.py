@@ -1,7 +1,7 @@
 """Assignment of slices to buckets: slices with the same holders, param group and dtype share one.
 
 `plan_buckets` is a pure function of facts that all ranks share. Every rank computes the same list, including buckets of
-other holders; its order is the order of collectives (optimizer.py).
+other holders. Its order is the order of collectives, which optimizer.py proves to be free of deadlocks.
 
 Buckets are cut at common depth boundaries. The slices of a holder set may span the whole model (with neurons every set
 touches every layer), and a bucket is complete only when the gradient of its first layer is ready. Without boundaries,
@@ -54,18 +54,25 @@ def plan_buckets(
     backward_order = [name for name in reversed([*pieces]) if name in param_groups]
     layouts: list[BucketLayout] = []
     for depth_range, names in enumerate(_depth_ranges(backward_order, pieces, shapes, bucket_size)):
-        members: defaultdict[_Kind, list[tuple[int, Piece]]] = defaultdict(list)
+        pieces_of: defaultdict[_Kind, list[Piece]] = defaultdict(list)
+        last_depth: dict[_Kind, int] = {}  # of its last tensor, within the range
         for depth, name in enumerate(names):
             for piece, holders in pieces[name]:
-                is_whole = piece.dim is None
                 kind = _Kind(
-                    holders, param_groups[name], dtypes[name], is_whole, name in tp_replicated, owners.get(name)
+                    holders=holders,
+                    param_group=param_groups[name],
+                    dtype=dtypes[name],
+                    is_cut=piece.dim is not None,
+                    is_tp_replicated=name in tp_replicated,
+                    owner=owners.get(name),
                 )
-                members[kind].append((depth, piece))
-        for kind, placed in sorted(members.items(), key=_order):
-            slices = _slices([piece for _, piece in placed], shapes)
-            sharded_over = teams[kind.holders[0]] if teams else kind.holders
-            layouts.append(BucketLayout(depth_range, kind.holders, sharded_over, *kind[1:], slices))
+                pieces_of[kind].append(piece)
+                last_depth[kind] = depth
+        # Kinds with the same last tensor differ in their holders only, so there are no ties.
+        for kind in sorted(pieces_of, key=lambda kind: (last_depth[kind], kind.holders)):
+            shard_owners = teams[kind.holders[0]] if teams else kind.holders
+            slices = _slices(pieces_of[kind], shapes)
+            layouts.append(BucketLayout(depth_range, owners=shard_owners, slices=slices, **kind._asdict()))
     return layouts
 
 
@@ -75,15 +82,9 @@ class _Kind(NamedTuple):
     holders: Holders
     param_group: int
     dtype: torch.dtype
-    is_whole: bool
+    is_cut: bool
     is_tp_replicated: bool
     owner: int | None
-
-
-def _order(bucket: tuple[_Kind, Sequence[tuple[int, Piece]]]) -> tuple[int, Holders, int, str]:
-    """Sort key: depth at which the last gradient is ready, then the kind."""
-    kind, placed = bucket
-    return placed[-1][0], kind.holders, kind.param_group, str(kind[2:])
 
 
 def _depth_ranges(

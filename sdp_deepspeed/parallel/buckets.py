@@ -55,7 +55,7 @@ class BucketLayout:
             other teams the ranks at the same positions own these shards, too.
         param_group: index of the optimizer's param group.
         dtype: dtype of the weights.
-        is_whole: whether the slices are whole tensors, not parts of cut ones.
+        is_cut: whether the slices are parts of cut tensors, not whole tensors.
         is_tp_replicated: whether all tensor-parallel ranks have the same values.
         owner: data-parallel index of the holder that steps the bucket, for an optimizer of whole tensors; None if each
             holder steps a shard.
@@ -67,7 +67,7 @@ class BucketLayout:
     owners: Holders
     param_group: int
     dtype: torch.dtype
-    is_whole: bool
+    is_cut: bool
     is_tp_replicated: bool
     owner: int | None
     slices: tuple[Slice, ...]
@@ -121,8 +121,7 @@ class Bucket:
         gradients: flat [size] local gradients in the accumulation dtype; None or without memory while there are none.
         weight_slots, gradient_slots: views of each slice into these, in the slice's shape.
         parameters: what the optimizer steps: the shard, or whole tensors.
-        sources: for each slice: name of the tensor, and index of the slice among the tensor's held slices; set by
-            `held_tensors`.
+        sources: where each slice is in the module; set by `held_tensors`.
         shard: flat fp32 parameter of the optimizer: a view of `weights` of whole fp32 tensors, otherwise a copy. Empty
             on holders that are not the owner (Muon).
         average: [shard size] averaged gradient of `shard`, in `step_dtype`; None until it is available.
@@ -131,7 +130,7 @@ class Bucket:
 
     def __init__(self, layout: BucketLayout, group: HolderGroup | None, *, device: torch.device) -> None:
         self.layout, self.group, self.device = layout, group, device
-        self.sources: list[tuple[str, int]] = []
+        self.sources: list[Source] = []
         self._has_gradients = False  # whether `gradients` have memory
         self._in_gradients: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # weights in the gradients' memory
         self._like = [torch.zeros(()).expand(item.shape) for item in layout.slices]  # shapes, for `_slots`
@@ -165,7 +164,7 @@ class Bucket:
 
     def drop_weights(self) -> None:
         """Release `weights` of cut tensors."""
-        if not self.layout.is_whole:
+        if self.layout.is_cut:
             if self._in_gradients is not None and self.weights is self._in_gradients[0]:
                 self.drop_gradients()
             self.weights, self.weight_slots = None, []
@@ -189,7 +188,7 @@ class Bucket:
     def drop_gradients(self) -> None:
         """Release the memory of the gradients. Views of cut tensors' gradients are kept, since creating thousands of
         them is slow. Those of whole tensors were in `.grad`, so other code may refer to them."""
-        if self.layout.is_whole:
+        if not self.layout.is_cut:
             self.gradients, self.gradient_slots = None, []
         elif self.gradients is not None:
             self.gradients.untyped_storage().resize_(0)
@@ -230,7 +229,7 @@ class Bucket:
             self.offloaded = OffloadedShard(values, pin_memory=pin_memory)
             self.shard = nn.Parameter(self.offloaded.weights)
         else:
-            is_view = self.layout.is_whole and dtype == values.dtype
+            is_view = not self.layout.is_cut and dtype == values.dtype
             self.shard = nn.Parameter(values if is_view else values.to(dtype, copy=True))
         self.parameters = [self.shard]
         if self.layout.owner is not None:
@@ -304,7 +303,7 @@ class Bucket:
 
     def weights_to_module(self, view: Callable[[Piece], torch.Tensor]) -> None:
         """Copy `weights` into cut tensors; whole ones are views of it."""
-        if not self.layout.is_whole:
+        if self.layout.is_cut:
             torch._foreach_copy_([view(item.piece) for item in self.layout.slices], self.weight_slots)
 
     def restore_views(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -313,7 +312,7 @@ class Bucket:
         Args:
             parameters: by name.
         """
-        if not self.layout.is_whole:
+        if self.layout.is_cut:
             return
         for item, slot in zip(self.layout.slices, self.weight_slots, strict=True):
             parameter = parameters[item.piece.parameter]
@@ -322,20 +321,34 @@ class Bucket:
                 parameter.data = slot
 
 
+class Source(NamedTuple):
+    """Where a slice of a bucket is in the module: name of the tensor, and index among the tensor's held slices."""
+
+    name: str
+    slice_index: int
+
+
+class Slot(NamedTuple):
+    """Where a held slice of a tensor is: index of the bucket among the held ones, and of the slice in it."""
+
+    bucket_index: int
+    slice_index: int
+
+
 class HeldTensor(NamedTuple):
     """A trained tensor of which this rank holds slices.
 
     Args:
         dim: dimension along which it is cut; None for a whole tensor.
         lengths: lengths of the held slices, which are adjacent in the parameter.
-        slots: bucket and slot of each held slice; buckets by their index among the held ones.
-        buckets: indices of these buckets, ascending.
+        slots: of each held slice.
+        buckets: indices of the buckets with these slots, ascending.
     """
 
     parameter: nn.Parameter
     dim: int | None
     lengths: list[int]
-    slots: list[tuple[int, int]]
+    slots: list[Slot]
     buckets: list[int]
 
     def slices(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -353,21 +366,49 @@ def held_tensors(
         parameters: trained tensors.
         rank: data-parallel index.
     """
-    slots: dict[Piece, tuple[int, int]] = {}
-    for index, bucket in enumerate(buckets):
-        for number, item in enumerate(bucket.layout.slices):
-            slots[item.piece] = index, number
+    slots: dict[Piece, Slot] = {}
+    for number, bucket in enumerate(buckets):
+        for index, item in enumerate(bucket.layout.slices):
+            slots[item.piece] = Slot(number, index)
     tensors: dict[str, HeldTensor] = {}
-    numbers: dict[Piece, int] = {}  # of each held slice, among those of its tensor
+    sources: dict[Piece, Source] = {}
     for name, parameter in parameters.items():
         held = [piece for piece, holders in pieces[name] if rank in holders]
         if not held:
             continue
-        in_buckets = [slots[piece] for piece in held]
-        indices = sorted({index for index, _ in in_buckets})
-        tensors[name] = HeldTensor(parameter, held[0].dim, [piece.length for piece in held], in_buckets, indices)
-        for number, piece in enumerate(held):
-            numbers[piece] = number
+        in_buckets = sorted({slots[piece].bucket_index for piece in held})
+        lengths = [piece.length for piece in held]
+        tensors[name] = HeldTensor(parameter, held[0].dim, lengths, [slots[piece] for piece in held], in_buckets)
+        for index, piece in enumerate(held):
+            sources[piece] = Source(name, index)
     for bucket in buckets:
-        bucket.sources = [(item.piece.parameter, numbers[item.piece]) for item in bucket.layout.slices]
+        bucket.sources = [sources[item.piece] for item in bucket.layout.slices]
     return tensors
+
+
+def sent_together(buckets: Sequence[Bucket], bucket_size: int, *, gathers: bool = False) -> Iterator[list[Bucket]]:
+    """Yield lists of consecutive buckets whose messages are sent together: over gloo, those whose holders exchange
+    shards point-to-point, so that a rank waits for others less often. Other buckets are sent one by one.
+
+    Args:
+        bucket_size: maximum number of elements that this rank receives for a list of several.
+        gathers: whether they are all-gathered, not reduce-scattered.
+    """
+    together: list[Bucket] = []
+    num_received = 0
+    for bucket in buckets:
+        group = bucket.holder_group
+        is_direct = group.gathers_directly if gathers else group.scatters_directly
+        is_alone = not is_direct or bucket.layout.owner is not None
+        count = group.num_received(bucket.layout.size)
+        is_full = num_received + count > bucket_size
+        if together and (is_alone or is_full or bucket.layout.dtype != together[0].layout.dtype):
+            yield together
+            together, num_received = [], 0
+        together.append(bucket)
+        num_received += count
+        if is_alone:
+            yield together
+            together, num_received = [], 0
+    if together:
+        yield together

@@ -49,6 +49,10 @@ class HolderGroup:
     def size(self) -> int:
         return len(self.holders)
 
+    def num_received(self, size: int) -> int:
+        """Elements that a rank receives directly in a reduce-scatter or all-gather of `size` elements."""
+        return size // self.size * (self.size - 1)
+
 
 class Groups:
     """This rank's process groups. The constructor is a collective of the default group, with equal arguments.
@@ -198,8 +202,9 @@ def exchange(messages: Sequence[Messages]) -> None:
 def reduce_scatter(
     outputs: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], groups: Sequence[HolderGroup]
 ) -> None:
-    """Reduce-scatter (sum) flat tensors over their holders: all groups directly, in one exchange that sums in the dtype
-    of the outputs, or none. All flat tensors have one dtype.
+    """Reduce-scatter (sum) flat tensors over their holders. Several groups at once (`sent_together` in buckets.py) must
+    all have `scatters_directly`; their messages are one exchange, and sums are in the dtype of the outputs. All flat
+    tensors have one dtype.
 
     Args:
         outputs: [shard size] each, of any dtype; may be this holder's shard of the flat tensor.
@@ -222,7 +227,7 @@ def reduce_scatter(
 def _reduce_scatter_directly(
     outputs: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], groups: Sequence[HolderGroup]
 ) -> None:
-    counts = [received_elements(flat.numel(), group) for flat, group in zip(flats, groups, strict=True)]
+    counts = [group.num_received(flat.numel()) for flat, group in zip(flats, groups, strict=True)]
     buffers = flats[0].new_empty(sum(counts)).split(counts)
     messages, received = [], []
     for output, flat, group, buffer in zip(outputs, flats, groups, buffers, strict=True):
@@ -237,11 +242,6 @@ def _reduce_scatter_directly(
     for output, shards in zip(outputs, received, strict=True):
         for shard in shards:
             output.add_(shard)
-
-
-def received_elements(size: int, group: HolderGroup) -> int:
-    """Elements that a holder receives in a direct reduce-scatter of `size` elements."""
-    return size // group.size * (group.size - 1)
 
 
 def all_gather(flats: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], groups: Sequence[HolderGroup]) -> None:

@@ -18,9 +18,10 @@ is between the ranks of the team.
 
 # Order of collectives
 
-All ranks have the same list of buckets (`plan_buckets`), sorted by (depth at which the last gradient is ready, holders,
-param group and dtype). Each rank processes the buckets that it holds in this order, in every phase: averages of a
-backward pass, the norm, differences of a synchronization, weights. A bucket that is complete early waits for its turn.
+`plan_buckets` (bucket_layouts.py) gives all ranks the same list of buckets, sorted by the depth at which the last
+gradient is ready and by holders; it depends on facts that all ranks share, never on which gradients exist. Each rank
+processes the buckets that it holds in this order, in every phase: averages of a backward pass, the norm, differences of
+a synchronization, weights. A bucket that is complete early waits for its turn.
 Collectives are issued with `async_op=False` on one stream: the next one starts after the previous one has finished, so
 two holder groups of a rank never communicate at once. (With overlap on a GPU it is a side stream; tensor-parallel
 layers all-reduce activations on the current stream meanwhile, as in DeepSpeed.) The exception is over gloo: if ranks
@@ -34,8 +35,6 @@ collectives with smaller keys have finished, so none of its members waits in ano
 posted its messages, or is computing and will. Hence all members arrive, and it finishes: a contradiction. Collectives
 between tensor-parallel ranks do not change this: these ranks hold the same buckets, so all of them insert such a
 collective at the same position.
-
-The list depends on facts that all ranks share, never on which gradients exist.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from torch import nn
 
 from sdp_deepspeed.parallel.boxes import Box, shard_boxes
 from sdp_deepspeed.parallel.bucket_layouts import BUCKET_SIZE, plan_buckets
-from sdp_deepspeed.parallel.buckets import Bucket, held_tensors
+from sdp_deepspeed.parallel.buckets import Bucket, held_tensors, sent_together
 from sdp_deepspeed.parallel.groups import Groups, all_gather, broadcast
 from sdp_deepspeed.parallel.local_steps import Synchronizer, drop_momenta
 from sdp_deepspeed.parallel.muon import is_deepspeeds_muon, orthogonalize, step_with_updates
@@ -57,7 +56,7 @@ from sdp_deepspeed.parallel.norm import gradient_norm, scale_gradients
 from sdp_deepspeed.parallel.offload import Moved, move_back, move_to_host
 from sdp_deepspeed.parallel.optimizer_kinds import tensors_stepped_whole
 from sdp_deepspeed.parallel.param_groups import prefer_fused, replace_parameters
-from sdp_deepspeed.parallel.reducer import Reducer, posted_together
+from sdp_deepspeed.parallel.reducer import Reducer
 from sdp_deepspeed.parallel.weight_gathers import plan_gathers
 from sdp_deepspeed.units import Holders
 
@@ -253,7 +252,7 @@ class ShardedOptimizer:
         """All-gather each bucket over its holders, with local steps over this rank's team. Whole tensors are views of
         it, and cut ones are copied from it."""
         views: dict[str, Sequence[torch.Tensor]] = {}  # of cut parameters: their held slices
-        for together in posted_together(self.held, self._bucket_size, gathers=True):
+        for together in sent_together(self.held, self._bucket_size, gathers=True):
             groups = [bucket.holder_group for bucket in together]
             flats, shards = [], []
             for bucket in together:
@@ -268,12 +267,12 @@ class ShardedOptimizer:
             else:
                 all_gather(flats, shards, groups)
             for bucket in together:
-                if bucket.layout.is_whole:
+                if not bucket.layout.is_cut:
                     continue
                 for name in bucket.layout.names:
                     if name not in views:
                         views[name] = self._tensors[name].slices(self._parameters[name].detach())
-                torch._foreach_copy_([views[name][number] for name, number in bucket.sources], bucket.weight_slots)
+                torch._foreach_copy_([views[name][index] for name, index in bucket.sources], bucket.weight_slots)
                 bucket.drop_weights()
 
     def change_mode(self, mode: str, change: Callable[[], Any]) -> None:
@@ -331,10 +330,10 @@ class ShardedOptimizer:
         """Update the shards after weights were changed from outside (dense view, checkpoint). fp32 values that still
         round to the weight are kept."""
         for bucket in self.held:
-            if bucket.layout.is_whole:
-                bucket.restore_views(self._parameters)
-            else:
+            if bucket.layout.is_cut:
                 bucket.weights_from_module(self.mask.view)
+            else:
+                bucket.restore_views(self._parameters)
             bucket.shard_from_weights()
             bucket.drop_weights()
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from sdp_deepspeed.parallel.buckets import Bucket, HeldTensor
-from sdp_deepspeed.parallel.groups import received_elements, reduce, reduce_scatter
+from sdp_deepspeed.parallel.buckets import Bucket, HeldTensor, sent_together
+from sdp_deepspeed.parallel.groups import reduce, reduce_scatter
 
 if TYPE_CHECKING:
     from sdp_deepspeed.masking.mask import Mask
@@ -120,7 +120,7 @@ class Reducer:
         dtype, `.grad` becomes a view of the slot, in which autograd accumulates further gradients."""
         for index in tensor.buckets:
             self._buckets[index].allocate_gradients(self._gradient_dtype)
-        slots = [self._buckets[index].gradient_slots[number] for index, number in tensor.slots]
+        slots = [self._buckets[index].gradient_slots[slot] for index, slot in tensor.slots]
         parameter = tensor.parameter
         gradient = parameter.grad
         assert gradient is not None
@@ -227,7 +227,7 @@ class Reducer:
             buckets: the next ones.
         """
         views: dict[str, Sequence[torch.Tensor]] = {}
-        for together in posted_together(buckets, self._bucket_size):
+        for together in sent_together(buckets, self._bucket_size):
             with self._on_side_stream():
                 for bucket in together:
                     self._pack(bucket, views)
@@ -258,7 +258,7 @@ class Reducer:
         gradients: list[torch.Tensor] = []
         slots: list[torch.Tensor] = []
         empty: list[torch.Tensor] = []
-        for (name, number), slot in zip(bucket.sources, bucket.gradient_slots, strict=True):
+        for (name, index), slot in zip(bucket.sources, bucket.gradient_slots, strict=True):
             if name in self._filled:
                 continue
             gradient = self._parameters[name].grad
@@ -267,8 +267,8 @@ class Reducer:
                 continue
             if name not in views:
                 views[name] = self._tensors[name].slices(gradient)
-            source = views[name][number]
-            if not bucket.layout.is_whole or source.data_ptr() != slot.data_ptr():
+            source = views[name][index]
+            if bucket.layout.is_cut or source.data_ptr() != slot.data_ptr():
                 if self._stream is not None:
                     gradient.record_stream(self._stream)
                 gradients.append(source)
@@ -314,31 +314,3 @@ class Reducer:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
-
-
-def posted_together(buckets: Sequence[Bucket], bucket_size: int, *, gathers: bool = False) -> Iterator[list[Bucket]]:
-    """Yield lists of consecutive buckets whose messages are posted together: over gloo, those whose holders exchange
-    shards point-to-point, so that a rank waits for others less often. Other buckets are sent one by one.
-
-    Args:
-        bucket_size: maximum number of elements that this rank receives for a list of several.
-        gathers: whether they are all-gathered, not reduce-scattered.
-    """
-    together: list[Bucket] = []
-    num_received = 0
-    for bucket in buckets:
-        group = bucket.holder_group
-        is_direct = group.gathers_directly if gathers else group.scatters_directly
-        is_alone = not is_direct or bucket.layout.owner is not None
-        count = received_elements(bucket.layout.size, group)
-        is_full = num_received + count > bucket_size
-        if together and (is_alone or is_full or bucket.layout.dtype != together[0].layout.dtype):
-            yield together
-            together, num_received = [], 0
-        together.append(bucket)
-        num_received += count
-        if is_alone:
-            yield together
-            together, num_received = [], 0
-    if together:
-        yield together
