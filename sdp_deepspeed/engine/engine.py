@@ -10,10 +10,11 @@ Order of construction:
 Order of a training step; methods with an underscore, and `allreduce_gradients`, are called by DeepSpeed:
 
 1. `forward` runs the masked module.
-2. `backward`: after `_backward_prologue`, hooks of the reducer receive each gradient (`Reducer._on_gradient`); at the
-   end comes `allreduce_gradients` (`Reducer.finish_backward`).
-3. `step` calls DeepSpeed's, which calls `SubnetworkOptimizer.step` and thus `ShardedOptimizer.step`: average, norm,
-   clipping, step, weights.
+2. `backward`: `_backward_prologue` tells the reducer whether this is the last micro-step. Hooks of the reducer then
+   receive each gradient (`Reducer._on_gradient`), and `allreduce_gradients` ends the pass (`Reducer.finish_backward`).
+3. `step` calls DeepSpeed's, which calls `SubnetworkOptimizer.step`. That passes the loss scale to
+   `ShardedOptimizer.step` (parallel/optimizer.py: average, norm, clipping, step, weights), and keeps the norm and
+   whether the step was skipped, for DeepSpeed to read.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             announce(f"{KEY}.{describe_scale(self.module, self.mask.branches, self.mask.scaled, by_init=by_init)}")
 
     def _broadcast_model(self) -> None:
-        check_same_parameters(self.module, self._every_members(), self._control)
+        check_same_parameters(self.module, self._data_parallel_groups(), self._control)
         if self._deferred is not None:
             return  # all ranks initialize the same weights
         for parameter in self.module.parameters():  # DeepSpeed cannot broadcast channels-last; buckets are row-major
@@ -235,7 +236,9 @@ class SubnetworkEngine(DeepSpeedEngine):
         holder_sets = {holders for pieces in mask.pieces.values() for _, holders in pieces}
         if block.local_steps is not None:
             holder_sets = group_sets(holder_sets, teams_of(plan.subnetwork_of_rank))
-        self.groups = Groups(holder_sets, ranks=self._every_members(), control=self._control, comm=deepspeed_comm)
+        self.groups = Groups(
+            holder_sets, ranks=self._data_parallel_groups(), control=self._control, comm=deepspeed_comm
+        )
         mask.apply()
         if (deferred := self._deferred) is not None:
             seed = gather_objects(deferred.seed, self._control)[0]
@@ -270,13 +273,13 @@ class SubnetworkEngine(DeepSpeedEngine):
         # A backward pass through a graph of the earlier plan would be silently incomplete: let autograd refuse it.
         torch.autograd.graph.increment_version(list(mask.parameters.values()))
 
-    def members(self) -> list[int]:
+    def data_parallel_ranks(self) -> list[int]:
         """Global ranks of this rank's data-parallel group."""
         return dist.get_process_group_ranks(self.seq_data_parallel_group)
 
-    def _every_members(self) -> list[tuple[int, ...]]:
-        """`members` of each tensor-parallel rank; collective."""
-        return sorted({tuple(ranks) for ranks in gather_objects(self.members(), self._control)})
+    def _data_parallel_groups(self) -> list[tuple[int, ...]]:
+        """Global ranks of the data-parallel group of each tensor-parallel rank; collective."""
+        return sorted({tuple(ranks) for ranks in gather_objects(self.data_parallel_ranks(), self._control)})
 
     # ---- training -----------------------------------------------------------------------------------------------
 
@@ -320,8 +323,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         super()._backward_epilogue()
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """As in DeepSpeed; collective at the accumulation boundary. Through DeepSpeed's `step` it calls
-        `SubnetworkOptimizer.step`, and that `ShardedOptimizer.step` (parallel/optimizer.py), which communicates.
+        """As in DeepSpeed; collective at the accumulation boundary. DeepSpeed's `step` calls the optimizer's, which
+        communicates.
 
         Raises:
             RuntimeError: inside `dense`; a Parameter was replaced, or frozen (stage 0); at stage 2, if the caller sets

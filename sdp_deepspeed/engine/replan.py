@@ -71,7 +71,7 @@ def plan_and_mask(engine: SubnetworkEngine, block: SubnetworkConfig, *, logs: bo
         ValueError: on all ranks, if the block does not fit the model or the number of ranks.
     """
     branches, shards = engine.tensor_parallel.branches, engine.tensor_parallel.shards
-    members = engine.members()
+    members = engine.data_parallel_ranks()
     locations = gather_objects(Location.here(), engine._control) if block.subnetworks == "nodes" else []
 
     def make() -> tuple[Plan, Mask]:

@@ -112,9 +112,7 @@ class Synchronizer:
 
     @torch.no_grad()
     def average_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set moments of the optimizer to their means over peers, in fp32, so that all holders have the same state.
-        Collective.
-        """
+        """Set moments to their fp32 means over peers, so that all holders have the same optimizer state. Collective."""
         for index, shard in enumerate(self._shards()):
             state = optimizer.state.get(shard, {})
             for key in sorted(state):

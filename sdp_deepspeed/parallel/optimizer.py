@@ -1,6 +1,6 @@
 """The optimizer, sharded over the holders of each slice (ZeRO stages 1 and 2; stage 0 runs as stage 1).
 
-A step (`ShardedOptimizer.step`), for every bucket that this rank holds:
+A step (`ShardedOptimizer.step`), for every bucket (buckets.py) that this rank holds:
 
 1. Gradients are averaged (`Reducer.finish`): reduce-scattered over the holders and divided by their number. Of H
    holders, the one at position i owns the i-th of H equal shards of the bucket, and has the average of that shard.
@@ -10,8 +10,9 @@ A step (`ShardedOptimizer.step`), for every bucket that this rank holds:
    all-reduce over all ranks adds them. Gradients are clipped, or the step is skipped. (DeepSpeed's Muon: muon.py.)
 3. The optimizer steps fp32 shards. If it updates whole tensors (Muon), it steps the tensors that this rank owns: their
    gradients are reduced to it, and their weights broadcast from it.
-4. Updated weights are all-gathered (`gather_weights`). Forward regime: over the holders. Backward regime: every rank
-   runs the whole model, so for each depth range there is one all-gather over all data-parallel ranks.
+4. Updated weights are all-gathered. Forward regime: each bucket over its holders. Backward regime: every rank runs the
+   whole model, so for each depth range there is one all-gather over all data-parallel ranks (weight_gathers.py), to
+   which each rank contributes all of its shards, padded to the largest share.
 
 With local steps (local_optimizer.py) a bucket is sharded over this rank's team in place of its holders, and all of this
 is between the ranks of the team.
@@ -71,7 +72,7 @@ class ShardedOptimizer:
     Args:
         optimizer: optimizer of the dense model's parameters, not stepped yet. Parameters in its param groups are
             replaced by this rank's shards; other options are unchanged.
-        mask: this rank's subnetwork, applied.
+        mask: this rank's subnetwork, applied: pieces of dense tensors with their holders, and views of those held.
         groups: process groups of all holder sets.
         param_groups: param group index of each trained tensor, by dense name. The same on all ranks: parameters that
             the user froze are excluded, those that only the mask froze on this rank are included.
@@ -93,7 +94,7 @@ class ShardedOptimizer:
             gradients); None before the first step.
         held: buckets of which this rank is a holder, in the order of collectives.
         buckets: `held`; in the backward regime all buckets.
-        mode: argument of the last `change_mode`; None if a checkpoint was loaded since.
+        mode: mode of an optimizer with `train` and `eval`; None until `change_mode`, and after a checkpoint is loaded.
         param_groups: the argument.
     """
 
@@ -205,11 +206,7 @@ class ShardedOptimizer:
         for bucket, gradient in zip(self.held, gradients, strict=True):
             bucket.set_gradients(gradient)
         if self._clips_updates:
-            scale_gradients(gradients, self.norm, 0.0, loss_scale)
-            orthogonalize(self.optimizer)
-            self.norm = gradient_norm(self._owned_gradients(), self._device, self._team)
-            scale_gradients(gradients, self.norm, self.clip, 1.0)
-            step_with_updates(self.optimizer)
+            self._step_clipped_updates(gradients, loss_scale)
         else:
             scale_gradients(gradients, self.norm, self.clip, loss_scale)
             self.optimizer.step()
@@ -219,6 +216,15 @@ class ShardedOptimizer:
         self._gather_after_step()
         self.reducer.zero_grad()
         return True
+
+    def _step_clipped_updates(self, gradients: Sequence[torch.Tensor], loss_scale: float) -> None:
+        """Step by clipped updates (muon.py); sets `norm` to theirs."""
+        assert self.norm is not None
+        scale_gradients(gradients, self.norm, 0.0, loss_scale)
+        orthogonalize(self.optimizer)
+        self.norm = gradient_norm(self._owned_gradients(), self._device, self._team)
+        scale_gradients(gradients, self.norm, self.clip, 1.0)
+        step_with_updates(self.optimizer)
 
     def _owned_gradients(self) -> list[torch.Tensor]:
         """Gradients of the shards that this rank counts in the norm."""
@@ -276,8 +282,8 @@ class ShardedOptimizer:
                 bucket.drop_weights()
 
     def change_mode(self, mode: str, change: Callable[[], Any]) -> None:
-        """Change the mode of an optimizer whose weights for evaluation differ from those for training (schedule-free),
-        and all-gather the changed weights. Collective.
+        """Call `train` or `eval` of an optimizer whose weights for evaluation differ from those for training
+        (schedule-free), and all-gather the changed weights. Collective.
 
         Args:
             mode: "train" or "eval".
