@@ -111,8 +111,8 @@ def difference(values: Sequence[Mapping[str, str]]) -> str:
     lines = []
     for name in sorted(set().union(*values)):
         ranks: dict[str, list[int]] = {}
-        for rank, of_rank in enumerate(values):
-            ranks.setdefault(of_rank.get(name, "absent"), []).append(rank)
+        for rank, settings in enumerate(values):
+            ranks.setdefault(settings.get(name, "absent"), []).append(rank)
         if len(ranks) > 1:
             texts = [f"{value} on rank {listed(with_value)}" for value, with_value in ranks.items()]
             lines.append(f"{name} is {' and '.join(texts[:5])}")
@@ -129,8 +129,8 @@ def refuse_difference(what: str, facts: Mapping[int, Sequence[str]]) -> None:
         facts: facts of each rank, gathered.
     """
     first = min(facts)
-    for rank, of_rank in facts.items():
-        pairs = itertools.zip_longest(facts[first], of_rank, fillvalue="nothing")
+    for rank, others in facts.items():
+        pairs = itertools.zip_longest(facts[first], others, fillvalue="nothing")
         if differing := next((pair for pair in pairs if pair[0] != pair[1]), None):
             raise RuntimeError(
                 f"{what}: {differing[1]} on rank {rank}, {differing[0]} on rank {first}; use the same model, "

@@ -95,10 +95,7 @@ class LocalOptimizer(ShardedOptimizer):
             return
         is_changed = False
         for index, bucket in enumerate(self.held):
-            if bucket.layout.is_cut:
-                bucket.weights_from_module(self.mask.view)
-            else:
-                bucket.restore_views(self._parameters)
+            self._read_module(bucket)
             is_changed |= bucket.differs_from_shard() or self.local.differs(index)
             bucket.drop_weights()
         self.local.hide()

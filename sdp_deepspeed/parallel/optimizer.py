@@ -336,12 +336,16 @@ class ShardedOptimizer:
         """Update the shards after weights were changed from outside (dense view, checkpoint). fp32 values that still
         round to the weight are kept."""
         for bucket in self.held:
-            if bucket.layout.is_cut:
-                bucket.weights_from_module(self.mask.view)
-            else:
-                bucket.restore_views(self._parameters)
+            self._read_module(bucket)
             bucket.shard_from_weights()
             bucket.drop_weights()
+
+    def _read_module(self, bucket: Bucket) -> None:
+        """Set the weights of a bucket to the module's."""
+        if bucket.layout.is_cut:
+            bucket.weights_from_module(self.mask.view)
+        else:
+            bucket.restore_views(self._parameters)
 
     def offload_states(self, *, states: bool = True, masters: bool = True, pin_memory: bool = False) -> None:
         """Move optimizer state and fp32 copies of weights to host memory, until `reload_states`. Copies that are

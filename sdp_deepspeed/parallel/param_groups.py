@@ -63,8 +63,8 @@ def agreed_param_groups(
         RuntimeError: on all ranks, if param groups differ.
     """
     indices = run_on_all_ranks(lambda: param_group_indices(optimizer, mask.parameters, mask.trainable), control)
-    for of_rank in gather_objects(indices, control):
-        for name, index in of_rank.items():
+    for others in gather_objects(indices, control):
+        for name, index in others.items():
             if name in frozen_before:
                 indices[name] = index
     indices = {name: indices[name] for name in mask.parameters if name in indices}

@@ -31,7 +31,7 @@ from sdp_deepspeed.atomic_files import regular, write_text
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.assign import incidence, spectral_gap
 from sdp_deepspeed.plan.coverage import describe_holders
-from sdp_deepspeed.units import Kind, Piece, Subnetworks, Unit, UnitCost
+from sdp_deepspeed.units import Holders, Kind, Piece, Subnetworks, Unit, UnitCost
 
 StrategyName = Literal["block", "neuron"]
 _MAX_LISTED = 64  # maximum rows and columns of the printed table
@@ -104,13 +104,13 @@ class Plan:
         """Indices of the units that `subnetwork` holds, ascending."""
         return tuple(u for u, holders in enumerate(self.holders) if subnetwork in holders)
 
-    def ranks_of(self, unit: int) -> tuple[int, ...]:
+    def ranks_of(self, unit: int) -> Holders:
         """Data-parallel ranks that hold the unit with index `unit`, ascending."""
         return self._ranks_of_set[self.holders[unit]]
 
     @cached_property
-    def _ranks_of_set(self) -> dict[Subnetworks, tuple[int, ...]]:
-        ranks_of: dict[Subnetworks, tuple[int, ...]] = {}
+    def _ranks_of_set(self) -> dict[Subnetworks, Holders]:
+        ranks_of: dict[Subnetworks, Holders] = {}
         for holders in dict.fromkeys(self.holders):
             held = frozenset(holders)
             ranks_of[holders] = tuple(r for r, subnetwork in enumerate(self.subnetwork_of_rank) if subnetwork in held)
