@@ -112,7 +112,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         schedule: the plans over time; None if the plan is fixed.
         phase, draw: current phase of the schedule, and number of re-drawn assignments.
         stage_of_config: ZeRO stage at the beginning of the run.
-        seconds_synchronizing: total time of synchronizations, waiting for other ranks included (local steps).
+        num_synchronizations, seconds_synchronizing, bytes_synchronizing: with local steps, synchronizations so far, the
+            time that they took, waiting for other ranks included, and the bytes that this rank sent to other teams.
     """
 
     block: SubnetworkConfig
@@ -125,6 +126,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     optimizer: SubnetworkOptimizer
     schedule: Schedule | None
     phase = draw = stage_of_config = 0
+    num_synchronizations = bytes_synchronizing = 0
     seconds_synchronizing = 0.0
     _before_autotp: WholeModel | None = None
     _deferred: DeferredWeights | None = None  # of a model built under `Init`
@@ -259,6 +261,8 @@ class SubnetworkEngine(DeepSpeedEngine):
             **options,
         )
         self.dense_view = DenseView(mask, self.groups, self.device, sharded, wait=self._barrier.wait)
+        if isinstance(sharded, LocalOptimizer) and dist.get_rank() == 0:
+            announce(f"{KEY}.local_steps: {sharded.describe()}")
         return sharded
 
     def apply_plan(self, block: SubnetworkConfig, plan: Plan, mask: Mask) -> None:
@@ -342,14 +346,14 @@ class SubnetworkEngine(DeepSpeedEngine):
             refuse_frozen(self)
         before = self.global_steps
         super().step(lr_kwargs)
-        if self.global_steps > before:
-            self._step_events.write()
         are_equal = self._step_applied  # whether the holders' weights have changed, and are equal
         if (local := self.block.local_steps) is not None:
             are_equal = self.global_steps > before and self.global_steps % local.every == 0
             if are_equal:
                 self._barrier.record_step()
                 self._synchronize("engine.step")
+        if self.global_steps > before:
+            self._step_events.write()
         if self.block.check_agreement and are_equal:
             run_on_all_ranks(lambda: check_agreement(self.mask, self.groups), self._control)
             held = self.held_tensors()
@@ -379,7 +383,12 @@ class SubnetworkEngine(DeepSpeedEngine):
         assert isinstance(self.optimizer.sharded, LocalOptimizer)
         self.optimizer.sharded.synchronize()
         average_running_statistics(self.mask, self.seq_data_parallel_group, self.device)
-        self.seconds_synchronizing += time.monotonic() - begin
+        seconds = time.monotonic() - begin
+        self.num_synchronizations += 1
+        self.seconds_synchronizing += seconds
+        self.bytes_synchronizing += self.optimizer.sharded.bytes_per_synchronization
+        if (interval := self.steps_per_print()) and self.global_steps % interval == 0:
+            log_dist(f"{KEY}: synchronization {self.num_synchronizations} took {seconds:.3g} s", ranks=[0])
 
     def clip_fp32_gradients(self) -> None:
         """Does nothing: the sharded optimizer clips by the norm of the averaged dense gradient."""

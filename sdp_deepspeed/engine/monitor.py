@@ -77,8 +77,11 @@ class StepEvents:
             "coverage": engine.coverage,
         }
         if engine.optimizer.sharded.local is not None:
-            values["synchronizations"] = engine.optimizer.sharded.local.num_synchronizations
-            values["seconds_synchronizing"] = engine.seconds_synchronizing
+            values |= {
+                "synchronizations": engine.num_synchronizations,
+                "seconds_synchronizing": engine.seconds_synchronizing,
+                "bytes_synchronizing": engine.bytes_synchronizing,
+            }
         engine.monitor.write_events(
             [(f"Train/Samples/{name}", float(v), engine.global_samples) for name, v in values.items() if v is not None]
         )

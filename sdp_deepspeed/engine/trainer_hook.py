@@ -1,4 +1,4 @@
-"""Patches of Transformers' Trainer: names of losses, the number of parameters, `total_steps` of a schedule."""
+"""Patches of Transformers' Trainer: names of losses and norms, number of parameters, `total_steps` of a schedule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from functools import wraps
 from math import prod
 from typing import Any
 
-_NAMES = {"loss": "subnetwork_loss", "train_loss": "train_subnetwork_loss"}
+_LOSSES = {"loss": "subnetwork_loss", "train_loss": "train_subnetwork_loss"}
+_NORM = "grad_norm"
 
 
 def patch_trainer() -> None:
@@ -24,7 +25,13 @@ def patch_trainer() -> None:
         if is_ours(self.model_wrapped):
             if "loss" in logs:
                 logs |= {"coverage": self.model_wrapped.coverage, "phase": self.model_wrapped.phase}
-            logs |= {_NAMES[name]: logs.pop(name) for name in _of_subnetworks(self) if name in logs}
+                if self.model_wrapped.block.local_steps is not None:
+                    logs |= {
+                        "synchronizations": self.model_wrapped.num_synchronizations,
+                        "seconds_synchronizing": self.model_wrapped.seconds_synchronizing,
+                    }
+            names = _LOSSES | {_NORM: f"subnetwork_{_NORM}"}
+            logs |= {names[name]: logs.pop(name) for name in _of_subnetworks(self) if name in logs}
         return log(self, logs, *args, **kwargs)
 
     @wraps(count)
@@ -53,19 +60,27 @@ def patch_trainer() -> None:
 
 
 def note_step(trainer: Any) -> None:
-    """Record before a micro-step whether its loss is a subnetwork's: a schedule may change the plan before logging."""
+    """Record before a micro-step what of it is a subnetwork's: a schedule may change the plan before logging."""
     if is_ours(trainer.model_wrapped):
-        noted = vars(trainer).setdefault("sdp_subnetwork_losses", set())
-        if trainer.model_wrapped.plan.trains_subnetworks:
-            noted.update(_NAMES)
+        noted = vars(trainer).setdefault("sdp_of_subnetworks", set())
+        noted.discard(_NORM)
+        noted.update(_trained_by_subnetworks(trainer.model_wrapped))
+
+
+def _trained_by_subnetworks(engine: Any) -> set[str]:
+    """Names of the Trainer's logs that are a subnetwork's under the engine's plan. With local steps, the gradient norm
+    is, too, also at C = 1."""
+    if engine.block.local_steps is not None:
+        return {*_LOSSES, _NORM}
+    return {*_LOSSES} if engine.plan.trains_subnetworks else set()
 
 
 def _of_subnetworks(trainer: Any) -> set[str]:
-    """Names of the logged losses that include a subnetwork's: since the last log, and over all of training."""
-    noted: set[str] | None = vars(trainer).get("sdp_subnetwork_losses")
+    """Names of logs that include a subnetwork's: losses since the last log and over all of training, the last norm."""
+    noted: set[str] | None = vars(trainer).get("sdp_of_subnetworks")
     if noted is None:  # a custom training step
-        return {*_NAMES} if trainer.model_wrapped.plan.trains_subnetworks else set()
-    vars(trainer)["sdp_subnetwork_losses"] = noted - {"loss"}
+        return _trained_by_subnetworks(trainer.model_wrapped)
+    vars(trainer)["sdp_of_subnetworks"] = noted - {"loss"}
     return noted
 
 

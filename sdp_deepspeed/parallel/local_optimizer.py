@@ -29,6 +29,9 @@ class LocalOptimizer(ShardedOptimizer):
     Args:
         settings: `local_steps` of the block.
         options: those of `ShardedOptimizer`.
+
+    Attributes:
+        team_size: ranks of this rank's team.
     """
 
     local: Synchronizer
@@ -45,6 +48,7 @@ class LocalOptimizer(ShardedOptimizer):
     ) -> None:
         teams = teams_of(mask.plan.subnetwork_of_rank)
         super().__init__(optimizer, mask, groups, param_groups, teams=teams, **options)
+        self.team_size = len(teams[groups.rank])
         self.local = Synchronizer(settings, self.held, groups, teams, options.get("wire_dtype"))
 
     def step(self, loss_scale: float = 1.0, *, check_overflow: bool = False) -> bool:
@@ -71,6 +75,20 @@ class LocalOptimizer(ShardedOptimizer):
         run_on_all_ranks(lambda: self.local.check_finite(subnetwork), self.groups.control)
         self.local.synchronize()
         self._gather()
+
+    @property
+    def bytes_per_synchronization(self) -> int:
+        """Bytes that this rank sends to other teams in a synchronization: differences, and in the backward regime the
+        weights that other teams do not train."""
+        num_others = self.groups.data_parallel.size - self.team_size
+        weights = sum(gathered.size * gathered.buckets[0].layout.dtype.itemsize for gathered in self._gathers)
+        return self.local.sent_bytes + num_others * weights
+
+    def describe(self) -> str:
+        """Text on rank 0: its team, and how often it sends how much."""
+        team = f"{self.team_size} rank{'s' * (self.team_size > 1)}"
+        sent = f"{self.bytes_per_synchronization / 1e6:.3g} MB to other teams each time"
+        return f"teams of {team}, synchronized every {self.local.settings.every} steps; rank 0 sends {sent}"
 
     # ---- the dense model -------------------------------------------------------------------------------------------
 

@@ -61,7 +61,6 @@ class Synchronizer:
         momenta: outer momentum, likewise; empty if the momentum is 0.
         is_between: whether weights have been stepped since the last synchronization.
         are_shown: whether anchors are in the place of shards, so that the module has them.
-        num_synchronizations: so far.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class Synchronizer:
     ) -> None:
         self.settings, self._buckets, self._wire_dtype = settings, buckets, wire_dtype
         self.is_between = self.are_shown = False
-        self.num_synchronizations = 0
         self._hidden: list[torch.Tensor] = []  # shards, while anchors are in their place
         self._peers: list[HolderGroup] = []
         for bucket in buckets:
@@ -108,7 +106,15 @@ class Synchronizer:
             anchor.sub_(delta, alpha=rate)
             shard.detach().copy_(anchor)
         self.is_between = False
-        self.num_synchronizations += 1
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends in `synchronize`, as rings do."""
+        total = 0
+        for shard, peers in zip(self._shards(), self._peers, strict=True):
+            width = (self._wire_dtype or shard.dtype).itemsize
+            total += 2 * (peers.size - 1) * shard.numel() * width // peers.size
+        return total
 
     @torch.no_grad()
     def average_moments(self, optimizer: torch.optim.Optimizer) -> None:

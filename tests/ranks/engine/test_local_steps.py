@@ -95,10 +95,10 @@ def test_the_dense_model_is_that_of_the_anchors(rank: Rank) -> None:
             refusal(RuntimeError, looking.module.state_dict, "engine.synchronize()")
             train(looking, num_steps=2, first=5)
             train(other, num_steps=7)
-            assert looking.optimizer.sharded.local.num_synchronizations == 2
+            assert looking.num_synchronizations == 2
             looking.synchronize()
             other.synchronize()
-            assert looking.optimizer.sharded.local.num_synchronizations == 3
+            assert looking.num_synchronizations == 3
             assert_identical(dense_state(looking), dense_state(other))
             train(looking, num_steps=1, first=7)
             train(other, num_steps=1, first=7)
@@ -223,7 +223,7 @@ def test_a_schedule_ends_local_steps(rank: Rank) -> None:
     assert_identical(dense_state(engine), dense_state(second))
     second.replan({"local_steps": {"every": 2}})
     train(second, num_steps=2, first=6)
-    assert second.optimizer.sharded.local.num_synchronizations == 1
+    assert second.num_synchronizations == 1
 
 
 @pytest.mark.world(2)

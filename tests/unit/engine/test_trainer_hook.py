@@ -60,8 +60,10 @@ def test_a_phase_that_the_trainer_never_reaches_is_told_once() -> None:
 class SubnetworkEngine:
     """The name is what it is known by."""
 
-    def __init__(self, trains: bool) -> None:
+    def __init__(self, trains: bool, is_local: bool = False) -> None:
         self.plan = SimpleNamespace(trains_subnetworks=trains)
+        self.block = SimpleNamespace(local_steps={"every": 2} if is_local else None)
+        self.num_synchronizations = self.seconds_synchronizing = 0
         self.coverage, self.phase = 0.5, 0
 
 
@@ -94,3 +96,24 @@ def test_a_loss_is_a_subnetworks_if_that_of_a_step_since_the_last_log_was() -> N
     assert not labelled(trainer, before=False, after=True)
     for trains in (True, False):
         assert labelled(a_trainer(), before=None, after=trains) == trains, "a Trainer with steps of its own"
+
+
+def test_with_local_steps_loss_and_norm_are_a_subnetworks_also_at_full_coverage() -> None:
+    """Losses since the last log, and the norm of the last step."""
+    trainer = a_trainer()
+
+    def logged() -> set[str]:
+        logs = {"loss": 1.0, "grad_norm": 2.0}
+        transformers.trainer.Trainer.log(trainer, logs)
+        return {*logs} - {"coverage", "phase"}
+
+    trainer.model_wrapped = SubnetworkEngine(trains=False, is_local=True)
+    note_step(trainer)
+    totals = {"synchronizations", "seconds_synchronizing"}
+    assert logged() == {"subnetwork_loss", "subnetwork_grad_norm", *totals}
+    note_step(trainer)
+    trainer.model_wrapped = SubnetworkEngine(trains=False)
+    note_step(trainer)
+    assert logged() == {"subnetwork_loss", "grad_norm"}
+    note_step(trainer)
+    assert logged() == {"loss", "grad_norm"}
