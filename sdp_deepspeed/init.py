@@ -182,11 +182,11 @@ def _defer_all(modules: Iterable[nn.Module], recording: Recording, seed: int) ->
         for tensor in (*module._parameters.values(), *module._buffers.values(), *plain):
             if type(tensor) in _DEFERRED:
                 if not is_meta(tensor):
-                    give(tensor, tensor.detach().to("meta"))
+                    move_in_place(tensor, tensor.detach().to("meta"))
                 _defer(tensor, (recording, seed, recording.ref(tensor)))
 
 
-def give(tensor: torch.Tensor, value: torch.Tensor) -> None:
+def move_in_place(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Move a tensor object to another device, keeping its identity. `swap_tensors` refuses tensors with weak
     references, and `.data` refuses a different device."""
     torch._C._swap_tensor_impl(tensor, value.requires_grad_(tensor.requires_grad))
@@ -259,9 +259,9 @@ class DeferredWeights:
         random_state = torch.get_rng_state()
         for tensor in mask.tensors():
             if is_meta(tensor):
-                give(tensor, _zeros_like(tensor, device))
+                move_in_place(tensor, _zeros_like(tensor, device))
         for name in self._refs:
-            stored = [piece for piece, _ in mask.pieces_of(name) if mask.stored(piece)]
+            stored = [piece for piece, _ in mask.pieces_of(name) if mask.is_stored(piece)]
             dense = self.value(name, seed) if stored else None
             for piece in stored:
                 mask.view(piece).copy_(piece.narrow(dense))
@@ -291,7 +291,7 @@ def _shrink_outputs(mask: Mask) -> None:
         for tensor in branch.cut_tensors:
             if tensor.cut.is_output:
                 for piece, _ in mask.pieces_of(tensor.parameter):
-                    if mask.stored(piece):
+                    if mask.is_stored(piece):
                         mask.view(piece).mul_(mask.scaled[branch.name])
 
 

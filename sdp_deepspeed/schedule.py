@@ -137,13 +137,13 @@ class Schedule:
     def config_after(self, steps: int) -> dict[str, Any]:
         """DeepSpeed config of the step after `steps` steps; its block has no schedule."""
         phase, draw = self.phases[self.phase_after(steps)], self.draw_after(steps)
-        block = merged(_without_schedule(self.config[self.key]), phase.block)
+        block = merge_blocks(_without_schedule(self.config[self.key]), phase.block)
         if draw:
             block["seed"] = block.get("seed", 0) + draw
         return with_stage({**self.config, self.key: block}, phase.stage)
 
 
-def merged(block: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merge_blocks(block: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """A block with changed keys; `coverage` and `holders` replace each other."""
     dropped = _EITHER if any(changes.get(name) is not None for name in _EITHER) else ()
     return {name: value for name, value in block.items() if name not in dropped} | dict(changes)
@@ -175,7 +175,7 @@ def blocks_of_phases(block: Mapping[str, Any], key: str) -> list[tuple[str, dict
         raise ValueError("\n".join(problems))
     if phases is None:
         return [(key, base)]
-    blocks = [merged(base, _phase(phase, 1, None).block) for phase in phases]
+    blocks = [merge_blocks(base, _phase(phase, 1, None).block) for phase in phases]
     return [(f"{key}.schedule[{index}]", phase) for index, phase in enumerate(blocks)]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-Kind = Literal["parameter", "buffer"]
+TensorKind = Literal["parameter", "buffer"]
 Subnetworks = tuple[int, ...]  # that hold a unit, ascending; as in `Plan.holders`
 Holders = tuple[int, ...]  # data-parallel ranks whose subnetwork holds a unit, ascending
 
@@ -32,7 +32,7 @@ class Piece:
     dim: int | None = None
     start: int = 0
     length: int = 0
-    kind: Kind = "parameter"
+    kind: TensorKind = "parameter"
 
     def __post_init__(self) -> None:
         if self.dim is not None and (self.dim < 0 or self.start < 0 or self.length < 1):

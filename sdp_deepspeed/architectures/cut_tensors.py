@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS, Cut, attribute
-from sdp_deepspeed.units import Kind, Piece
+from sdp_deepspeed.units import Piece, TensorKind
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class CutTensor:
     dim: int
     size: int
     shares: tuple[int, ...] = (1,)
-    kind: Kind = "parameter"
+    kind: TensorKind = "parameter"
 
     def has_blocks_of(self, num_cells: int) -> bool:
         """Whether each block divides into `num_cells` cells of equal width."""
@@ -94,7 +94,9 @@ def _module_of(root: nn.Module, cut: Cut) -> nn.Module | None:
 
 def _vectors(name: str, norm: nn.Module, cut: Cut) -> list[CutTensor]:
     """Tensors of a batch norm."""
-    vectors: list[tuple[Kind, str, torch.Tensor]] = [("parameter", path, p) for path, p in norm.named_parameters()]
+    vectors: list[tuple[TensorKind, str, torch.Tensor]] = [
+        ("parameter", path, p) for path, p in norm.named_parameters()
+    ]
     vectors += [("buffer", path, buffer) for path, buffer in norm.named_buffers() if buffer.dim()]
     return [CutTensor(cut, f"{name}.{path}", 0, len(vector), kind=kind) for kind, path, vector in vectors]
 

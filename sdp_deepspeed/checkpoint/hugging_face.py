@@ -41,7 +41,6 @@ from sdp_deepspeed.parallel.consistency import run_on_all_ranks
 logger = logging.getLogger("sdp_deepspeed")
 
 WEIGHTS, WEIGHTS_INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-Facts = Mapping[str, Any]
 
 
 # ---- out ------------------------------------------------------------------------------------------------------------
@@ -70,7 +69,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def export(
     reader: Reader,
-    facts: Facts,
+    facts: Mapping[str, Any],
     out: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -163,7 +162,11 @@ def _scratch_tensors(
 
 
 def _save(
-    tensors: dict[str, torch.Tensor], model: Facts, tied: Mapping[str, str], folder: Path, max_shard_size: str
+    tensors: dict[str, torch.Tensor],
+    model: Mapping[str, Any],
+    tied: Mapping[str, str],
+    folder: Path,
+    max_shard_size: str,
 ) -> None:
     """Save weights and configs. Models of other libraries keep the names of the module, tied ones too."""
     import transformers
@@ -304,7 +307,7 @@ def _stored_tensors(folder: Path, state: RankState) -> dict[str, torch.Tensor]:
     stored = {name: tensor for file in _weight_files(folder) for name, tensor in _mapped(file).items()}
     in_module, converted = _module_names(stored, model)
     known = {*state.mask.parameters, *persistent_buffers(model)}
-    stored_of, repeated, unknown = matched(in_module, model, known)
+    stored_of, repeated, unknown = match_names(in_module, model, known)
     if converted and known - stored_of.keys():
         raise ValueError(
             f"{folder} stores the model's {quoted(converted)} in parts; save it with save_pretrained(..., "
@@ -379,7 +382,7 @@ def _module_names(stored: Iterable[str], model: nn.Module) -> tuple[dict[str, st
     return names, converted
 
 
-def matched(
+def match_names(
     stored: Collection[str], model: nn.Module, known: Collection[str]
 ) -> tuple[dict[str, str], list[tuple[str, str]], list[str]]:
     """Match stored names with dense names: exact matches, then with or without the base model's prefix, then second

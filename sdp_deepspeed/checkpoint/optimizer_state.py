@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ _ALIKE = {
     "DeepSpeedCPULion": "Lion",
 }
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")  # options that do not change results
-Facts = dict[str, Any]
 Moments = dict[torch.Tensor, dict[str, torch.Tensor]]  # by parameter of the optimizer
 
 
@@ -38,6 +37,22 @@ class GroupFacts(NamedTuple):
 
     options: dict[str, Any]
     scalars: dict[str, float] | None
+
+
+class OptimizerFacts(TypedDict):
+    """Optimizer state without tensors, the same on every rank; part of a checkpoint.
+
+    Attributes:
+        kind: class of the optimizer, without the implementation.
+        groups: number of the param group, by dense name.
+        options: options of each param group.
+        scalars: step counts and the like of each param group.
+    """
+
+    kind: str
+    groups: dict[str, int]
+    options: list[dict[str, Any]]
+    scalars: list[dict[str, float]]
 
 
 def group_facts(state: RankState) -> dict[int, GroupFacts]:
@@ -68,9 +83,8 @@ def group_facts(state: RankState) -> dict[int, GroupFacts]:
     return result
 
 
-def optimizer_facts(state: RankState, of_ranks: Sequence[Mapping[int, GroupFacts]]) -> Facts:
-    """Optimizer state without tensors, the same on every rank: `kind`, `groups` (number by dense name), `options` and
-    `scalars` of each group.
+def optimizer_facts(state: RankState, of_ranks: Sequence[Mapping[int, GroupFacts]]) -> OptimizerFacts:
+    """Facts of the optimizer, the same on every rank.
 
     Args:
         of_ranks: `group_facts` of all ranks.
@@ -98,7 +112,7 @@ def moment_names(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]
     return [key for key, value in state.items() if torch.is_tensor(value) and value.shape == parameter.shape]
 
 
-def new_moments(state: RankState, stored: Mapping[str, Any], facts: Facts) -> Moments:
+def new_moments(state: RankState, stored: Mapping[str, Any], facts: OptimizerFacts) -> Moments:
     optimizer = state.optimizer.optimizer
     if facts["kind"] != _kind(optimizer):
         raise ValueError(
@@ -139,14 +153,14 @@ def _dtype_of_moment(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, 
     return parameter.dtype if is_torchs and stored.is_floating_point else stored
 
 
-def restore_optimizer(state: RankState, moments: Moments, facts: Facts) -> None:
+def restore_optimizer(state: RankState, moments: Moments, facts: OptimizerFacts) -> None:
     """Load moments and step counts, and options of param groups if both runs have the same groups."""
     optimizer = state.optimizer.optimizer
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     name_of = {parameter: name for name, parameter in _stepped(state)}
     states: dict[int, dict[str, Any]] = {}
     for index, parameter in enumerate(parameters):
-        group = facts["groups"].get(name_of.get(parameter))
+        group = facts["groups"].get(name_of.get(parameter, ""))
         numbers = {} if group is None else facts["scalars"][group]
         if numbers or moments.get(parameter):
             states[index] = moments.get(parameter, {}) | _as_kept(optimizer, numbers)
@@ -169,7 +183,7 @@ def _as_kept(optimizer: torch.optim.Optimizer, numbers: Mapping[str, float]) -> 
     return {key: int(value) for key, value in numbers.items()} if home.startswith("deepspeed") else dict(numbers)
 
 
-def _options(state: RankState, facts: Facts) -> list[dict[str, Any]]:
+def _options(state: RankState, facts: OptimizerFacts) -> list[dict[str, Any]]:
     """Param groups for `load_state_dict`, with the checkpoint's options that this optimizer has, if both runs have the
     same groups."""
     here, stored = state.optimizer.optimizer.param_groups, facts["options"]

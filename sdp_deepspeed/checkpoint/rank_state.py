@@ -63,7 +63,7 @@ class RankState:
         yield from self.optimizer.boxes()
         for name, tensor in self.unstepped().items():
             for piece, holders in self.mask.pieces_of(name):
-                if self.mask.stored(piece):
+                if self.mask.is_stored(piece):
                     values = _view(self.mask, piece, tensor)
                     yield box_of_piece(piece, values, is_written=holders[0] == self.mask.rank)
 

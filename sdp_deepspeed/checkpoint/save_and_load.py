@@ -137,7 +137,7 @@ class Checkpointer:
             self._lock[1].release()
         self._lock = None
 
-    def _write(self, folder: Path, tag: str, tensors: State, latest: bool, group: Any) -> None:
+    def _write(self, folder: Path, tag: str, tensors: State, latest: bool, group: dist.ProcessGroup | None) -> None:
         """Write and publish the files; collective. Runs in a thread if saving is asynchronous."""
         is_first = dist.get_rank() == 0
         is_on_device = any(not v.is_cpu for boxes in tensors.values() for v in boxes.parts.values())
@@ -185,7 +185,7 @@ class Checkpointer:
 
     # ---- load -------------------------------------------------------------------------------------------------------
 
-    def find(self, folder: Path, tag: str | None, control: Any) -> Checkpoint | None:
+    def find(self, folder: Path, tag: str | None, control: dist.ProcessGroup) -> Checkpoint | None:
         """Find and verify the checkpoint to load, without changing anything.
 
         Args:
@@ -250,7 +250,7 @@ class Checkpointer:
             restore_random_state(of_rank["random"])
             restore_buffers(state, of_rank["buffers"])
 
-    def _choose(self, folder: Path, tag: str | None, control: Any) -> Path | None:
+    def _choose(self, folder: Path, tag: str | None, control: dist.ProcessGroup) -> Path | None:
         """Choose the folder of the checkpoint to load."""
         is_first = dist.get_rank() == 0
         problems = list[str]()
@@ -271,7 +271,7 @@ class Checkpointer:
         return None
 
 
-def _gather(call: str, work: Callable[[], Any], control: Any) -> list[Any]:
+def _gather(call: str, work: Callable[[], Any], control: dist.ProcessGroup) -> list[Any]:
     """`gather_results` of ranks that make the same call; otherwise raise ValueError on all ranks."""
     calls, results = zip(*gather_results(lambda: (call, work()), control), strict=True)
     if other := next((rank for rank, of_rank in enumerate(calls) if of_rank != calls[0]), None):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sdp_deepspeed.checkpoint.optimizer_state import Facts, Moments, moment_names, new_moments
+from sdp_deepspeed.checkpoint.optimizer_state import Moments, OptimizerFacts, moment_names, new_moments
 from sdp_deepspeed.checkpoint.planners import State, add_box
 from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState, persistent_buffers
 from sdp_deepspeed.messages import quoted
@@ -61,7 +61,9 @@ class Targets:
     moments: Moments | None
 
 
-def make_targets(state: RankState, stored: Mapping[str, Any], facts: Facts | None, *, strict: bool = True) -> Targets:
+def make_targets(
+    state: RankState, stored: Mapping[str, Any], facts: OptimizerFacts | None, *, strict: bool = True
+) -> Targets:
     """Find the destinations on this rank: what it steps, and other tensors it stores.
 
     Args:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from sdp_deepspeed.checkpoint.optimizer_state import Facts, group_facts, optimizer_facts, restore_optimizer
+from sdp_deepspeed.checkpoint.optimizer_state import OptimizerFacts, group_facts, optimizer_facts, restore_optimizer
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, State
 from sdp_deepspeed.checkpoint.rank_state import RankState, live_buffers, restore_buffers
 from sdp_deepspeed.checkpoint.saved_tensors import make_targets, written_state
@@ -42,7 +42,7 @@ class StateSnapshot:
     """
 
     tensors: State
-    optimizer: Facts
+    optimizer: OptimizerFacts
     layout: dict[str, Any]
     buffers: dict[str, torch.Tensor]
 
@@ -96,7 +96,7 @@ class BoxDirectory:
         owner: rank that has a box, by (key, offsets).
     """
 
-    def __init__(self, state: State, control: Any) -> None:
+    def __init__(self, state: State, control: dist.ProcessGroup) -> None:
         self.control = control
         self.owner: dict[tuple[str, torch.Size], int] = {}
         tensors: dict[str, Any] = {}
@@ -165,7 +165,7 @@ def _offset(index: MetadataIndex) -> torch.Size:
     return index.offset
 
 
-def _exchanged(asked: list[list[ReadItem]], control: Any) -> list[list[ReadItem]]:
+def _exchanged(asked: list[list[ReadItem]], control: dist.ProcessGroup) -> list[list[ReadItem]]:
     """Exchange requests. Returns the requests of each rank to this one."""
     sent = [torch.frombuffer(bytearray(pickle.dumps(of_rank)), dtype=torch.uint8) for of_rank in asked]
     out_sizes = torch.tensor([part.numel() for part in sent], device="cpu")

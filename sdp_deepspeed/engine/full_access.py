@@ -125,7 +125,7 @@ def write_full(
         if kind == "weight":
             box.view().copy_(box.of(value))  # with local steps, `values` are the anchor's
     for piece, _ in optimizer.mask.pieces[name] if kind == "weight" else ():
-        if optimizer.mask.stored(piece):
+        if optimizer.mask.is_stored(piece):
             optimizer.mask.view(piece).copy_(piece.narrow(value))
 
 

@@ -32,7 +32,7 @@ from sdp_deepspeed.parallel.consistency import check_same_plan, gather_objects, 
 from sdp_deepspeed.plan.nodes import Location, ranks_per_node
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.schedule import FIXED, OF_SCHEDULE, Schedule, merged, with_stage
+from sdp_deepspeed.schedule import FIXED, OF_SCHEDULE, Schedule, merge_blocks, with_stage
 
 if TYPE_CHECKING:
     from sdp_deepspeed.engine.engine import SubnetworkEngine
@@ -151,7 +151,7 @@ def new_config(engine: SubnetworkEngine, block: Mapping[str, Any], stage: int | 
             f"engine.replan: {quoted([f'{KEY}.{name}' for name in fixed])} cannot change in a run; save a checkpoint "
             "and load it in a new engine"
         )
-    return with_stage({**engine.config, KEY: merged(engine.config[KEY], block)}, stage)
+    return with_stage({**engine.config, KEY: merge_blocks(engine.config[KEY], block)}, stage)
 
 
 def replan(engine: SubnetworkEngine, config: Mapping[str, Any], stage: int | None) -> Replanned:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
 from sdp_deepspeed.fsdp.dtensors import ReplacedDTensors
-from sdp_deepspeed.fsdp.parts import Part, bare_copy
+from sdp_deepspeed.fsdp.parts import Part, copy_without_hooks
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward
 from sdp_deepspeed.parallel.dense_gathers import Segment, gather_segments
@@ -77,7 +77,7 @@ class DenseModel:
 
     def _copy(self, module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
         if id(module) not in made:
-            made[id(module)] = copied = bare_copy(module)
+            made[id(module)] = copied = copy_without_hooks(module)
             self._pairs.append((module, copied))
             forward = vars(module).get("forward")
             if isinstance(forward, MethodType) and forward.__self__ is module:

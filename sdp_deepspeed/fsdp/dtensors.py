@@ -16,12 +16,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.fsdp.parts import chunk
+from sdp_deepspeed.fsdp.parts import chunk_range
 from sdp_deepspeed.masking.placeholders import PartialTensor
 from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.parallel.consistency import gather_objects
@@ -55,7 +56,7 @@ class _Whole:
         (placement,) = self.placements
         assert isinstance(placement, Shard)
         dim = placement.dim % len(self.shape)
-        ends = [chunk(self.shape[dim], place, size) for place in range(size)]
+        ends = [chunk_range(self.shape[dim], place, size) for place in range(size)]
         return Division(tuple(self.shape), dim, tuple(stop - start for start, stop in ends))
 
     def around(self, local: torch.Tensor) -> DTensor:
@@ -136,7 +137,7 @@ def check_per_head(module: nn.Module, branches: Sequence[LocatedBranch]) -> None
         )
 
 
-def columns_of(module: nn.Module, mesh: DeviceMesh, control: Any) -> tuple[tuple[int, ...], ...]:
+def find_columns(module: nn.Module, mesh: DeviceMesh, control: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """Global ranks of the data-parallel mesh of each tensor-parallel rank; empty without tensor parallelism.
     Collective.
 

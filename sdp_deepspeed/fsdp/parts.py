@@ -58,7 +58,7 @@ class Part:
         """Range along dim 0 of a holder's shard, as of `torch.chunk`."""
         if not self.is_sharded:
             return 0, self.shape[0]
-        return chunk(self.shape[0], self.holders.index(rank), len(self.holders))
+        return chunk_range(self.shape[0], self.holders.index(rank), len(self.holders))
 
     def boxes(self, rank: int, tensor: torch.Tensor, *, is_stepped: bool) -> Iterator[Box]:
         """The boxes of a holder's shard; rank 0 saves ignored parameters.
@@ -85,7 +85,7 @@ class Part:
             first += piece.length if self.dim is not None else 0
 
 
-def chunk(length: int, position: int, number: int) -> tuple[int, int]:
+def chunk_range(length: int, position: int, number: int) -> tuple[int, int]:
     """Range of the chunk at a position of `torch.chunk(number)`; empty beyond the last chunk."""
     size = -(-length // number)
     return min(position * size, length), min((position + 1) * size, length)
@@ -210,7 +210,7 @@ def _split_layer(
     sets = [part.holders for part in next(iter(parts.values()))]
     copies = []
     for number in range(len(sets)):
-        copied = bare_copy(layer)
+        copied = copy_without_hooks(layer)
         copied._modules, copied._buffers = {}, {}
         copied._parameters = {name: None for name, value in layer._parameters.items() if value is None}
         for name in layer._parameters.keys() - copied._parameters.keys() - parts.keys():
@@ -246,7 +246,7 @@ def _run_inside(forward: ReplacedForward, *args: Any, **kwargs: Any) -> Any:
     return run(*args, **kwargs)
 
 
-def bare_copy(module: nn.Module) -> Any:
+def copy_without_hooks(module: nn.Module) -> Any:
     """A shallow copy of a module without hooks, with its own dicts of parameters, buffers and children."""
     copied = object.__new__(type(module))
     vars(copied).update(vars(module))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.fsdp.options import ShardOptions
-from sdp_deepspeed.fsdp.parts import chunk
+from sdp_deepspeed.fsdp.parts import chunk_range
 from sdp_deepspeed.masking.mask import is_masked
 from sdp_deepspeed.masking.wrappers import is_wrapper
 from sdp_deepspeed.messages import quoted
@@ -33,7 +33,7 @@ REFUSED_KEYS = {
 }
 
 
-def parsed(block: Mapping[str, Any] | None) -> SubnetworkConfig:
+def parse_block(block: Mapping[str, Any] | None) -> SubnetworkConfig:
     """The block, parsed as in a DeepSpeed config.
 
     Raises:
@@ -59,7 +59,7 @@ def check_call(
     Raises:
         ValueError: everything that is refused, one line each.
     """
-    config = parsed(block)
+    config = parse_block(block)
     lines = [*refused_of_block(config), *_of_mesh(module, mesh), *_of_model(module), *_of_options(options)]
     lines += _of_tensor_parallelism(module, config, options)
     if lines:
@@ -97,7 +97,7 @@ def check_plan(module: nn.Module, plan: Plan, ignored: Collection[nn.Parameter])
         raise ValueError("\n".join(lines))
 
 
-def check_same_settings(config: SubnetworkConfig, options: str, control: Any) -> None:
+def check_same_settings(config: SubnetworkConfig, options: str, control: dist.ProcessGroup) -> None:
     """Compare block and options across all ranks; collective.
 
     Args:
@@ -203,7 +203,7 @@ def _is_placed_as_usual(tensor: DTensor) -> bool:
     if mesh.ndim != 1 or not isinstance(placement, Shard | Replicate):
         return False
     if isinstance(placement, Shard):
-        start, stop = chunk(shape[placement.dim], mesh.get_local_rank(), mesh.size())
+        start, stop = chunk_range(shape[placement.dim], mesh.get_local_rank(), mesh.size())
         shape[placement.dim] = stop - start
     return list(tensor.to_local().shape) == shape
 

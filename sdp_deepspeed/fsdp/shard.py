@@ -25,7 +25,7 @@ from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.fsdp import state_dicts
 from sdp_deepspeed.fsdp.dense_model import DenseModel
-from sdp_deepspeed.fsdp.dtensors import ReplacedDTensors, check_per_head, columns_of
+from sdp_deepspeed.fsdp.dtensors import ReplacedDTensors, check_per_head, find_columns
 from sdp_deepspeed.fsdp.fsdp_groups import (
     BranchModules,
     FsdpGroup,
@@ -38,7 +38,7 @@ from sdp_deepspeed.fsdp.order import CollectiveOrder
 from sdp_deepspeed.fsdp.parts import parts_of
 from sdp_deepspeed.fsdp.refused_arguments import check_call, check_plan, check_same_settings
 from sdp_deepspeed.fsdp.sharded_model import OF_SHARED, OF_UNITS, ShardedModel, attach, device_type
-from sdp_deepspeed.init import DeferredWeights, give
+from sdp_deepspeed.init import DeferredWeights, move_in_place
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.forwards import set_data
 from sdp_deepspeed.masking.scale import describe_scale
@@ -112,7 +112,7 @@ def fully_shard(
         config = run_on_all_ranks(partial(check_call, module, mesh, block, options), control)
         check_same_settings(config, options.describe(module), control)
         mesh = mesh or init_device_mesh(device_type(), (dist.get_world_size(),))
-        columns = columns_of(module, mesh, control)
+        columns = find_columns(module, mesh, control)
         compile_in_place(module)
         with without_wrappers(module):
             sharded = _shard(Start(module, config, mesh, options, columns, control))
@@ -149,7 +149,7 @@ class Start:
     mesh: DeviceMesh
     options: ShardOptions
     columns: Sequence[tuple[int, ...]]
-    control: Any
+    control: dist.ProcessGroup
     dtensors: ReplacedDTensors | None = None
     deferred: DeferredWeights | None = None
     state_names: Mapping[str, str] = field(default_factory=dict)
@@ -260,7 +260,7 @@ def _apply_mask(start: Start, groups: Groups) -> None:
     absent = [mask.parameters.get(name, mask.buffers.get(name)) for name in _absent_names(mask)]
     for tensor in absent if deferred is None else ():
         if tensor is not None and tensor.is_meta:
-            give(tensor, torch.empty_like(tensor, device=start.device))  # `to_empty` skips it
+            move_in_place(tensor, torch.empty_like(tensor, device=start.device))  # `to_empty` skips it
     mask.apply()
     if deferred is not None:
         seed = gather_objects(deferred.seed, start.control)[0]

@@ -170,7 +170,7 @@ def _compare(
         for piece, holders in pieces:
             if scaled_model is not None and len(holders) > 1:
                 continue  # of a branch that is zero here; the layer's output has its gradient times C
-            if mask.trained(piece) and gradient is not None:
+            if mask.is_trained(piece) and gradient is not None:
                 value = torch.zeros_like(piece.narrow(gradient)) if of_rank is None else mask.view(piece, of_rank)
                 assert torch.allclose(value, piece.narrow(gradient), rtol=_TOLERANCE, atol=_TOLERANCE * largest), (
                     f"{mode}: the gradient of {name!r} in subnetwork {rank} is wrong; see the description of its branch"

@@ -106,11 +106,11 @@ class Mask:
         """Whether this rank's subnetwork contains the piece."""
         return piece in self._held
 
-    def trained(self, piece: Piece) -> bool:
+    def is_trained(self, piece: Piece) -> bool:
         """Whether this rank computes a gradient for the piece."""
         return piece.kind == "parameter" and self.trainable[piece.parameter] and self.is_held(piece)
 
-    def stored(self, piece: Piece) -> bool:
+    def is_stored(self, piece: Piece) -> bool:
         """Whether this rank currently stores the piece: held pieces; in the backward regime and when dense, all."""
         return piece in self._where
 
@@ -203,7 +203,7 @@ class Mask:
                 self.shapes[name], self._strides[name], dtype=tensor.dtype, device=tensor.device
             ).zero_()
             for piece, _ in self.pieces_of(name):
-                if self.stored(piece):
+                if self.is_stored(piece):
                     piece.narrow(dense).copy_(self.view(piece))
             if tensor.grad is not None:
                 self._gradients[name] = tensor.grad
@@ -269,7 +269,7 @@ class Mask:
         for piece in pieces:
             del self._where[piece]
         if held:
-            self._put(held, tensor, side_by_side(held, tensor))
+            self._put(held, tensor, concatenate(held, tensor))
             self._reshaped[name] = tensor.shape
             return
         zeros = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
@@ -291,8 +291,8 @@ class Mask:
             if dim is None:
                 parameter.requires_grad_(False)
                 continue
-            rest = side_by_side(frozen, parameter)
-            self._put(held, parameter, side_by_side(held, parameter))
+            rest = concatenate(frozen, parameter)
+            self._put(held, parameter, concatenate(held, parameter))
             self._put(frozen, rest)
             self._reshaped[name] = parameter.shape
             owner, _, attribute = name.rpartition(".")
@@ -359,7 +359,7 @@ def partial_tensors(module: nn.Module) -> dict[str, str]:
     return names
 
 
-def side_by_side(pieces: Sequence[Piece], dense: torch.Tensor) -> torch.Tensor:
+def concatenate(pieces: Sequence[Piece], dense: torch.Tensor) -> torch.Tensor:
     """Copy pieces of a tensor, concatenated along their dim."""
     dim = pieces[0].dim
     assert dim is not None

@@ -184,7 +184,7 @@ def check_agreement(mask: Mask, groups: Groups) -> None:
         piece: zlib.crc32(mask.view(piece).contiguous().flatten().view(torch.uint8).cpu().numpy().data)
         for pieces in mask.pieces.values()
         for piece, _ in pieces
-        if mask.stored(piece)
+        if mask.is_stored(piece)
     }
     gathered = gather_objects((groups.tensor_parallel_rank, groups.rank, sums_here), groups.control)
     global_ranks = groups.ranks[groups.tensor_parallel_rank]

@@ -31,7 +31,7 @@ from sdp_deepspeed.atomic_files import regular, write_text
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.assign import incidence, spectral_gap
 from sdp_deepspeed.plan.coverage import describe_holders
-from sdp_deepspeed.units import Holders, Kind, Piece, Subnetworks, Unit, UnitCost
+from sdp_deepspeed.units import Holders, Piece, Subnetworks, TensorKind, Unit, UnitCost
 
 StrategyName = Literal["block", "neuron"]
 _MAX_LISTED = 64  # maximum rows and columns of the printed table
@@ -226,7 +226,7 @@ class _File(BaseModel):
 
 class _PieceFile(_File):
     parameter: str
-    kind: Kind
+    kind: TensorKind
     dim: int | None
     start: int
     length: int

@@ -121,7 +121,7 @@ def assert_gradients(mask: Mask, found: Gradients, expected: Gradients) -> None:
     """
     floor = max(float(gradient.abs().max()) for gradient in expected.values()) / 64
     for name, pieces in mask.pieces.items():
-        trained = [piece for piece, _ in pieces if mask.trained(piece)]
+        trained = [piece for piece, _ in pieces if mask.is_trained(piece)]
         if name not in found:
             assert not any(piece.narrow(expected[name]).any() for piece in trained if name in expected), name
             continue

@@ -123,7 +123,7 @@ class SlicedMask:
             self._where[piece] = (tensor, start)
             start += piece.length
 
-    def stored(self, piece: Piece) -> bool:
+    def is_stored(self, piece: Piece) -> bool:
         return piece in self._where
 
     def view(self, piece: Piece, of: torch.Tensor | None = None) -> torch.Tensor:

@@ -163,8 +163,8 @@ def test_ranks_have_pieces_of_one_dense_model(name: str) -> None:
             assert not [t for t in mask.tensors() if t.is_meta]
             for of_tensor in (*mask.pieces.values(), *mask.buffer_pieces.values()):
                 for piece, holders in of_tensor:
-                    assert mask.stored(piece) or rank not in holders
-                    if mask.stored(piece):
+                    assert mask.is_stored(piece) or rank not in holders
+                    if mask.is_stored(piece):
                         assert torch.equal(mask.view(piece), piece.narrow(values[piece.parameter]))
             expected_model, expected_mask = core_masks.masked(dense, plan, rank)
             assert [t.shape for t in mask.tensors()] == [t.shape for t in expected_mask.tensors()]

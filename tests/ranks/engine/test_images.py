@@ -43,7 +43,7 @@ def logits(model: Any, rank: Rank) -> torch.Tensor:
 def stored(engine: Any) -> dict[str, torch.Tensor]:
     """All that this rank stores, buffers too, by the pieces of the plan."""
     mask = engine.mask
-    pieces = [piece for name in mask.shapes for piece, _ in mask.pieces_of(name) if mask.stored(piece)]
+    pieces = [piece for name in mask.shapes for piece, _ in mask.pieces_of(name) if mask.is_stored(piece)]
     return {f"{piece.parameter}[{piece.dim}, {piece.start}]": mask.view(piece).clone() for piece in pieces}
 
 

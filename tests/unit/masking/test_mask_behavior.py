@@ -546,7 +546,7 @@ def test_statistics_of_batch_norms(regime: str, strategy: str, is_frozen: bool) 
     wanted = dict(expected.named_buffers())
     for name, pieces in mask.buffer_pieces.items():
         for piece, _ in pieces:
-            if mask.stored(piece):
+            if mask.is_stored(piece):
                 assert_close(mask.view(piece).double(), piece.narrow(wanted[name]).double())
     moved = [not torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True) if a.numel()]
     assert all(moved) if not is_frozen else not any(moved)
