@@ -22,7 +22,7 @@ from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 if TYPE_CHECKING:
     from sdp_deepspeed.engine.engine import SubnetworkEngine
 
-Kind = Literal["weight", "gradient", "state"]
+Quantity = Literal["weight", "gradient", "state"]
 
 
 def install_full_access(parameter: nn.Parameter, name: str, engine: SubnetworkEngine) -> None:
@@ -65,11 +65,11 @@ class _Access:
         return engine.optimizer.sharded
 
     def get(self, optim_state_key: str | None = None) -> torch.Tensor:
-        kind: Kind = "weight" if optim_state_key is None else "state"
+        kind: Quantity = "weight" if optim_state_key is None else "state"
         return read_full(self._optimizer(), self._name, kind, optim_state_key or "")
 
     def set(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
-        kind: Kind = "weight" if optim_state_key is None else "state"
+        kind: Quantity = "weight" if optim_state_key is None else "state"
         write_full(self._optimizer(), self._name, value, kind, optim_state_key or "")
 
     def get_gradient(self) -> torch.Tensor:
@@ -80,7 +80,7 @@ class _Access:
 
 
 @torch.no_grad()
-def read_full(optimizer: ShardedOptimizer, name: str, kind: Kind = "weight", key: str = "") -> torch.Tensor:
+def read_full(optimizer: ShardedOptimizer, name: str, kind: Quantity = "weight", key: str = "") -> torch.Tensor:
     """Read values of a dense parameter in fp32, on the device of the weights.
 
     Args:
@@ -107,7 +107,7 @@ def read_full(optimizer: ShardedOptimizer, name: str, kind: Kind = "weight", key
 
 @torch.no_grad()
 def write_full(
-    optimizer: ShardedOptimizer, name: str, value: torch.Tensor, kind: Kind = "weight", key: str = ""
+    optimizer: ShardedOptimizer, name: str, value: torch.Tensor, kind: Quantity = "weight", key: str = ""
 ) -> None:
     """Write values of a dense parameter; each rank writes what it steps, and for weights what it stores.
 
@@ -129,7 +129,7 @@ def write_full(
             optimizer.mask.view(piece).copy_(piece.narrow(value))
 
 
-def _prepare(optimizer: ShardedOptimizer, kind: Kind, key: str) -> None:
+def _prepare(optimizer: ShardedOptimizer, kind: Quantity, key: str) -> None:
     if kind == "gradient":
         if not optimizer.reducer.is_last_micro_step:
             raise RuntimeError("gradients are averaged after the last micro-step; read or set them before step() only")
@@ -144,7 +144,7 @@ def _prepare(optimizer: ShardedOptimizer, kind: Kind, key: str) -> None:
             raise ValueError(f"the optimizer has no state {key!r} with one value per element: {words}")
 
 
-def _values(optimizer: ShardedOptimizer, name: str, kind: Kind, key: str) -> Iterator[tuple[Box, torch.Tensor]]:
+def _values(optimizer: ShardedOptimizer, name: str, kind: Quantity, key: str) -> Iterator[tuple[Box, torch.Tensor]]:
     """Yield the boxes that this rank owns of a parameter, with views of their values; nothing for missing state."""
     for bucket in (bucket for bucket in optimizer.held if name in bucket.layout.names):
         if kind == "gradient":
