@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -115,7 +115,8 @@ def fully_shard(
         columns = find_columns(module, mesh, control)
         compile_in_place(module)
         with without_wrappers(module):
-            sharded = _shard(Start(module, config, mesh, options, columns, control))
+            dtensors = ReplacedDTensors(columns) if columns else None
+            sharded = _shard(CheckedCall(module, config, mesh, options, columns, control, dtensors))
     except Exception:
         dist.destroy_process_group(control)
         raise
@@ -126,22 +127,15 @@ def fully_shard(
     return module
 
 
-@dataclass
-class Start:
-    """A model that is about to be sharded.
+@dataclass(frozen=True)
+class CheckedCall:
+    """The arguments of `fully_shard`, the same on all ranks.
 
     Args:
         mesh: the data-parallel ranks.
         columns: the data-parallel ranks of each tensor-parallel rank; empty without tensor parallelism.
         control: gloo group of all ranks.
         dtensors: None without tensor parallelism.
-        deferred: weights of a model built under `Init`, else None.
-        state_names: dense name of the tensor of each key of the state dict.
-        locations: location of each rank, for `subnetworks: "nodes"`.
-        plan: plan in coordinates of the dense model.
-        mask: mask in coordinates of this rank's tensors.
-        branches: modules of all branches, also of those that this rank lacks.
-        together: from `gathered_together`.
     """
 
     module: nn.Module
@@ -150,14 +144,7 @@ class Start:
     options: ShardOptions
     columns: Sequence[tuple[int, ...]]
     control: dist.ProcessGroup
-    dtensors: ReplacedDTensors | None = None
-    deferred: DeferredWeights | None = None
-    state_names: Mapping[str, str] = field(default_factory=dict)
-    locations: Sequence[Location] = ()
-    plan: Plan = field(init=False)
-    mask: Mask = field(init=False)
-    branches: Sequence[BranchModules] = ()
-    together: Mapping[str, str] = field(default_factory=dict)
+    dtensors: ReplacedDTensors | None
 
     @property
     def device(self) -> torch.device:
@@ -166,47 +153,66 @@ class Start:
         return torch.device(kind) if is_cpu else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _shard(start: Start) -> ShardedModel:
+@dataclass(frozen=True)
+class PlannedModel:
+    """What is known before the model is changed.
+
+    Args:
+        plan: plan in coordinates of the dense model.
+        mask: mask in coordinates of this rank's tensors.
+        branches: modules of all branches, also of those that this rank lacks.
+        together: from `gathered_together`.
+        state_names: dense name of the tensor of each key of the state dict.
+        deferred: weights of a model built under `Init`, else None.
+    """
+
+    plan: Plan
+    mask: Mask
+    branches: Sequence[BranchModules]
+    together: Mapping[str, str]
+    state_names: Mapping[str, str]
+    deferred: DeferredWeights | None
+
+
+def _shard(call: CheckedCall) -> ShardedModel:
     """Compute the plan, apply the mask, materialize and shard the model; collective."""
-    module, options, control = start.module, start.options, start.control
-    start.dtensors = ReplacedDTensors(tuple(start.columns)) if start.columns else None
-    if start.block.subnetworks == "nodes":
-        start.locations = gather_objects(Location.here(), control)
-    with start.dtensors or nullcontext():
-        run_on_all_ranks(partial(_prepare, start), control)
-        check_same_plan(start.plan, control)
-        check_same_parameters(module, start.columns or [range(dist.get_world_size())], control)
-        mask, parts = start.mask, parts_of(start.mask, options.ignored_params)
-        make = partial(DenseModel, mask, parts, options.mp_policy, start.dtensors)
+    module, options, control = call.module, call.options, call.control
+    locations = gather_objects(Location.here(), control) if call.block.subnetworks == "nodes" else ()
+    with call.dtensors or nullcontext():
+        planned = run_on_all_ranks(partial(_plan, call, locations), control)
+        check_same_plan(planned.plan, control)
+        check_same_parameters(module, call.columns or [range(dist.get_world_size())], control)
+        mask, parts = planned.mask, parts_of(planned.mask, options.ignored_params)
+        make = partial(DenseModel, mask, parts, options.mp_policy, call.dtensors)
         dense = run_on_all_ranks(make, control)
-    coverage = start.plan.mean_coverage([cost.flops for cost in unit_costs(module, mask.plan.units)])
+    coverage = planned.plan.mean_coverage([cost.flops for cost in unit_costs(module, mask.plan.units)])
     all_parts = [part for of_name in parts.values() for part in of_name]
-    groups = Groups({part.holders for part in all_parts}, ranks=start.columns or None, control=control)
-    _apply_mask(start, groups)
-    fsdp_groups = make_fsdp_groups(mask, start.branches, parts, start.together)
-    in_groups = _wrap(start, fsdp_groups, groups)
+    groups = Groups({part.holders for part in all_parts}, ranks=call.columns or None, control=control)
+    _apply_mask(call, planned, groups)
+    fsdp_groups = make_fsdp_groups(mask, planned.branches, parts, planned.together)
+    in_groups = _wrap(call, mask, fsdp_groups, groups)
     sharded = ShardedModel(
         module=module,
-        block=start.block,
-        plan=start.plan,
+        block=call.block,
+        plan=planned.plan,
         mask=mask,
         groups=groups,
-        mesh=start.mesh,
-        device=start.device,
+        mesh=call.mesh,
+        device=call.device,
         parts=parts,
         fsdp_groups=[group.modules for group in fsdp_groups],
         dense=dense,
-        state_names=start.state_names,
+        state_names=planned.state_names,
         coverage=coverage,
-        dtensors=start.dtensors,
+        dtensors=call.dtensors,
         barrier=CallBarrier(f"sdp_deepspeed/fsdp/{next(_numbers)}"),
     )
     whole = {}  # parameters that the root gathers or ignores
     for part in all_parts:
         if len(part.holders) == groups.data_parallel.size and id(sharded.parameter(part)) not in in_groups:
             whole[part.path] = sharded.owners[part.path]
-    dense.attach(groups, start.device, sharded.shard, whole)
-    dense.cast_like(module.get_submodule(path) for of_branch in start.branches for path in of_branch.paths)
+    dense.attach(groups, call.device, sharded.shard, whole)
+    dense.cast_like(module.get_submodule(path) for of_branch in planned.branches for path in of_branch.paths)
     can_run_again = not any(branch.description.extra_outputs for branch in mask.branches)
     CollectiveOrder(
         module, sharded.fsdp_groups, can_run_again=can_run_again, output_dtype=options.mp_policy.output_dtype
@@ -214,79 +220,80 @@ def _shard(start: Start) -> ShardedModel:
     return sharded
 
 
-def _prepare(start: Start) -> None:
+def _plan(call: CheckedCall, locations: Sequence[Location]) -> PlannedModel:
     """Compute the plan and check the model, without communication. Only DTensors are replaced; they are restored after
     an error.
+
+    Args:
+        locations: location of each rank, for `subnetworks: "nodes"`.
 
     Raises:
         ValueError: the model or block is not supported.
     """
-    module, options = start.module, start.options
-    start.state_names = _state_names(module)
-    if any(hasattr(tensor, "_sdp_weights") for tensor in named_tensors(module).values()):
-        start.deferred = DeferredWeights(module)
+    module, options = call.module, call.options
+    state_names = _state_names(module)
+    is_deferred = any(hasattr(tensor, "_sdp_weights") for tensor in named_tensors(module).values())
+    deferred = DeferredWeights(module) if is_deferred else None
     branches = locate_branches(module)
     per_node = None
-    if start.block.subnetworks == "nodes":
-        per_node = ranks_per_node(start.locations, start.mesh.mesh.tolist(), f"{KEY}.subnetworks")
-    start.plan, warnings = plan_model(
-        module, start.block, start.mesh.size(), branches=branches, ranks_per_node=per_node
-    )
-    check_plan(module, start.plan, options.ignored_params)
-    start.together = gathered_together(start.plan, dense_tensors(module), branches)
-    plan = start.plan
-    if start.dtensors is not None:
+    if call.block.subnetworks == "nodes":
+        per_node = ranks_per_node(locations, call.mesh.mesh.tolist(), f"{KEY}.subnetworks")
+    plan, warnings = plan_model(module, call.block, call.mesh.size(), branches=branches, ranks_per_node=per_node)
+    check_plan(module, plan, options.ignored_params)
+    together = gathered_together(plan, dense_tensors(module), branches)
+    local_plan = plan
+    if call.dtensors is not None:
         check_per_head(module, branches)
-        start.dtensors.take_local(module)
+        call.dtensors.take_local(module)
         refuse_model(module)
-        column = next(index for index, ranks in enumerate(start.columns) if dist.get_rank() in ranks)
-        plan = start.dtensors.shards(column).local_plan(plan)
-    is_scaled = start.block.branch_scale == "training"
-    start.mask = Mask(module, plan, start.mesh.get_local_rank(), branches=branches, is_scaled=is_scaled)
-    start.branches = list(modules_by_branch(start.mask))
+        column = next(index for index, ranks in enumerate(call.columns) if dist.get_rank() in ranks)
+        local_plan = call.dtensors.shards(column).local_plan(plan)
+    is_scaled = call.block.branch_scale == "training"
+    mask = Mask(module, local_plan, call.mesh.get_local_rank(), branches=branches, is_scaled=is_scaled)
+    branch_modules = list(modules_by_branch(mask))
     if dist.get_rank() == 0:
         for warning in warnings:
             logger.warning("%s: %s", KEY, warning)
-        logger.info("%s\n%s", KEY, start.plan.table(unit_costs(module, start.plan.units)))
-        if start.mask.scaled:
-            by_init = start.deferred is not None
-            logger.info("%s.%s", KEY, describe_scale(module, branches, start.mask.scaled, by_init=by_init))
+        logger.info("%s\n%s", KEY, plan.table(unit_costs(module, plan.units)))
+        if mask.scaled:
+            logger.info("%s.%s", KEY, describe_scale(module, branches, mask.scaled, by_init=is_deferred))
+    return PlannedModel(plan, mask, branch_modules, together, state_names, deferred)
 
 
-def _apply_mask(start: Start, groups: Groups) -> None:
+def _apply_mask(call: CheckedCall, planned: PlannedModel, groups: Groups) -> None:
     """Apply the mask, and materialize a model built under `Init`. Tensors without elements are moved to the device
     here, others by FSDP2."""
-    mask, deferred = start.mask, start.deferred
+    mask, deferred = planned.mask, planned.deferred
     absent = [mask.parameters.get(name, mask.buffers.get(name)) for name in _absent_names(mask)]
     for tensor in absent if deferred is None else ():
         if tensor is not None and tensor.is_meta:
-            move_in_place(tensor, torch.empty_like(tensor, device=start.device))  # `to_empty` skips it
+            move_in_place(tensor, torch.empty_like(tensor, device=call.device))  # `to_empty` skips it
     mask.apply()
     if deferred is not None:
-        seed = gather_objects(deferred.seed, start.control)[0]
-        run_on_all_ranks(lambda: deferred.materialize(mask, start.device, seed), start.control)
+        seed = gather_objects(deferred.seed, call.control)[0]
+        run_on_all_ranks(lambda: deferred.materialize(mask, call.device, seed), call.control)
         check_agreement(mask, groups)
     for tensor in absent:
-        if tensor is not None and tensor.device != start.device:
-            tensor.data = tensor.data.to(start.device)
+        if tensor is not None and tensor.device != call.device:
+            tensor.data = tensor.data.to(call.device)
 
 
-def _wrap(start: Start, fsdp_groups: Sequence[FsdpGroup], groups: Groups) -> set[int]:
+def _wrap(call: CheckedCall, mask: Mask, fsdp_groups: Sequence[FsdpGroup], groups: Groups) -> set[int]:
     """Call FSDP2: for each group over its holders, then for the rest over all ranks.
 
     Returns:
         Ids of the sharded parameters of these groups.
     """
-    mask, options, mesh = start.mask, start.options, start.mesh
-    meshes = _meshes({group.holders for group in fsdp_groups}, groups, mesh, is_divided=bool(start.columns))
+    options, mesh = call.options, call.mesh
+    meshes = _meshes({group.holders for group in fsdp_groups}, groups, mesh, is_divided=bool(call.columns))
     for group in fsdp_groups:
         _shard_modules(group.modules, meshes[group.holders], options.arguments())
     in_groups = [p for group in fsdp_groups for module in group.modules for p in module.parameters()]
     absent = _absent_names(mask)
-    state_dicts.install(start.module, {name: mask.shapes[name] for name in absent})
+    state_dicts.install(call.module, {name: mask.shapes[name] for name in absent})
     left_out = [mask.parameters[name] for name in absent if name in mask.parameters]
-    shared_mesh = _named(mesh, OF_SHARED) if start.columns else mesh
-    _shard_modules([start.module], shared_mesh, options.arguments(*left_out))
+    shared_mesh = _named(mesh, OF_SHARED) if call.columns else mesh
+    _shard_modules([call.module], shared_mesh, options.arguments(*left_out))
     return {id(parameter) for parameter in in_groups if parameter not in options.ignored_params}
 
 
