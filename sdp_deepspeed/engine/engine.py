@@ -379,10 +379,10 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     def _synchronize(self, call: str) -> None:
         begin = time.monotonic()
-        self._barrier.wait(call)
-        assert isinstance(self.optimizer.sharded, LocalOptimizer)
-        self.optimizer.sharded.synchronize()
-        average_running_statistics(self.mask, self.seq_data_parallel_group, self.device)
+        with self._barrier.wait_and_name(call):
+            assert isinstance(self.optimizer.sharded, LocalOptimizer)
+            self.optimizer.sharded.synchronize()
+            average_running_statistics(self.mask, self.seq_data_parallel_group, self.device)
         seconds = time.monotonic() - begin
         self.num_synchronizations += 1
         self.seconds_synchronizing += seconds

@@ -6,7 +6,8 @@ import itertools
 import logging
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ T = TypeVar("T")
 logger = logging.getLogger("sdp_deepspeed")
 
 PATIENCE = 30.0  # seconds that a rank waits for others before it warns
+_GRACE = 10.0  # seconds between the errors of ranks that have lost a connection to the same rank
 _KINDS = (ValueError, RuntimeError, OSError)  # types that are kept; all others become RuntimeErrors
 
 
@@ -246,6 +248,41 @@ class CallBarrier:
             calls = dict.fromkeys(call.decode() for call in self._store.multi_get(keys))
             raise RuntimeError(f"ranks made different calls: {'; '.join(calls)}; make each call on all ranks together")
 
+    @contextmanager
+    def wait_and_name(self, what: str) -> Iterator[None]:
+        """`wait`, and then a context of collectives of all ranks, whose errors name the ranks that have ended in it.
+
+        Args:
+            what: name of the call, for messages.
+
+        Raises:
+            RuntimeError: see `wait`; communication failed.
+        """
+        try:
+            self.wait(what)
+            keys = [f"{self._name}/left/{self._num_calls}/{rank}" for rank in range(self._size)]
+            try:
+                yield
+            except RuntimeError as error:
+                self._store.set(keys[self._rank], "")
+                if absent := self._absent_after_grace(keys):
+                    raise RuntimeError(
+                        f"{what}: communication failed; rank {listed(absent)} has ended or still waits; look for an "
+                        "error there"
+                    ) from error
+                raise  # all ranks have the same error
+            self._store.set(keys[self._rank], "")
+        except dist.DistNetworkError as error:
+            raise RuntimeError(
+                f"{what}: the store of the process groups is gone; rank 0, or the launcher that has it, has ended"
+            ) from error
+
+    def _absent_after_grace(self, keys: Sequence[str]) -> list[int]:
+        end = time.monotonic() + _GRACE
+        while (absent := self._absent(keys)) and time.monotonic() < end:
+            time.sleep(0.1)
+        return absent
+
     def _wait_for_all(self, what: str, prefix: str, keys: Sequence[str]) -> None:
         begin, pause, has_warned = time.monotonic(), 0.001, False  # seconds
         longest_pause = 0.1 * max(1.0, self._size / 64)  # rank 0 serves the requests of all ranks
@@ -273,7 +310,7 @@ class CallBarrier:
                 )
 
     def _absent(self, keys: Sequence[str]) -> list[int]:
-        """Ranks that have not made this call."""
+        """Ranks that have not set their key."""
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
 
     def _ahead(self) -> list[int]:

@@ -3,21 +3,23 @@ checkpoints, re-planning, and what is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from itertools import islice
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch.distributed import distributed_c10d
 
 from benchmarks.common.traffic_counter import TrafficCounter
-from tests.helpers.models import config, llama
+from tests.helpers.models import batches, config, llama, loss_of
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
@@ -46,6 +48,103 @@ def communication() -> Iterator[set[tuple[int, ...]]]:
     for group in distributed_c10d._world.pg_map:
         if group.group_name in traffic.groups:
             found.add(tuple(dist.get_process_group_ranks(group)))
+
+
+class Diloco:
+    """DiLoCo (arXiv 2311.08105) in one process, by torch's optimizers alone.
+
+    Args:
+        dtype: of the weights; each team steps fp32 copies.
+        clip: maximum norm of a team's gradient.
+    """
+
+    def __init__(self, num_teams: int, dtype: torch.dtype, every: int, rate: float, momentum: float, clip: float):
+        self.every, self.clip, self.num_steps = every, clip, 0
+        self.models = [llama().to(dtype) for _ in range(num_teams)]
+        self.masters = [self._masters() for _ in range(num_teams)]
+        self.inner = [torch.optim.SGD(masters, lr=0.1, momentum=0.9) for masters in self.masters]
+        self.anchors = self._masters()
+        self.outer = torch.optim.SGD(self.anchors, lr=rate, momentum=momentum, nesterov=momentum > 0)
+
+    def _masters(self) -> list[nn.Parameter]:
+        return [nn.Parameter(parameter.detach().float().clone()) for parameter in self.models[0].parameters()]
+
+    def step(self, step: Sequence[Sequence[torch.Tensor]]) -> tuple[list[list[float]], list[float]]:
+        """Losses of each rank's micro-batches, and the norm of each team's gradient."""
+        ranks_per_team = len(step) // len(self.models)
+        losses, norms = [], []
+        for team, model in enumerate(self.models):
+            of_team = step[team * ranks_per_team : (team + 1) * ranks_per_team]
+            num = sum(map(len, of_team))
+            for master in self.masters[team]:
+                master.grad = torch.zeros_like(master)
+            for of_rank in of_team:
+                losses.append([])
+                for batch in of_rank:
+                    loss = loss_of(model, batch)
+                    losses[-1].append(loss.item())
+                    gradients = torch.autograd.grad(loss, list(model.parameters()))
+                    for master, gradient in zip(self.masters[team], gradients, strict=True):
+                        assert master.grad is not None
+                        master.grad += gradient.float() / num
+            norms.append(float(nn.utils.clip_grad_norm_(self.masters[team], self.clip)))
+            self.inner[team].step()
+        self.num_steps += 1
+        if self.num_steps % self.every == 0:
+            self._synchronize()
+        for model, masters in zip(self.models, self.masters, strict=True):
+            with torch.no_grad():
+                torch._foreach_copy_(list(model.parameters()), masters)
+        return losses, norms
+
+    @torch.no_grad()
+    def _synchronize(self) -> None:
+        for number, anchor in enumerate(self.anchors):
+            anchor.grad = torch.stack([anchor - masters[number] for masters in self.masters]).mean(0)
+        self.outer.step()
+        for masters in self.masters:
+            torch._foreach_copy_(masters, self.anchors)
+
+
+@pytest.mark.world(2, 4)
+@pytest.mark.parametrize(
+    ("dtype", "stage", "accumulation", "rate", "momentum"),
+    [
+        (torch.float32, 0, 3, 1.0, 0.0),
+        (torch.float32, 2, 2, 0.7, 0.9),
+        (torch.bfloat16, 1, 2, 0.7, 0.9),
+        (torch.bfloat16, 2, 1, 1.0, 0.0),
+    ],
+)
+def test_diloco(dtype: torch.dtype, stage: int, accumulation: int, rate: float, momentum: float, rank: Rank) -> None:
+    """With two teams at C = 1 the engine is DiLoCo. bf16 rounds gradients where they are computed, added and sent."""
+    settings = local(every=2, stage=stage, subnetworks=2, local_steps=None)
+    settings[KEY]["local_steps"] = {"every": 2, "outer_lr": rate, "outer_momentum": momentum}
+    settings |= {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
+    settings |= {"gradient_clipping": 0.5, "gradient_accumulation_steps": accumulation}
+    settings |= {"bf16": {"enabled": dtype == torch.bfloat16}}
+    expected = Diloco(2, dtype, 2, rate, momentum, clip=0.5)
+    engine = engine_of(settings)
+    start = {name: value.float() for name, value in llama().state_dict().items()}
+    team = rank.rank * 2 // rank.size
+    tolerance = 1e-5 if dtype == torch.float32 else 4 * 2**-8
+    for step in islice(batches(rank.size, accumulation), 7):
+        losses, norms = expected.step(step)
+        for batch, loss in zip(step[rank.rank], losses[rank.rank], strict=True):
+            actual = loss_of(engine, batch)
+            engine.backward(actual)
+            engine.step()
+            assert actual.item() == pytest.approx(loss, rel=tolerance)
+        assert engine.get_global_grad_norm() == pytest.approx(norms[team], rel=tolerance)
+        assert norms[0] != norms[1]
+    engine.synchronize()
+    expected._synchronize()
+    state = dense_state(engine)
+    difference, moved = 0.0, 0.0
+    for (name, _), anchor in zip(llama().named_parameters(), expected.anchors, strict=True):
+        difference += float((state[name].float() - anchor.to(dtype).float()).square().sum())
+        moved += float((anchor - start[name]).square().sum())
+    assert difference <= tolerance**2 * moved, (difference, moved)
 
 
 @pytest.mark.world(4)
