@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from torch import nn
 from torch.distributed import distributed_c10d
 
 from benchmarks.common.traffic_counter import TrafficCounter
@@ -25,6 +25,7 @@ from tests.helpers.training import assert_identical, dense_state, engine_of, ref
 
 KEY = "subnetwork_data_parallel"
 CONTROL_BYTES = 2000  # at most, of small objects that ranks exchange
+EVERY, CLIP = 2, 0.5  # of `Diloco`
 
 
 def local(*, every: int = 3, stage: int = 1, **block: Any) -> dict[str, Any]:
@@ -55,11 +56,11 @@ class Diloco:
 
     Args:
         dtype: of the weights; each team steps fp32 copies.
-        clip: maximum norm of a team's gradient.
+        rate, momentum: of the outer SGD.
     """
 
-    def __init__(self, num_teams: int, dtype: torch.dtype, every: int, rate: float, momentum: float, clip: float):
-        self.every, self.clip, self.num_steps = every, clip, 0
+    def __init__(self, num_teams: int, dtype: torch.dtype, rate: float, momentum: float) -> None:
+        self.num_steps = 0
         self.models = [llama().to(dtype) for _ in range(num_teams)]
         self.masters = [self._masters() for _ in range(num_teams)]
         self.inner = [torch.optim.SGD(masters, lr=0.1, momentum=0.9) for masters in self.masters]
@@ -72,7 +73,8 @@ class Diloco:
     def step(self, step: Sequence[Sequence[torch.Tensor]]) -> tuple[list[list[float]], list[float]]:
         """Losses of each rank's micro-batches, and the norm of each team's gradient."""
         ranks_per_team = len(step) // len(self.models)
-        losses, norms = [], []
+        losses: list[list[float]] = []
+        norms = []
         for team, model in enumerate(self.models):
             of_team = step[team * ranks_per_team : (team + 1) * ranks_per_team]
             num = sum(map(len, of_team))
@@ -87,23 +89,24 @@ class Diloco:
                     for master, gradient in zip(self.masters[team], gradients, strict=True):
                         assert master.grad is not None
                         master.grad += gradient.float() / num
-            norms.append(float(nn.utils.clip_grad_norm_(self.masters[team], self.clip)))
+            norms.append(float(nn.utils.clip_grad_norm_(self.masters[team], CLIP)))
             self.inner[team].step()
         self.num_steps += 1
-        if self.num_steps % self.every == 0:
-            self._synchronize()
+        if self.num_steps % EVERY == 0:
+            self.synchronize()
         for model, masters in zip(self.models, self.masters, strict=True):
-            with torch.no_grad():
-                torch._foreach_copy_(list(model.parameters()), masters)
+            for parameter, master in zip(model.parameters(), masters, strict=True):
+                parameter.data.copy_(master.detach())
         return losses, norms
 
     @torch.no_grad()
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
         for number, anchor in enumerate(self.anchors):
             anchor.grad = torch.stack([anchor - masters[number] for masters in self.masters]).mean(0)
         self.outer.step()
         for masters in self.masters:
-            torch._foreach_copy_(masters, self.anchors)
+            for master, anchor in zip(masters, self.anchors, strict=True):
+                master.copy_(anchor)
 
 
 @pytest.mark.world(2, 4)
@@ -118,12 +121,12 @@ class Diloco:
 )
 def test_diloco(dtype: torch.dtype, stage: int, accumulation: int, rate: float, momentum: float, rank: Rank) -> None:
     """With two teams at C = 1 the engine is DiLoCo. bf16 rounds gradients where they are computed, added and sent."""
-    settings = local(every=2, stage=stage, subnetworks=2, local_steps=None)
-    settings[KEY]["local_steps"] = {"every": 2, "outer_lr": rate, "outer_momentum": momentum}
+    outer = {"every": EVERY, "outer_lr": rate, "outer_momentum": momentum}
+    settings = local(stage=stage, subnetworks=2, local_steps=outer)
     settings |= {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
-    settings |= {"gradient_clipping": 0.5, "gradient_accumulation_steps": accumulation}
+    settings |= {"gradient_clipping": CLIP, "gradient_accumulation_steps": accumulation}
     settings |= {"bf16": {"enabled": dtype == torch.bfloat16}}
-    expected = Diloco(2, dtype, 2, rate, momentum, clip=0.5)
+    expected = Diloco(2, dtype, rate, momentum)
     engine = engine_of(settings)
     start = {name: value.float() for name, value in llama().state_dict().items()}
     team = rank.rank * 2 // rank.size
@@ -138,12 +141,12 @@ def test_diloco(dtype: torch.dtype, stage: int, accumulation: int, rate: float, 
         assert engine.get_global_grad_norm() == pytest.approx(norms[team], rel=tolerance)
         assert norms[0] != norms[1]
     engine.synchronize()
-    expected._synchronize()
+    expected.synchronize()
     state = dense_state(engine)
     difference, moved = 0.0, 0.0
     for (name, _), anchor in zip(llama().named_parameters(), expected.anchors, strict=True):
-        difference += float((state[name].float() - anchor.to(dtype).float()).square().sum())
-        moved += float((anchor - start[name]).square().sum())
+        difference += float((state[name].float() - anchor.detach().to(dtype).float()).square().sum())
+        moved += float((anchor.detach() - start[name]).square().sum())
     assert difference <= tolerance**2 * moved, (difference, moved)
 
 
@@ -157,6 +160,22 @@ def test_a_step_waits_for_its_team_alone(rank: Rank) -> None:
         with communication() as found:
             train(engine, num_steps=2)
         assert found == {team}, found
+
+
+@pytest.mark.world(4)
+def test_two_process_groups_more(rank: Rank) -> None:
+    """At most: the team, and its position in all teams."""
+    blocks: list[dict[str, Any]] = [
+        {"holders": 4},
+        {"holders": 2},
+        {"holders": 1, "subnetworks": 2},
+        {"holders": 2, "subnetworks": 2},
+        {"holders": 2, "strategy": "neuron", "regime": "backward"},
+        {"holders": [{"units": "mlp", "holders": 1}, {"holders": 2}], "subnetworks": 2, "strategy": "neuron"},
+    ]
+    for block in blocks:
+        without = engine_of(config(**block)).groups.num_groups
+        assert engine_of(local(**block)).groups.num_groups <= without + 2, block
 
 
 @pytest.mark.world(2)
