@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations
 from math import comb, gcd
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,6 @@ from sdp_deepspeed.units import Subnetworks, UnitCost
 
 Ints = NDArray[np.int64]
 BaseBlock = tuple[int, ...]
-Kind = tuple[int, str | None, UnitCost | None]  # p, branch, cost
 
 MAX_SETS_PER_RANK = 8
 _BALANCED = 1.05  # max/mean of FLOPs
@@ -32,6 +32,20 @@ _NEED = 1 << 54  # larger than any change of loads; 256 times it fits into int64
 _EXHAUSTIVE = 150_000  # maximum of candidates * k for an exhaustive search, else a local one
 _WANTED = "wanted"
 _SWAPS, _PATIENCE = 256, 6  # of the local search: candidates per step, steps without success
+
+
+class UnitClass(NamedTuple):
+    """Units that are dealt together: blocks of equal cost, or the neurons or heads of a branch.
+
+    Args:
+        p: number of holders.
+        branch: None for blocks.
+        cost: None for neurons and heads.
+    """
+
+    p: int
+    branch: str | None
+    cost: UnitCost | None
 
 
 def spectral_gap(holders: Sequence[Subnetworks], weights: Sequence[int], num_subnetworks: int) -> float:
@@ -169,10 +183,10 @@ def assign(
 ) -> tuple[Subnetworks, ...]:
     """Subnetworks of each unit, ascending; deterministic.
 
-    Units of a kind (blocks of equal cost, neurons or heads of a branch) are dealt to all translates in turn. Leftover
-    units, fewer than a round, start with evenly spread or random translates, and move while that improves the balance.
-    Of several attempts, the best one is taken: it connects the subnetworks, balances within 5%, and has the largest
-    spectral gap.
+    The units of a class are assigned to all translates in turn. Leftover units, fewer than a round, start with evenly
+    spread or random translates, and move while that improves the balance. Several variants are tried, since none is
+    best for all models; the best attempt connects the subnetworks, balances within 5%, and has the largest spectral
+    gap.
 
     Args:
         costs: costs of the units, in model order.
@@ -184,18 +198,18 @@ def assign(
         balance_elements: whether to balance the elements that each subnetwork's optimizer owns, too.
     """
     k, names = num_subnetworks, [None] * len(costs) if branches is None else branches
-    kinds: dict[Kind, list[int]] = {}
-    alike: dict[tuple[Kind, UnitCost, bool], list[int]] = {}
+    classes: dict[UnitClass, list[int]] = {}
+    alike: dict[tuple[UnitClass, UnitCost, bool], list[int]] = {}
     for unit, (p, name, cost) in enumerate(zip(num_holders, names, costs, strict=True)):
-        kind = (p, name, cost if name is None else None)
-        kinds.setdefault(kind, []).append(unit)
-        alike.setdefault((kind, cost, unit in wanted), []).append(unit)
+        of_unit = UnitClass(p, name, cost if name is None else None)
+        classes.setdefault(of_unit, []).append(unit)
+        alike.setdefault((of_unit, cost, unit in wanted), []).append(unit)
     amounts = _amounts(costs, num_holders, balance_elements)
     weights = [cost.num_parameters for cost in costs]
-    num_rest = sum(len(units) % k for (p, _, _), units in kinds.items() if p < k)
+    num_rest = sum(len(units) % k for of_units, units in classes.items() if of_units.p < k)
     best: tuple[tuple[float, ...], list[Subnetworks]] | None = None
     for number in range(min(_TRIES, 3 + _WORK // (max(1, num_rest, len(costs) // 8) * k))):
-        attempt = _Attempt(kinds, amounts, k, number, wanted)
+        attempt = _Attempt(classes, amounts, k, _Variant.of(number), wanted)
         attempt.balance()
         flaws = attempt.flaws()
         score = (*flaws, round(1 - spectral_gap(attempt.holders, weights, k), 6))
@@ -212,60 +226,104 @@ def assign(
     return _permuted(holders, list(alike.values()), k, seed)
 
 
+class _Variant(NamedTuple):
+    """How an attempt places leftover units.
+
+    Args:
+        seed: of random choices.
+        even: whether blocks are even in residue classes, so that few units spread evenly.
+        windows: whether leftover units use windows of neighbors, which connect few units best.
+        random: whether leftover units start at random translates.
+        all_move: whether other units may move as well, which helps with unequal groups of neurons.
+    """
+
+    seed: int
+    even: bool
+    windows: bool
+    random: bool
+    all_move: bool
+
+    @classmethod
+    def of(cls, number: int) -> _Variant:
+        """The variant of an attempt: all combinations in turn, random ones last."""
+        return cls(number, even=number % 3 != 1, windows=number % 3 == 2, random=number >= 6, all_move=number % 4 == 3)
+
+
+class _Movable(NamedTuple):
+    """A unit that may move.
+
+    Args:
+        choice: candidate holder sets.
+        table: 0/1 table of `choice`, [n, k].
+        need: key of the need that the unit meets.
+    """
+
+    unit: int
+    choice: list[Subnetworks]
+    table: Ints
+    need: str | None
+
+
 class _Attempt:
     """One attempt at an assignment.
 
     Args:
-        kinds: units by p, branch (None for blocks) and cost (of blocks).
+        classes: units by class.
         amounts: to balance, [U, m].
-        number: index of the attempt. Leftover units use translates of flat blocks that are even in residue classes, of
-            the flattest blocks, and of windows of neighbors, in turn; from the seventh attempt on, random ones. In
-            every fourth attempt, other units may move as well, which helps with unequal groups of neurons.
         wanted: see `assign`.
     """
 
     def __init__(
-        self, kinds: Mapping[Kind, list[int]], amounts: Ints, k: int, number: int, wanted: Collection[int]
+        self,
+        classes: Mapping[UnitClass, list[int]],
+        amounts: Ints,
+        k: int,
+        variant: _Variant,
+        wanted: Collection[int],
     ) -> None:
-        self.k, self._amounts = k, amounts
+        self.k, self._amounts, self._variant = k, amounts, variant
         # Units by need: every subnetwork needs one unit of each list.
         self._needs: dict[str | None, list[int]] = {None: [*range(len(amounts))]}
         if wanted:
             self._needs[_WANTED] = [*wanted]
-        for (_, name, _), units in kinds.items():
-            if name is not None:
-                self._needs.setdefault(name, []).extend(units)
+        for of_units, units in classes.items():
+            if of_units.branch is not None:
+                self._needs.setdefault(of_units.branch, []).extend(units)
         self.holders: list[Subnetworks] = [tuple(range(k))] * len(amounts)
-        # unit, candidate holder sets, their table, and the need that the unit meets
-        self._movable: list[tuple[int, list[Subnetworks], Ints, str | None]] = []
-        shuffler = random.Random(number)
-        numbers = sorted({p for p, _, _ in kinds if p < k})
+        self._movable: list[_Movable] = []
+        self._shuffler = random.Random(variant.seed)
+        numbers = sorted({of_units.p for of_units in classes if of_units.p < k})
         self._max_sets = max(MAX_SETS_PER_RANK, *numbers, 0)
         for p in numbers:
-            of_p = {kind: units for kind, units in kinds.items() if kind[0] == p}
-            steps = set()
-            for (_, name, _), units in of_p.items():
-                if name is None or len(units) * p <= 2 * k:
-                    steps.add(k // gcd(len(units), k))
-            even = tuple(sorted(step for step in steps if p % step == 0)) if number % 3 != 1 else ()
-            blocks = base_blocks(k, p, max(1, MAX_SETS_PER_RANK // (p * len(numbers))), even)
-            others = (tuple(range(p)),) if number % 3 == 2 else blocks
-            sets = [holders for block in blocks for holders in translates(block, k)]
-            choice = [holders for block in others for holders in translates(block, k)]
-            table, num_dealt = np.concatenate([_table(block, k) for block in others]), 0
-            for (_, name, _), units in sorted(of_p.items(), key=lambda item: -int(amounts[item[1]].sum())):
-                whole, left, turn = len(units) // k * k, len(units) % k, shuffler.randrange(k)
-                begin = (num_dealt + whole) % len(choice)
-                places = [begin + (turn + i * k // left) % k for i in range(left)]
-                if number >= 6:
-                    places = shuffler.sample(range(len(choice)), left)
-                dealt = [sets[(num_dealt + i - i % k + (i + turn) % k) % len(sets)] for i in range(whole)]
-                dealt += [choice[i] for i in places]
-                for unit, holders in zip(units, dealt, strict=True):
-                    self.holders[unit] = holders
-                for unit in units[0 if number % 4 == 3 else whole :]:
-                    self._movable.append((unit, choice, table, _WANTED if unit in wanted else name))
-                num_dealt += max(whole, k)
+            of_p = {of_units: units for of_units, units in classes.items() if of_units.p == p}
+            self._place(of_p, p, max(1, MAX_SETS_PER_RANK // (p * len(numbers))), wanted)
+
+    def _place(self, classes: Mapping[UnitClass, list[int]], p: int, max_blocks: int, wanted: Collection[int]) -> None:
+        """Assign all units of classes with p holders."""
+        k, variant = self.k, self._variant
+        blocks = base_blocks(k, p, max_blocks, _even_divisors(classes, p, k) if variant.even else ())
+        blocks_of_leftovers = (tuple(range(p)),) if variant.windows else blocks
+        sets = [holders for block in blocks for holders in translates(block, k)]
+        choice = [holders for block in blocks_of_leftovers for holders in translates(block, k)]
+        table = np.concatenate([_table(block, k) for block in blocks_of_leftovers])
+        num_placed = 0
+        for of_units, units in sorted(classes.items(), key=lambda item: -int(self._amounts[item[1]].sum())):
+            num_whole, num_left = len(units) // k * k, len(units) % k  # in whole rounds of k, and left over
+            turn = self._shuffler.randrange(k)
+            for i, unit in enumerate(units[:num_whole]):
+                in_round = num_placed + i - i % k  # units of this class and earlier ones before this round
+                self.holders[unit] = sets[(in_round + (i + turn) % k) % len(sets)]
+            if variant.random:
+                places = self._shuffler.sample(range(len(choice)), num_left)
+            else:
+                begin = (num_placed + num_whole) % len(choice)
+                places = [begin + (turn + i * k // num_left) % k for i in range(num_left)]
+            for unit, place in zip(units[num_whole:], places, strict=True):
+                self.holders[unit] = choice[place]
+            for unit in units[0 if variant.all_move else num_whole :]:
+                need = _WANTED if unit in wanted else of_units.branch
+                self._movable.append(_Movable(unit, choice, table, need))
+            num_placed += max(num_whole, k)
 
     def balance(self) -> None:
         """Move units to the translates that reduce the sum of squared loads most, for a few sweeps. No subnetwork loses
@@ -277,10 +335,10 @@ class _Attempt:
         for _ in range(_SWEEPS):
             if _imbalance(loads).max() <= _GOOD and all(counts.all() for counts in held.values()):
                 break
-            for unit, choice, table, name in self._movable:
+            for unit, choice, table, need in self._movable:
                 change = table - rows[unit]
                 amount = self._amounts[unit]
-                counts = held[name]
+                counts = held[need]
                 lost = (counts + change == 0).sum(axis=1) - (counts == 0).sum()
                 gain = 2 * change @ (loads @ amount) + (change**2).sum(axis=1) * (amount @ amount) + lost * _NEED
                 best = int(gain.argmin())
@@ -303,6 +361,16 @@ class _Attempt:
             *(max(0, int(np.ceil((excess - _BALANCED) / 0.05))) for excess in _imbalance(rows.T @ self._amounts)),
             max(0, num_sets - self._max_sets),
         )
+
+
+def _even_divisors(classes: Mapping[UnitClass, list[int]], p: int, k: int) -> tuple[int, ...]:
+    """Divisors of k in whose residue classes a block should be even (`base_blocks`): steps between the translates of
+    the leftover units of a class of blocks, or of a small class."""
+    steps = set()
+    for of_units, units in classes.items():
+        if of_units.branch is None or len(units) * p <= 2 * k:
+            steps.add(k // gcd(len(units), k))
+    return tuple(sorted(step for step in steps if p % step == 0))
 
 
 def _imbalance(loads: Ints) -> NDArray[np.float64]:
