@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.parallel.optimizer_kinds import groups_of_whole_tensors
 
 if TYPE_CHECKING:
@@ -137,9 +137,14 @@ def refuse_settings(tree: Mapping[str, Any]) -> None:
 
 def uses_local_steps(config: Mapping[str, Any]) -> bool:
     """Whether the block of a DeepSpeed config, or a phase of its schedule, has `local_steps`."""
+    return bool(_local_steps_of(config))
+
+
+def _local_steps_of(config: Mapping[str, Any]) -> list[Any]:
+    """`local_steps` of the block and of the phases of its schedule, not validated."""
     block = config.get(KEY)
     phases = [block, *(block.get("schedule") or ())] if isinstance(block, Mapping) else []
-    return any(isinstance(phase, Mapping) and bool(phase.get("local_steps")) for phase in phases)
+    return [phase["local_steps"] for phase in phases if isinstance(phase, Mapping) and phase.get("local_steps")]
 
 
 def _lookup(tree: Any, path: str) -> Any:
@@ -166,6 +171,34 @@ def refuse_arguments_of_trainer(config: Mapping[str, Any], args: Any) -> None:
             "average_tokens_across_devices: got True, for which all ranks communicate in every step; set it to False "
             f"with {KEY}.local_steps"
         )
+
+
+def between_synchronizations(config: Mapping[str, Any], args: Any, num_steps: int) -> str | None:
+    """A warning if Transformers' Trainer evaluates or saves between two synchronizations of local steps.
+
+    Args:
+        config: the DeepSpeed config.
+        args: `TrainingArguments`.
+        num_steps: number of steps of the run.
+    """
+    every = {settings.get("every") for settings in _local_steps_of(config) if isinstance(settings, Mapping)}
+    intervals = sorted(interval for interval in every if type(interval) is int and interval > 1)
+    wrong = []
+    for name in ("eval", "save") if intervals else ():
+        strategy = getattr(args, f"{name}_strategy")
+        if strategy == "steps":
+            steps = getattr(args, f"{name}_steps")
+            steps = math.ceil(steps * num_steps) if steps < 1 else int(steps)
+            if any(steps % interval for interval in intervals):
+                wrong.append(f"{name}_steps is {steps}")
+        elif strategy != "no" and args.load_best_model_at_end:
+            wrong.append(f"{name}_strategy is {strategy.value!r} with load_best_model_at_end")
+    if not wrong:
+        return None
+    return (
+        f"{KEY}.local_steps: {' and '.join(wrong)}, but evaluations are of the last synchronization, and saving "
+        f"synchronizes first; use multiples of {listed(intervals)} steps"
+    )
 
 
 def refuse_local_optimizer(optimizer: torch.optim.Optimizer) -> None:

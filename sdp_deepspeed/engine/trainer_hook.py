@@ -95,15 +95,20 @@ def _patch_config() -> None:
     @wraps(finalize)
     def finalize_phases(self: Any, args: Any, model: Any, num_training_steps: int) -> Any:
         from sdp_deepspeed.config import KEY
-        from sdp_deepspeed.engine.refused_settings import refuse_arguments_of_trainer
+        from sdp_deepspeed.engine.refused_settings import between_synchronizations, refuse_arguments_of_trainer
         from sdp_deepspeed.total_steps import fill_total_steps, never_begins
 
         refuse_arguments_of_trainer(self.config, args)
         if vars(self).get("sdp_fills_total_steps"):  # a Trainer may train again, with another number of steps
             self.config[KEY].pop("total_steps", None)
         self.sdp_fills_total_steps = fill_total_steps(self.config, num_training_steps)
-        if (text := never_begins(self.config, num_training_steps)) and args.should_log:
-            warnings.warn(text, stacklevel=2)
+        texts = [
+            never_begins(self.config, num_training_steps),
+            between_synchronizations(self.config, args, num_training_steps),
+        ]
+        for text in texts:
+            if text is not None and args.should_log:
+                warnings.warn(text, stacklevel=2)
         return finalize(self, args, model, num_training_steps)
 
     host.HfTrainerDeepSpeedConfig.trainer_config_finalize = finalize_phases

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import transformers.trainer
+from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 import sdp_deepspeed  # noqa: F401  patches both
 from sdp_deepspeed.config import KEY
+from sdp_deepspeed.engine.refused_settings import between_synchronizations
 from sdp_deepspeed.engine.trainer_hook import note_step, patch_trainer
 
 FRACTIONS = [{"until": 0.5, "coverage": 0.5}, {"coverage": 1.0}]
@@ -117,3 +120,28 @@ def test_with_local_steps_loss_and_norm_are_a_subnetworks_also_at_full_coverage(
     assert logged() == {"subnetwork_loss", "grad_norm"}
     note_step(trainer)
     assert logged() == {"loss", "grad_norm"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, None),
+        ({"eval_strategy": "steps", "eval_steps": 20, "save_steps": 0.1}, None),
+        ({"eval_strategy": "steps", "eval_steps": 0.15, "save_strategy": "no"}, "eval_steps is 15, but"),
+        ({"eval_strategy": "steps", "eval_steps": 5, "save_steps": 15}, "eval_steps is 5 and save_steps is 15, but"),
+        ({"eval_strategy": "epoch", "save_strategy": "epoch"}, None),
+        (
+            {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True},
+            "eval_strategy is 'epoch' with load_best_model_at_end",
+        ),
+    ],
+)
+def test_evaluations_and_saves_between_two_synchronizations_are_told_once(
+    options: dict[str, Any], words: str | None, tmp_path: Path
+) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, **options)
+    for block in ({"local_steps": {"every": 10}}, {"schedule": [{"until_step": 50, "local_steps": {"every": 10}}, {}]}):
+        text = between_synchronizations({KEY: {"coverage": 1.0} | block}, args, 100)
+        assert (text is None) == (words is None), text
+        assert words is None or words in str(text)
+    assert between_synchronizations({KEY: {"coverage": 1.0}}, args, 100) is None
