@@ -1,5 +1,10 @@
 """Descriptions of the residual branches of layer classes.
 
+families.py lists all that this package describes, by layer class; a new family goes into the file of its kind
+(decoders.py, encoders.py, mixtures.py, vision.py and so on). registry.py finds the description of a layer, and
+located_branch.py the branches of a model. A model without any described layer is refused, with instructions
+(unknown_models.py). Nothing is guessed.
+
 To describe your own model:
 
     from sdp_deepspeed import architectures

@@ -15,7 +15,7 @@ from sdp_deepspeed.architectures.counts import refuse_unscaled
 from sdp_deepspeed.architectures.cut_tensors import CutTensor, cut_tensors_of
 from sdp_deepspeed.architectures.families import FAMILIES
 from sdp_deepspeed.architectures.registry import branches_in, described_as
-from sdp_deepspeed.architectures.unknown import refusal_of
+from sdp_deepspeed.architectures.unknown_models import refuse_unknown_model
 from sdp_deepspeed.units import Piece
 
 
@@ -96,7 +96,7 @@ def locate_branches(model: nn.Module) -> list[LocatedBranch]:
             else:
                 branches.append(replace(located, num_cells=num_cells, cut_tensors=cut_tensors))
     if not branches:
-        raise ValueError(refusal_of(model))
+        refuse_unknown_model(model)
     _refuse_tied(model, branches)
     _refuse_common_modules(model, branches)
     return branches

@@ -13,7 +13,7 @@ from torch import nn
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, locate_branches, registry
-from sdp_deepspeed.architectures.unknown import refusal_of, repeated_layer
+from sdp_deepspeed.architectures.unknown_models import refuse_unknown_model, repeated_layer
 from tests.helpers.core_masks import masked, plan_of
 from tests.helpers.models import TOKENS, VOCABULARY
 
@@ -90,7 +90,8 @@ def test_filled_in_the_lines_work(name: str) -> None:
 
 def test_a_model_without_repeated_layers_is_refused_without_a_guess() -> None:
     assert repeated_layer(nn.Linear(2, 2)) is None
-    assert "Describe yours with sdp_deepspeed.architectures.register" in refusal_of(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"Describe yours with sdp_deepspeed\.architectures\.register"):
+        refuse_unknown_model(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,27 @@
-"""Error message for models without a described layer."""
+"""The error for models without a described layer."""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import NoReturn
 
 from torch import nn
 
 from sdp_deepspeed.architectures.registry import described, how_to_describe
 
 
-def refusal_of(model: nn.Module) -> str:
-    """Error message for a model without a described layer: how to describe it, and the known classes.
+def refuse_unknown_model(model: nn.Module) -> NoReturn:
+    """Raise ValueError for a model without a described layer: how to describe it, and the known classes.
 
     The layer is assumed to be the repeated module with most of the parameters.
     """
-    families = dict.fromkeys(name.rpartition(".")[2] for name in described())
+    known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in described()))
     unknown = f"{type(model).__name__} has no layer with known residual branches"
-    known = ", ".join(families)
     layer = repeated_layer(model)
     if layer is None:
         way = "Describe yours with sdp_deepspeed.architectures.register (docs/guide.md)"
-        return f"{unknown}. {way}. Known: {known}"
-    return f"{unknown}; it repeats {type(layer).__name__}. {how_to_describe(layer)}\nKnown: {known}"
+        raise ValueError(f"{unknown}. {way}. Known: {known}")
+    raise ValueError(f"{unknown}; it repeats {type(layer).__name__}. {how_to_describe(layer)}\nKnown: {known}")
 
 
 def repeated_layer(model: nn.Module) -> nn.Module | None:
