@@ -25,7 +25,6 @@ def refuse_block(config: Any, where: str) -> None:
 
     Args:
         config: loaded, or the path of a JSON file, or None.
-        where: name of the config, for messages.
     """
     if isinstance(config, str):
         import json

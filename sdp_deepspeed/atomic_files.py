@@ -13,11 +13,7 @@ from pathlib import Path
 
 
 def regular(path: Path) -> Path:
-    """Check that `path` is a regular file, and return it.
-
-    Raises:
-        OSError: the file does not exist, or is not a regular file.
-    """
+    """Check that `path` is a regular file, and return it; raises OSError otherwise."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is a device, a pipe or a folder, expected a file", str(path))
     return path

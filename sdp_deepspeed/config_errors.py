@@ -27,9 +27,6 @@ def explain(error: ValidationError, block: Mapping[str, Any], root: str, models:
     """Describe all problems of a block, one line each.
 
     Args:
-        error: validation error of the block's model.
-        block: the original block.
-        root: key of the block.
         models: the block's model at "", and models of nested objects by key. The title of a field says what is
             expected.
     """

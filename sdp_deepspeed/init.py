@@ -249,8 +249,6 @@ class DeferredWeights:
         Tensor objects and random state are unchanged. Peak memory is what the rank stores, plus one dense tensor.
 
         Args:
-            mask: mask of the model, applied or not.
-            device: device of the weights.
             seed: the same on every rank.
 
         Raises:

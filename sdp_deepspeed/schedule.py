@@ -50,7 +50,6 @@ class Phase:
     """A phase of a schedule.
 
     Args:
-        first_step: first step, counted from 1.
         until_step: last step; None for the last phase.
         block: keys of the block that it overrides.
         stage: ZeRO stage; None for the config's.
@@ -67,9 +66,7 @@ class Schedule:
     """The configs of a run over time.
 
     Args:
-        config: the original DeepSpeed config.
         key: key of the block in `config`.
-        phases: at least one.
         redraw_interval: number of steps after which a new assignment is drawn; None for never.
     """
 
@@ -115,10 +112,6 @@ class Schedule:
         """Path in the config of a phase."""
         given = self.config[self.key].get("schedule")
         return f"{self.key}.redraw_interval" if given is None else f"{self.key}.schedule[{phase}]"
-
-    def describe(self) -> str:
-        """Text that is equal on all ranks if the schedules are."""
-        return f"{self.phases}, redraw_interval {self.redraw_interval}"
 
     def phase_after(self, steps: int) -> int:
         """Index of the phase of the step after `steps` steps."""

@@ -25,7 +25,6 @@ class Piece:
         dim: the stored dimension along which it is a slice; None means the whole tensor.
         start: first index along `dim` (0 for a whole tensor).
         length: number of indices along `dim`; for a whole tensor its number of elements.
-        kind: "parameter" or "buffer".
     """
 
     parameter: str

@@ -18,11 +18,9 @@ class CutTensor:
 
     Args:
         cut: the layer that it belongs to, and how it is cut.
-        parameter: dense name.
         dim: stored dimension that runs over the cells.
         size: number of indices along `dim`.
         shares: number in proportion to the width of each block.
-        kind: "parameter" or "buffer".
     """
 
     cut: Cut

@@ -47,8 +47,6 @@ def check_layer_code(name: str, layer: nn.Module, described: type, code: Mapping
     """Raise ValueError for a layer that runs other code than the described class.
 
     Args:
-        name: name of the layer, for messages.
-        described: its class, or the nearest described base class.
         code: methods of `described` when it was described; None if it was described by name.
     """
     layer_class = type(layer)

@@ -18,7 +18,6 @@ class _Description:
     """Description of a class.
 
     Args:
-        branches: branches in forward order.
         code: methods of the class at that time; None if it was described by name.
     """
 
@@ -63,9 +62,6 @@ def branches_of(layer_class: type) -> tuple[Branch, ...] | None:
 
 def branches_in(name: str, layer: nn.Module) -> tuple[Branch, ...]:
     """Branches of a module; empty if it is not a described layer.
-
-    Args:
-        name: name of the layer, for messages.
 
     Raises:
         ValueError: the layer runs other code than the described class, its form is not described, or it lacks an

@@ -30,16 +30,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlan
 from sdp_deepspeed.atomic_files import sync, write_text
 
 FORMAT = 2
-CHECKSUMS, INDEX, LATEST, LOCK, README = "checksums.json", ".metadata", "latest", ".lock", "README.txt"
-_README_TEXT = """\
-Checkpoints of sdp_deepspeed: the whole model in files of torch.distributed.checkpoint.
-
-DeepSpeed's zero_to_fp32.py, and tools that are built on it, do not read them. For fp32 weights in safetensors files:
-
-    sdp checkpoint export FOLDER OUT --dtype fp32
-
-FOLDER is this folder, or one of the checkpoints in it; without --dtype, weights are in the precision of the run.
-"""
+CHECKSUMS, INDEX, LATEST, LOCK = "checksums.json", ".metadata", "latest", ".lock"
 WRITING, REPLACED = ".tmp", ".old"
 Checksums = dict[str, list[int]]  # size in bytes and XXH3 of each file
 
@@ -117,16 +108,12 @@ def open_new(folder: Path, tag: str) -> Path:
 
 
 def publish(folder: Path, tag: str, checksums: Checksums, *, latest: bool, keep_last: int | None) -> None:
-    """Complete a checkpoint, rename it, update `latest`, and remove old checkpoints. The first one adds a README.
+    """Complete a checkpoint, rename it, update `latest`, and remove old checkpoints.
 
     Args:
-        checksums: checksums of all files.
-        latest: whether to update `latest`.
         keep_last: number of checkpoints to keep; None keeps all.
     """
     written, final, replaced = folder / f"{tag}{WRITING}", folder / tag, folder / f"{tag}{REPLACED}"
-    if not (folder / README).exists():
-        write_text(folder / README, _README_TEXT)
     content = {"format": FORMAT, "saved_at": time.time_ns(), "files": checksums}
     write_text(written / CHECKSUMS, json.dumps(content | {"own": _hash_of(content)}))
     if final.exists():
@@ -319,11 +306,7 @@ class _ChecksummedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """See DCP.
-
-        Raises:
-            OSError: with the name of the file.
-        """
+        """See DCP."""
         file = _ChecksummedFile(Path(path))
         try:
             yield file

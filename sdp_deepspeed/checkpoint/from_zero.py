@@ -129,7 +129,6 @@ def _weights_and_moments(models: Sequence[Mapping[str, Any]], optimizers: Sequen
 
     Args:
         models: content of the model files: one, or in stage 3 one of each rank.
-        optimizers: state of the optimizer of each rank.
     """
     state: State = {}
     first_model = models[0]

@@ -81,9 +81,7 @@ def export(
     Tensors are staged in a scratch file, so that one output shard is in memory at a time.
 
     Args:
-        facts: facts of the checkpoint (save_and_load.py).
         dtype: dtype of floating-point weights. Default: that of the run; masters are rounded once.
-        tokenizer: folder of a tokenizer to add.
 
     Raises:
         ValueError: `out` exists, or `tokenizer` contains no tokenizer.
@@ -298,11 +296,7 @@ def fill_boxes(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _stored_tensors(folder: Path, state: RankState) -> dict[str, torch.Tensor]:
-    """Memory-map the model's tensors, by our key.
-
-    Raises:
-        ValueError: see `load_pretrained`.
-    """
+    """Memory-map the model's tensors, by our key."""
     model = state.model
     stored = {name: tensor for file in _weight_files(folder) for name, tensor in _mapped(file).items()}
     in_module, converted = _module_names(stored, model)

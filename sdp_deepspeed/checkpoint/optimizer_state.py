@@ -45,7 +45,6 @@ class OptimizerFacts(TypedDict):
     Attributes:
         kind: class of the optimizer, without the implementation.
         groups: number of the param group, by dense name.
-        options: options of each param group.
         scalars: step counts and the like of each param group.
     """
 

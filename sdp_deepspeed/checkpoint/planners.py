@@ -21,8 +21,6 @@ class Boxes:
     """Boxes of a dense tensor, with their elements on this rank. DCP treats it as a sharded tensor.
 
     Args:
-        shape: shape of the dense tensor.
-        dtype: dtype of the elements.
         parts: tensor in the shape of the box, by offsets of the box.
     """
 

@@ -36,9 +36,6 @@ class RankState:
     """Model and optimizer state of one rank.
 
     Args:
-        mask: mask of the model.
-        optimizer: the sharded optimizer.
-        groups: process groups.
         shards: the part of each dense tensor that this tensor-parallel rank has.
     """
 

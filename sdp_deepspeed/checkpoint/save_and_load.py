@@ -43,18 +43,11 @@ class Checkpoint:
     """A verified checkpoint.
 
     Args:
-        path: folder of the checkpoint.
-        facts: everything but tensors, common to all ranks.
+        facts: everything but tensors, common to all ranks; "common" is the argument of `save`.
     """
 
     path: Path
     facts: dict[str, Any]
-
-    @property
-    def common(self) -> dict[str, Any]:
-        """The argument `common` of `save`."""
-        common: dict[str, Any] = self.facts["common"]
-        return common
 
 
 class Checkpointer:
@@ -91,8 +84,6 @@ class Checkpointer:
 
         Args:
             common: state of the whole run: tensors, numbers, strings, lists and dicts.
-            latest: whether to update `folder / "latest"`.
-            exclude_frozen: whether to leave out parameters that do not require gradients.
 
         Raises:
             ValueError: on all ranks, if the tag is invalid or differs between ranks, `common` has other types, or
@@ -202,13 +193,6 @@ class Checkpointer:
         if path is None:
             return None
         return Checkpoint(path, run_on_all_ranks(lambda: read_bytes(files.Reader(path), COMMON), control))
-
-    def load(self, folder: Path, tag: str | None, state: RankState, **options: bool) -> Checkpoint | None:
-        """Call `find` and `restore`."""
-        checkpoint = self.find(folder, tag, state.groups.control)
-        if checkpoint is not None:
-            self.restore(checkpoint, state, **options)
-        return checkpoint
 
     def restore(
         self,

@@ -24,11 +24,7 @@ from sdp_deepspeed.parallel.boxes import Box
 
 
 def written_state(state: RankState, *, exclude_frozen: bool = False) -> State:
-    """Boxes of live tensors that this rank saves.
-
-    Args:
-        exclude_frozen: whether to leave out parameters that do not require gradients.
-    """
+    """Boxes of live tensors that this rank saves."""
     result: State = {}
     for box in state.boxes():
         is_left_out = exclude_frozen and not state.mask.trainable.get(box.name, True)
@@ -69,7 +65,6 @@ def make_targets(
     Args:
         stored: DCP's metadata of each stored tensor, by key.
         facts: facts of the saved optimizer; None keeps the optimizer's state.
-        strict: whether missing and unexpected tensors are errors.
 
     Raises:
         ValueError: the checkpoint is of a different model or optimizer. Nothing has been changed.

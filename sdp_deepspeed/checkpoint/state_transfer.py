@@ -37,7 +37,6 @@ class StateSnapshot:
 
     Args:
         tensors: views of the old shards, which must not be written to before `load_state`.
-        layout: the old layout.
         buffers: copies of this rank's buffers, which it keeps if the layout is unchanged.
     """
 
@@ -61,9 +60,6 @@ def collect_state(state: RankState) -> StateSnapshot:
 
 def load_state(snapshot: StateSnapshot, state: RankState, device: torch.device) -> int:
     """Load the state into the new layout; collective.
-
-    Args:
-        device: device of collectives in the default group.
 
     Returns:
         Number of bytes that this rank has sent.
@@ -89,7 +85,6 @@ class BoxDirectory:
 
     Args:
         state: boxes of this rank, disjoint from those of other ranks.
-        control: gloo group of all ranks.
 
     Attributes:
         metadata: DCP's metadata, as in a checkpoint.

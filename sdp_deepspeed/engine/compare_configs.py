@@ -35,10 +35,6 @@ _numbers = itertools.count()  # of engines; all ranks build them together, so th
 def parse_and_compare(config: Any, options: Mapping[str, Any]) -> SubnetworkConfig | None:
     """Parse the block and check that it is the same on all ranks.
 
-    Args:
-        config: the DeepSpeed config, loaded.
-        options: keyword arguments of the engine's constructor.
-
     Returns:
         The block; None if DeepSpeed's own engine is to be built.
 

@@ -45,8 +45,6 @@ class DenseView:
 
     Args:
         mask: applied.
-        groups: process groups.
-        device: device of the weights.
         optimizer: has the anchors, which the dense model consists of with local steps; and its shards follow weights
             that were changed in the dense model.
         wait: called before the first collective, to synchronize all ranks.
@@ -87,11 +85,7 @@ class DenseView:
     @torch.inference_mode(False)
     @torch.no_grad()
     def make_resident(self, what: str = "the dense model") -> None:
-        """Make the module the dense model. Collective, unless it is dense already.
-
-        Args:
-            what: name of the call, for messages.
-        """
+        """Make the module the dense model. Collective, unless it is dense already."""
         if self.is_resident:
             return
         if self.is_collective:

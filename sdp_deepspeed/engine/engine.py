@@ -41,7 +41,7 @@ from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.engine.dense_view import DenseView
 from sdp_deepspeed.engine.earlier_engines import make_whole, record_engine
 from sdp_deepspeed.engine.full_access import install_full_access
-from sdp_deepspeed.engine.monitor import StepEvents, announce, label_profile
+from sdp_deepspeed.engine.monitor import StepEvents, announce
 from sdp_deepspeed.engine.optimizer_options import loss_scaler, sharded_options, skips_overflow
 from sdp_deepspeed.engine.refused_settings import refuse_config, refuse_frozen, refuse_local_optimizer, uses_local_steps
 from sdp_deepspeed.engine.replan import (
@@ -157,8 +157,6 @@ class SubnetworkEngine(DeepSpeedEngine):
         record_engine(model, self)
         extend_zero_grad(model, self._drop_gradients)
         self._step_events = StepEvents.of(self)
-        if self.flops_profiler_enabled():
-            label_profile(self)
         self.checkpoints = Checkpointer(**self.block.checkpoint.model_dump())
         for name in self.optimizer.sharded.param_groups:
             install_full_access(self.mask.parameters[name], name, self)

@@ -29,7 +29,6 @@ def install_full_access(parameter: nn.Parameter, name: str, engine: SubnetworkEn
     """Install the attributes that DeepSpeed's functions use.
 
     Args:
-        name: dense name of the parameter.
         engine: its `optimizer.sharded` is the sharded optimizer.
     """
     access, target = _Access(engine, name), parameter

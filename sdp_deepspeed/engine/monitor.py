@@ -1,21 +1,16 @@
 """Events for DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet), in addition to the learning rate that DeepSpeed
-writes, and a label for its flops profiler."""
+writes."""
 
 from __future__ import annotations
 
 import logging
 import math
 import sys
-from contextlib import redirect_stdout
-from io import StringIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed.profiling.flops_profiler.profiler import params_to_string
 from deepspeed.utils import logger
 
-from sdp_deepspeed.config import KEY
 from sdp_deepspeed.parallel.consistency import gather_objects
 
 if TYPE_CHECKING:
@@ -33,7 +28,6 @@ class StepEvents:
     those of rank 0 and of its subnetwork.
 
     Args:
-        engine: a `SubnetworkEngine`.
         interval: number of steps between two events, the same on all ranks. None: no events.
     """
 
@@ -95,26 +89,3 @@ def announce(text: str) -> None:
         child.addHandler(logging.StreamHandler(sys.stdout))
     child.setLevel(logging.INFO if logger.level <= logging.WARNING else logger.level)
     child.info(text)
-
-
-def label_profile(engine: SubnetworkEngine) -> None:
-    """Make DeepSpeed's flops profiler say that its "model" is a subnetwork."""
-    show = engine.flops_profiler.print_model_profile
-
-    def print_labelled(*args: Any, output_file: str | None = None, **options: Any) -> None:
-        sizes = [shape.numel() for name, shape in engine.mask.shapes.items() if name in engine.mask.parameters]
-        is_partial = any(map(engine.mask.is_partial, engine.mask.parameters))
-        with redirect_stdout(StringIO()) as report:
-            if is_partial:
-                print(
-                    f'{KEY}: "model" is the subnetwork of rank 0; the dense model has '
-                    f"{params_to_string(sum(sizes))} params per GPU"
-                )
-            show(*args, output_file=None, **options)
-        if output_file:
-            Path(output_file).absolute().parent.mkdir(parents=True, exist_ok=True)
-            Path(output_file).write_text(report.getvalue(), encoding="utf-8")
-        else:
-            print(report.getvalue(), end="")
-
-    engine.flops_profiler.print_model_profile = print_labelled

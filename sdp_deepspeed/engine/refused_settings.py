@@ -100,7 +100,6 @@ def refuse_config(config: Mapping[str, Any], read: Any) -> None:
     """Raise ValueError for settings that are not supported, a line for each with its JSON path.
 
     Args:
-        config: the DeepSpeed config, loaded.
         read: the config object that DeepSpeed made of it, with values converted ("1" is 1, "false" is false).
     """
     parts = {"zero_optimization": read.zero_config, "fp16": read.float16_config, "bf16": read.bfloat16_config}
@@ -160,12 +159,7 @@ def refuse_local_steps(engine: SubnetworkEngine, block: SubnetworkConfig) -> Non
 
 
 def refuse_arguments_of_trainer(config: Mapping[str, Any], args: Any) -> None:
-    """Raise ValueError for arguments of Transformers' Trainer that local steps do not support.
-
-    Args:
-        config: the DeepSpeed config.
-        args: `TrainingArguments`.
-    """
+    """Raise ValueError for arguments of Transformers' Trainer that local steps do not support."""
     if uses_local_steps(config) and getattr(args, "average_tokens_across_devices", False):
         raise ValueError(
             "average_tokens_across_devices: got True, for which all ranks communicate in every step; set it to False "
@@ -174,13 +168,7 @@ def refuse_arguments_of_trainer(config: Mapping[str, Any], args: Any) -> None:
 
 
 def between_synchronizations(config: Mapping[str, Any], args: Any, num_steps: int) -> str | None:
-    """A warning if Transformers' Trainer evaluates or saves between two synchronizations of local steps.
-
-    Args:
-        config: the DeepSpeed config.
-        args: `TrainingArguments`.
-        num_steps: number of steps of the run.
-    """
+    """A warning if Transformers' Trainer evaluates or saves between two synchronizations of local steps."""
     every = {settings.get("every") for settings in _local_steps_of(config) if isinstance(settings, Mapping)}
     intervals = sorted(interval for interval in every if type(interval) is int and interval > 1)
     wrong = []

@@ -98,11 +98,7 @@ def plan_and_mask(engine: SubnetworkEngine, block: SubnetworkConfig, *, logs: bo
 
 
 def find_schedule(engine: SubnetworkEngine) -> Schedule | None:
-    """The plans over time, from the config; None if the plan is fixed. Collective.
-
-    Raises:
-        ValueError: on all ranks.
-    """
+    """The plans over time, from the config; None if the plan is fixed. Collective."""
 
     def find() -> Schedule | None:
         schedule = Schedule.of(engine.config, KEY)

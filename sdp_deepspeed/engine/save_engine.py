@@ -26,7 +26,6 @@ def save_engine(
 
     Args:
         tag: name of the checkpoint. Default: the step.
-        client_state: state of the caller.
     """
     scheduler = engine.lr_scheduler
     scaler = {name: value for name, value in vars(engine.optimizer.loss_scaler).items() if _is_number(value)}
@@ -59,7 +58,7 @@ def load_engine(
         text = f"load_checkpoint: {folder} has no checkpoint, so nothing was loaded"
         log_dist(text, ranks=[0], level=logging.WARNING)
         return None, None
-    common = checkpoint.common
+    common = checkpoint.facts["common"]
     if scheduler and not module_only:
         run_on_all_ranks(lambda: _check_scheduler(engine.lr_scheduler, common["lr_scheduler"]), control)
     engine.optimizer.zero_grad()  # drop gradients of the current run

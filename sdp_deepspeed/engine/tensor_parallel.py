@@ -38,12 +38,7 @@ from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, Division, Tenso
 
 @dataclass(frozen=True)
 class WholeModel:
-    """Shapes and branches of the dense model, recorded before AutoTP divides it.
-
-    Args:
-        shapes: shapes of the parameters.
-        branches: the residual branches.
-    """
+    """Shapes and branches of the dense model, recorded before AutoTP divides it."""
 
     shapes: Mapping[str, tuple[int, ...]]
     branches: Sequence[LocatedBranch]
@@ -66,7 +61,6 @@ class TensorParallel:
 
     Args:
         group: tensor-parallel process group; None without tensor parallelism.
-        branches: the model's residual branches on this rank.
         shards: which parameters are divided, and how; all others are equal on all ranks of the group.
         partial_gradients: undivided parameters whose gradients must be summed over the group.
     """
@@ -93,10 +87,6 @@ class TensorParallel:
 
     def check_tp_replicated(self, tensors: Mapping[str, torch.Tensor], control: dist.ProcessGroup | None) -> None:
         """Compare undivided tensors over the group; a collective of all ranks of the job.
-
-        Args:
-            tensors: tensors of this rank, by dense name.
-            control: a group of all ranks with a CPU backend.
 
         Raises:
             ValueError: on all ranks of the group, if tensors differ.
@@ -157,7 +147,6 @@ def find_tensor_parallel(
     Args:
         before_autotp: the model before AutoTP divided it; None without AutoTP.
         data_parallel: this rank's data-parallel group.
-        control: gloo group of all ranks.
     """
     if mpu is None or bwc_tensor_model_parallel_world_size(mpu) < 2:
         return TensorParallel(locate_branches(model))
@@ -190,12 +179,6 @@ def _of_autotp(
     model: nn.Module, whole: WholeModel, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None
 ) -> TensorParallel:
     """This rank's part of a model that AutoTP has divided; a collective of all ranks of the job.
-
-    Args:
-        model: divided.
-        whole: record of the model before AutoTP.
-        group: tensor-parallel process group.
-        control: a group of all ranks with a CPU backend.
 
     Raises:
         ValueError: the group's size does not divide heads or neurons, or AutoTP divides a branch in a way that changes

@@ -18,8 +18,6 @@ class WholeStateDicts:
     """Hooks that gather tensors in `state_dict` and narrow them in `load_state_dict`, of a model and its submodules.
 
     Args:
-        model: divided, or not.
-        shards: the part of each tensor on each rank.
         group: tensor-parallel process group; None without tensor parallelism.
     """
 

@@ -28,11 +28,9 @@ class DeepSpeedSetup:
 
     Args:
         stage: ZeRO stage; SDP runs stage 0 as stage 1.
-        precision: bytes per element.
         accumulation: micro-steps per optimizer step; stage 2 sends gradients in each.
         offload: whether optimizer state is in host memory.
         bucket_elements: `reduce_bucket_size` of the config; None for the engine's default.
-        local_steps: `local_steps` of the block.
     """
 
     stage: Literal[0, 1, 2]
@@ -82,13 +80,7 @@ class RankEstimate:
 
 @dataclass(frozen=True)
 class DeepSpeedRun:
-    """Buckets of the engine, and each rank's share of them.
-
-    Args:
-        plan: assignment of units to subnetworks.
-        tensors: parameters of the dense model in model order.
-        setup: setup of the run.
-    """
+    """Buckets of the engine, and each rank's share of them."""
 
     plan: Plan
     tensors: Sequence[TensorInfo]
@@ -208,17 +200,6 @@ class DeepSpeedRun:
 def shard_elements(bucket: BucketLayout, rank: int) -> int:
     """Elements of a rank's shard, with padding; 0 if it holds nothing of the bucket."""
     return bucket.size // bucket.num_shards if rank in bucket.holders else 0
-
-
-def deepspeed_estimates(plan: Plan, tensors: Sequence[TensorInfo], setup: DeepSpeedSetup) -> tuple[RankEstimate, ...]:
-    """One estimate for each data-parallel rank.
-
-    Args:
-        plan: assignment of units to subnetworks.
-        tensors: tensors of the dense model in model order; buffers are ignored.
-    """
-    run = DeepSpeedRun(plan, [info for info in tensors if info.kind == "parameter"], setup)
-    return tuple(map(run.estimate, range(run.num_ranks)))
 
 
 def plain_deepspeed_estimate(tensors: Sequence[TensorInfo], setup: DeepSpeedSetup, *, num_ranks: int) -> RankEstimate:

@@ -166,11 +166,7 @@ def configs_of_phases(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def deepspeed_setup(config: Mapping[str, Any], accumulation: int) -> DeepSpeedSetup:
-    """Settings for DeepSpeed.
-
-    Raises:
-        ValueError: see `read_settings`.
-    """
+    """Settings for DeepSpeed."""
     settings = read_settings(config)
     wire, zero = settings.communication_data_type, settings.zero_optimization
     block = parse(config)

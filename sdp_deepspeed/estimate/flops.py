@@ -42,11 +42,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {**flop_registry, **_OTHERS}
 
 
 class FlopCounter(TorchDispatchMode):
-    """Context that counts FLOPs.
-
-    Attributes:
-        total: FLOPs so far.
-    """
+    """Context that counts FLOPs."""
 
     def __init__(self) -> None:
         super().__init__()

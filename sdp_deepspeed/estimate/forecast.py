@@ -41,15 +41,12 @@ class Forecast:
     """Estimate of one rank's optimizer step.
 
     Args:
-        num_parameters: number of parameters of the dense model.
         items_per_step: tokens (or images) on all ranks.
         rank: bytes of model state, buffers and traffic.
         activations: live bytes of one micro-batch at the end of the forward pass. Attention is assumed to be fused:
             scores are not stored.
         peak: largest number of bytes of live tensors. Kernel workspaces, fragmentation and the CUDA context are not
             included.
-        flops: FLOPs of the forward and backward passes on this rank.
-        warnings: warnings of the planner.
     """
 
     num_parameters: int

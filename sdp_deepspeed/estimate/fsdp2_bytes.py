@@ -46,9 +46,7 @@ class FSDP2Tensor:
     """A tensor, or the slices of it that the same ranks hold.
 
     Args:
-        name: name of the tensor.
         shape: before sharding.
-        holders: ranks that hold it.
         group: equal for tensors that are gathered at the same time: those with the same holders in a layer; all holder
             sets of several layers that are gathered together, and of neurons and heads, since these groups are nested
             or overlap; None for shared tensors.
@@ -82,7 +80,6 @@ def fsdp2_tensors(
 
     Args:
         plan: plan in the forward regime.
-        tensors: tensors of the dense model in model order; buffers are ignored.
         branches: residual branches of the model. Those that all ranks hold are gathered by layers; without `branches`
             they count as shared.
     """

@@ -51,7 +51,6 @@ class Model:
 
     Args:
         shape: config with `model_type`, of a causal language model or an image classifier.
-        dtype: dtype of the weights.
         sequence_length: tokens per sample; None for images.
         autocast: dtype of automatic mixed precision; None disables it.
 
@@ -103,10 +102,8 @@ class MicroStep:
 
     Args:
         activations: at the end of the forward pass.
-        peak: maximum.
         peak_keeping: maximum if no `.grad` is freed.
         peak_in_units: maximum over the times at which watched parameters receive their gradients.
-        flops: FLOPs of both passes.
     """
 
     activations: int
@@ -121,7 +118,6 @@ class Reduction:
     """Parameters whose gradients are reduced together.
 
     Args:
-        names: names of the parameters.
         at_first: bytes allocated when the first gradient is ready.
         at_last: bytes allocated when all gradients are ready.
         waits: whether each `.grad` is kept until all gradients are ready.
@@ -141,7 +137,6 @@ class _LiveBytes(FlopCounter):
         self.now = self.peak = self.peak_keeping = 0
         self.freed_gradients = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in ignored}
-        self._seen: dict[Any, tuple[int, Any]] = {}  # FLOPs, and description of the result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -150,16 +145,7 @@ class _LiveBytes(FlopCounter):
             return True  # "all tokens are in one sequence", "no token is padding"
         if any(value.alias_info for value in (*func._schema.arguments, *func._schema.returns)):
             return super().__torch_dispatch__(func, types, args, kwargs)  # a view, or in place
-        key = (func, _described(args), _described(list((kwargs or {}).items())))
-        if key in self._seen:  # most layers are alike
-            flops, described = self._seen[key]
-            self.total += flops
-            result = _created(described)
-        else:
-            before = self.total
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-            if all(tensor.is_meta for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)):
-                self._seen[key] = self.total - before, _described(result)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
@@ -182,30 +168,6 @@ class _LiveBytes(FlopCounter):
     def _free(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
         self.now -= num_bytes
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """A tensor without storage."""
-
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-
-
-def _described(value: Any) -> Any:
-    """Hashable description of an operation's arguments or result."""
-    if isinstance(value, torch.Tensor):
-        return _Shape(tuple(value.shape), value.stride(), value.dtype, value.device.type)
-    return tuple(map(_described, value)) if isinstance(value, list | tuple) else (type(value), value)
-
-
-def _created(described: Any) -> Any:
-    """Meta tensors of a description."""
-    if isinstance(described, _Shape):
-        return torch.empty_strided(described.size, described.strides, dtype=described.dtype, device="meta")
-    return described[1] if isinstance(described[0], type) else tuple(map(_created, described))
 
 
 def _fused_attention(
@@ -243,7 +205,6 @@ def micro_step(
     """Run one micro-batch forward and backward.
 
     Args:
-        parameters: parameters by name.
         ignored: tensors that are not counted.
         watched: names of parameters for `MicroStep.peak_in_units`.
         reductions: other gradients are freed at once.

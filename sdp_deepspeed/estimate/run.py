@@ -23,10 +23,7 @@ class Run:
     """A run, as far as an estimate depends on it.
 
     Args:
-        model: model without storage.
         phases: DeepSpeed config of each phase, without "auto". An FSDP2 run gets an equivalent one.
-        host: "deepspeed" or "fsdp2".
-        items: "tokens" or "images".
     """
 
     model: Model

@@ -209,17 +209,18 @@ class CheckpointManager:
                 optimizer or LR scheduler.
         """
         state = self._state("load_checkpoint")
-        checkpoint = self._checkpointer.load(
-            Path(load_dir),
-            None if tag is None else str(tag),
+        name = None if tag is None else str(tag)
+        checkpoint = self._checkpointer.find(Path(load_dir), name, state.groups.control)
+        if checkpoint is None:
+            return None, None
+        self._checkpointer.restore(
+            checkpoint,
             state,
             optimizer_states=load_optimizer_states and not load_module_only,
             own_state=not load_module_only,
             strict=load_module_strict,
         )
-        if checkpoint is None:
-            return None, None
-        common = checkpoint.common
+        common = checkpoint.facts["common"]
         if not load_module_only:
             self.global_steps = common["counters"]["global_steps"]
             stored = common["lr_scheduler"]

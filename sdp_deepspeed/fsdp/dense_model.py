@@ -35,7 +35,6 @@ class DenseModel:
     Args:
         mask: mask of the model, not applied yet.
         parts: parts of the parameters, by dense name.
-        policy: FSDP2's mixed precision policy.
         dtensors: the DTensors of the weights; None without tensor parallelism.
 
     Attributes:

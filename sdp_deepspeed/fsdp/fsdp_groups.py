@@ -108,7 +108,6 @@ def make_fsdp_groups(
 
     Args:
         mask: applied.
-        parts: parts by dense name.
         together: from `gathered_together`.
     """
     groups: dict[tuple[str, Holders], tuple[nn.Module, ...]] = {}  # by name of the gathered branches, and holders
@@ -134,7 +133,6 @@ def gathered_together(plan: Plan, tensors: Sequence[TensorInfo], branches: Seque
 
     Args:
         plan: plan in coordinates of the dense model.
-        tensors: tensors of the dense model.
         branches: in forward order.
     """
     layer_of = {piece.parameter: branch.layer for branch in branches for piece in branch.pieces}

@@ -33,10 +33,6 @@ class ShardOptions:
         }
 
     def describe(self, module: nn.Module) -> str:
-        """Text to compare across ranks.
-
-        Args:
-            module: module whose names identify the ignored parameters.
-        """
+        """Text to compare across ranks."""
         ignored = sorted(name for name, parameter in module.named_parameters() if parameter in self.ignored_params)
         return f"{self.reshard_after_forward} {self.mp_policy} {self.offload_policy} ignores {ignored}"

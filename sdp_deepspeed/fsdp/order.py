@@ -46,11 +46,9 @@ class CollectiveOrder:
     """Installs the hooks on a sharded model.
 
     Args:
-        root: the model.
         groups: modules of the groups that this rank holds, ordered by the last one; each list is one FSDP2 group.
         can_run_again: whether activations may be checkpointed. False if branches pass tensors to later layers (T5's
             position bias): the gradient of such a tensor is complete in a different group on each rank.
-        output_dtype: output dtype of FSDP2's mixed precision policy.
     """
 
     def __init__(

@@ -37,12 +37,8 @@ class Part:
     """Slices of a dense tensor with the same holders, concatenated: one parameter, sharded over them along dim 0.
 
     Args:
-        name: dense.
-        path: path of the parameter in the model.
         holders: data-parallel indices, ascending.
-        pieces: pieces in dense order.
         dim: dimension along which the pieces are slices; None for the whole tensor.
-        shape: shape of the parameter.
         is_sharded: False for `ignored_params`, which every rank has as a whole.
     """
 
@@ -61,11 +57,7 @@ class Part:
         return chunk_range(self.shape[0], self.holders.index(rank), len(self.holders))
 
     def boxes(self, rank: int, tensor: torch.Tensor, *, is_stepped: bool) -> Iterator[Box]:
-        """The boxes of a holder's shard; rank 0 saves ignored parameters.
-
-        Args:
-            tensor: the parameter.
-        """
+        """The boxes of a holder's shard; rank 0 saves ignored parameters."""
         start, stop = self.rows(rank)
         first, is_written = 0, self.is_sharded or rank == 0
         for piece in self.pieces:
@@ -96,7 +88,6 @@ def parts_of(mask: Mask, ignored: AbstractSet[nn.Parameter]) -> dict[str, list[P
 
     Args:
         mask: not applied yet.
-        ignored: parameters that FSDP2 ignores.
     """
     branch_of = {t.parameter: branch for branch in mask.branches for t in branch.cut_tensors}
     digests = {branch.name: _digests(mask, branch) for branch in mask.branches}
@@ -164,7 +155,6 @@ def split_branch(mask: Mask, branch: LocatedBranch, parts: Mapping[str, Sequence
 
     Args:
         mask: applied.
-        parts: parts by dense name.
 
     Returns:
         The parts by holder set, in the order in which they are gathered; empty if the branch is not split.

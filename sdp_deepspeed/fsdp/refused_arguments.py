@@ -100,9 +100,6 @@ def check_plan(module: nn.Module, plan: Plan, ignored: Collection[nn.Parameter])
 def check_same_settings(config: SubnetworkConfig, options: str, control: dist.ProcessGroup) -> None:
     """Compare block and options across all ranks; collective.
 
-    Args:
-        options: the options as text.
-
     Raises:
         RuntimeError: on all ranks, naming the settings that differ and their values.
     """

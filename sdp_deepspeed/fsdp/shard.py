@@ -158,7 +158,6 @@ class PlannedModel:
     """What is known before the model is changed.
 
     Args:
-        plan: plan in coordinates of the dense model.
         mask: mask in coordinates of this rank's tensors.
         branches: modules of all branches, also of those that this rank lacks.
         together: from `gathered_together`.

@@ -37,16 +37,12 @@ class ShardedModel:
     """A model whose units are sharded over their holders.
 
     Args:
-        module: the sharded module.
-        block: the parsed block.
         plan: plan in coordinates of the dense model.
         mask: applied before the module was sharded. Its pieces, shapes and buffers are valid, its parameters are not.
-        groups: process groups of the holder sets.
         mesh: mesh of the data-parallel ranks.
         device: device of the collectives.
         parts: parts of all parameters, by dense name.
         fsdp_groups: modules of each FSDP2 group of this rank, ordered by the last module.
-        dense: runs the dense model.
         state_names: dense name of the tensor of each key of the dense state dict.
         coverage: C of the plan, weighted by FLOPs.
         dtensors: None without tensor parallelism.
@@ -127,11 +123,7 @@ class ShardedModel:
                         gathered.grad = None
 
     def begin_evaluation(self, what: str) -> None:
-        """Prepare for a pass of the dense model: reshard, and average running statistics. Collective.
-
-        Args:
-            what: name of the call, for messages.
-        """
+        """Prepare for a pass of the dense model: reshard, and average running statistics. Collective."""
         self.reshard_groups()
         if self.has_trained:
             self.barrier.wait(what)

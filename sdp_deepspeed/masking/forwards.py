@@ -17,13 +17,7 @@ from torch import nn
 
 @dataclass(frozen=True, eq=False)
 class ReplacedForward:
-    """A replaced forward.
-
-    Args:
-        module: whose forward is replaced.
-        previous: the forward before.
-        state: state of the function that replaces it.
-    """
+    """A replaced forward."""
 
     module: Any
     previous: Callable[..., Any]

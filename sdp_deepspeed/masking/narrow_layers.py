@@ -32,7 +32,6 @@ class Sizes:
     """Size attributes of the modules of a branch, with the dense model's values.
 
     Args:
-        layers: modules whose widths follow from their weights.
         counts: attributes in proportion to the number of cells, by module and name.
         configs: objects with attributes in proportion to the number of cells, such as configs, with these attributes,
             by module and the object's name.
@@ -76,8 +75,6 @@ class HeldHeads:
     """State of the forward of a body with some of the heads.
 
     Args:
-        heads: indices of the held heads.
-        num_heads: number of heads of the dense body.
         by_head: keyword arguments with the model's heads along dim 1.
         num_outputs, extra_outputs: see `Branch`.
     """

@@ -15,7 +15,6 @@ class KnownParameters:
     """The Parameter objects of a module at construction.
 
     Args:
-        parameters: parameters by name.
         frozen: names of parameters in the optimizer that did not require gradients.
     """
 

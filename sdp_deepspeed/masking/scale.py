@@ -27,7 +27,6 @@ class Scale:
     """State of the forward of a module whose output is multiplied.
 
     Args:
-        factor: 1 / C.
         bias: name of a parameter that is added without a factor; empty if there is none.
         added_to: position of the argument to which the module adds its output itself.
     """

@@ -38,7 +38,6 @@ class UnitClass(NamedTuple):
     """Units that are dealt together: blocks of equal cost, or the neurons or heads of a branch.
 
     Args:
-        p: number of holders.
         branch: None for blocks.
         cost: None for neurons and heads.
     """
@@ -230,7 +229,6 @@ class _Variant(NamedTuple):
     """How an attempt places leftover units.
 
     Args:
-        seed: of random choices.
         even: whether blocks are even in residue classes, so that few units spread evenly.
         windows: whether leftover units use windows of neighbors, which connect few units best.
         random: whether leftover units start at random translates.
@@ -253,7 +251,6 @@ class _Movable(NamedTuple):
     """A unit that may move.
 
     Args:
-        choice: candidate holder sets.
         table: 0/1 table of `choice`, [n, k].
         need: key of the need that the unit meets.
     """

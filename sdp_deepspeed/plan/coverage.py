@@ -129,8 +129,6 @@ def holders_of_units(
     Args:
         given: `coverage` or `holders` of the block.
         path: path of `given`, for messages.
-        k: number of subnetworks.
-        names: names of the units.
         layers: layer index of each unit.
         num_layers: number of layers of the model, including layers without units.
 

@@ -37,8 +37,6 @@ def plan_model(
 
     Args:
         model: whole, or the part of a tensor-parallel rank; may be on the meta device.
-        block: a parsed config block.
-        data_parallel_size: D.
         branches: the model's residual branches. Default: located here.
         shards: the part of a tensor-parallel rank; None if the model is whole.
         ranks_per_node: data-parallel ranks, for `subnetworks: "nodes"`.

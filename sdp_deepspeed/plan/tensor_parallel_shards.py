@@ -22,7 +22,6 @@ class Division:
     """Division of a dense tensor among a tensor-parallel group: its shards are concatenated along one dim.
 
     Args:
-        shape: dense shape.
         dim: the divided (stored) dimension.
         lengths: number of indices along `dim` on each rank.
     """
@@ -46,7 +45,6 @@ class TensorParallelShards:
 
     Args:
         index: index of the rank in the group.
-        size: size of the group.
         divisions: divisions of divided parameters, by dense name; other tensors are equal on all ranks of the group.
     """
 

@@ -20,10 +20,7 @@ class TensorInfo:
     """Facts of a dense tensor.
 
     Args:
-        name: dense name.
-        shape: dense shape.
         dtype: dtype of the weights (torch.dtype).
-        kind: "parameter" or "buffer".
         trainable: whether it required gradients before masking.
     """
 

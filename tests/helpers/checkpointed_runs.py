@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sdp_deepspeed.checkpoint.files import LOCK, README, Reader
+from sdp_deepspeed.checkpoint.files import LOCK, Reader
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, State, add_box
 from tests.helpers.models import config
 
@@ -34,8 +34,8 @@ def stepped(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """All but the lock, which is there while the process is, and the README."""
-    return sorted(path.name for path in folder.iterdir() if path.name not in (LOCK, README))
+    """All but the lock, which is there while the process is."""
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
 
 
 def dense_tensors(path: Path) -> dict[str, torch.Tensor]:

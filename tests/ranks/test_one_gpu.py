@@ -24,7 +24,7 @@ from benchmarks.common.fake_world import fake_world
 from benchmarks.common.held_bytes import optimizer_tensors
 from benchmarks.common.measured_step import measured_step
 from sdp_deepspeed.config import MODES, Mode
-from sdp_deepspeed.estimate.deepspeed_bytes import DeepSpeedSetup, deepspeed_estimates
+from sdp_deepspeed.estimate.deepspeed_bytes import DeepSpeedRun, DeepSpeedSetup
 from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import dense_tensors
@@ -157,7 +157,7 @@ def as_estimated(mode: Mode, stage: int, precision: str) -> weakref.ref[Any]:
         micro_step(engine, batch)
     tensors = dense_tensors(llama(4))
     setup = DeepSpeedSetup(stage, Precision.of(precision), bucket_elements=BUCKET)  # type: ignore[arg-type]
-    expected = deepspeed_estimates(engine.plan, tensors, setup)[FAKE_RANK]
+    expected = DeepSpeedRun(engine.plan, tensors, setup).estimate(FAKE_RANK)
     counters = sum(tensor.nbytes for tensor in optimizer_tensors(engine) if tensor.dim() == 0)
     found = (figures.weights, figures.gradients, figures.optimizer - counters)
     assert found == (expected.weights, expected.gradients, expected.optimizer), (mode, stage, precision)

@@ -14,7 +14,6 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.comm import comm as deepspeed_comm
-from deepspeed.profiling.flops_profiler.profiler import params_to_string
 
 from benchmarks.common.traffic_counter import TrafficCounter
 from tests.helpers.checkpointed_runs import stepped
@@ -94,8 +93,8 @@ def plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_flops_profiler_by_config(rank: Rank) -> None:
-    """On rank 0, in the second step; the figure of full coverage is plain ZeRO-1's. A subnetwork's size is labelled."""
-    found, labels = [], []
+    """On rank 0, in the second step; the figure of full coverage is plain ZeRO-1's."""
+    found = []
     for block in ({"holders": 2}, None, {"holders": 1, "regime": "backward", "strategy": "neuron"}):
         path = rank.folder / f"{block}.txt"
         profile = {"enabled": True, "profile_step": 1, "output_file": str(path)}
@@ -103,13 +102,8 @@ def test_flops_profiler_by_config(rank: Rank) -> None:
         engine = engine_of(plain(settings) if block is None else settings, SPECIMENS["llama"].build())
         train(engine, num_steps=3)
         if rank.rank == 0:
-            report, size = (
-                path.read_text(),
-                params_to_string(sum(p.numel() for p in SPECIMENS["llama"].build().parameters())),
-            )
-            found.append([line for line in report.splitlines() if line.startswith("fwd flops per GPU")])
-            labels.append(f"the dense model has {size} params" in report)
-    assert labels == ([False, False, True] if rank.rank == 0 else [])
+            lines = path.read_text().splitlines()
+            found.append([line for line in lines if line.startswith("fwd flops per GPU")])
     assert all(lines and lines == found[0] for lines in found), found
 
 

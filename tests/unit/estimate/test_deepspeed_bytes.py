@@ -8,7 +8,12 @@ from typing import Literal
 import pytest
 
 from sdp_deepspeed.config import LocalSteps
-from sdp_deepspeed.estimate.deepspeed_bytes import DeepSpeedSetup, deepspeed_estimates, plain_deepspeed_estimate
+from sdp_deepspeed.estimate.deepspeed_bytes import (
+    DeepSpeedRun,
+    DeepSpeedSetup,
+    RankEstimate,
+    plain_deepspeed_estimate,
+)
 from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.plan.assign import assign
 from sdp_deepspeed.plan.plan import Plan
@@ -35,6 +40,11 @@ def plan_of(num_layers: int, size: int, holders: int, regime: str = "forward", r
 
 
 SUMS = Precision.of("bf16", accumulate_in_fp32=True)
+
+
+def deepspeed_estimates(plan: Plan, tensors: list[TensorInfo], setup: DeepSpeedSetup) -> list[RankEstimate]:
+    run = DeepSpeedRun(plan, tensors, setup)
+    return [run.estimate(rank) for rank in range(run.num_ranks)]
 
 
 def per_parameter(stage: int, n: int, c: float, precision: Precision, regime: str) -> tuple[float, float, float]:
@@ -127,7 +137,6 @@ def plan_share(plan: Plan, tensors: list[TensorInfo], replicas: int) -> float:
 
 def test_frozen_parameters() -> None:
     tensors = [TensorInfo("w", (10,), "f"), TensorInfo("f", (6,), "f", trainable=False)]
-    tensors.append(TensorInfo("buffer", (100,), "f", kind="buffer"))
     plan = Plan("forward", "block", 1, 1, 0, (Unit("u", (Piece("w", None, 0, 10),)),), ((0,),), (0,))
     result = deepspeed_estimates(plan, tensors, DeepSpeedSetup(1, BF16))[0]
     assert (result.weights, result.gradients, result.optimizer) == (32, 20, 120)
