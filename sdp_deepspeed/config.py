@@ -11,10 +11,9 @@ from typing import Any, Literal, NamedTuple, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sdp_deepspeed.config_errors import explain, normalized
+from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.plan.coverage import CoverageRule, CoverageSetting, HoldersRule, HoldersSetting
 from sdp_deepspeed.schedule import blocks_of_phases
-
-KEY = "subnetwork_data_parallel"
 
 Regime = Literal["forward", "backward"]
 StrategyName = Literal["block", "neuron"]
@@ -293,7 +292,7 @@ def parse(ds_config: Mapping[str, Any]) -> SubnetworkConfig | None:
     config = _validated(block, KEY)
     if not config.enabled:
         return None
-    first, *_ = [_validated(phase, path) for path, phase in blocks_of_phases(block, KEY)]
+    first, *_ = [_validated(phase, path) for path, phase in blocks_of_phases(block)]
     return first
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable
 
+KEY = "subnetwork_data_parallel"  # of the block in a DeepSpeed config
 MAX_LISTED = 5
 # The extra [deepspeed] of pyproject.toml.
 NEEDS_DEEPSPEED = 'needs DeepSpeed: pip install "deepspeed>=0.19.8,<0.20" "accelerate>=1.15,<2"'
@@ -22,15 +23,10 @@ def quoted(values: Iterable[object], *, limit: int = MAX_LISTED) -> str:
     return listed(map(repr, values), limit=limit)
 
 
-def nearest(name: str, known: Collection[str], *, cutoff: float = 0.6) -> str | None:
-    """The known name most similar to `name`, if the similarity is at least `cutoff` (0 to 1)."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
-
-
 def did_you_mean(name: str, known: Collection[str], *, cutoff: float = 0.6) -> str:
     """ "did you mean 'coverage'?", or all known names if none is similar."""
-    near = nearest(name, known, cutoff=cutoff)
-    return f"known: {', '.join(known)}" if near is None else f"did you mean {near!r}?"
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
 def lacks_deepspeed(error: ImportError) -> bool:

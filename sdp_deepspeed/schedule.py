@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sdp_deepspeed.config_errors import explain
-from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.messages import KEY, quoted
 
 # Keys that the engine reads only at construction.
 FIXED = ("enabled", "allow_optimizer", "checkpoint")
@@ -66,52 +66,52 @@ class Schedule:
     """The configs of a run over time.
 
     Args:
-        key: key of the block in `config`.
         redraw_interval: number of steps after which a new assignment is drawn; None for never.
     """
 
     config: Mapping[str, Any]
-    key: str
     phases: tuple[Phase, ...]
     redraw_interval: int | None
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], key: str) -> Schedule | None:
+    def of(cls, config: Mapping[str, Any]) -> Schedule | None:
         """Read the schedule of a config with a valid block; None if nothing changes over time.
 
         Raises:
             ValueError: a fraction of an unknown number of steps, or a phase without steps.
         """
-        block = config[key]
+        block = config[KEY]
         given, interval = block.get("schedule"), block.get("redraw_interval")
         if given is None and interval is None:
             return None
         phases = [{}] if given is None else given
         total = _total_steps(config, block)
-        ends = _ends(phases, total, f"{key}.schedule")
+        ends = _ends(phases, total)
         last_end = max((end for end in ends if end is not None), default=0)
         if total is not None and total <= last_end and has_shares(phases):
+            is_given = type(block.get("total_steps")) is int
+            where = f"{KEY}.total_steps" if is_given else "scheduler.params.total_num_steps"
             raise ValueError(
-                f"{key}.schedule: the run has {total} steps ({_where_total(key, block)}), but the last phase would "
+                f"{KEY}.schedule: the run has {total} steps ({where}), but the last phase would "
                 f"begin after step {last_end}; end earlier phases sooner"
             )
         starts = [1, *(end + 1 for end in ends[:-1] if end is not None)]
         pieces = zip(phases, starts, ends, strict=True)
-        return cls(config, key, tuple(_phase(phase, first, last) for phase, first, last in pieces), interval)
+        return cls(config, tuple(_phase(phase, first, last) for phase, first, last in pieces), interval)
 
     def check_first(self, stage: int) -> None:
         """Raise ValueError if the first phase has a different ZeRO stage than the config."""
         first = self.phases[0].stage
         if first not in (None, stage):
             raise ValueError(
-                f"{self.key}.schedule[0].stage: got {first}, but zero_optimization.stage is {stage}; set the first "
+                f"{KEY}.schedule[0].stage: got {first}, but zero_optimization.stage is {stage}; set the first "
                 "stage there"
             )
 
     def path_of(self, phase: int) -> str:
         """Path in the config of a phase."""
-        given = self.config[self.key].get("schedule")
-        return f"{self.key}.redraw_interval" if given is None else f"{self.key}.schedule[{phase}]"
+        given = self.config[KEY].get("schedule")
+        return f"{KEY}.redraw_interval" if given is None else f"{KEY}.schedule[{phase}]"
 
     def phase_after(self, steps: int) -> int:
         """Index of the phase of the step after `steps` steps."""
@@ -130,10 +130,10 @@ class Schedule:
     def config_after(self, steps: int) -> dict[str, Any]:
         """DeepSpeed config of the step after `steps` steps; its block has no schedule."""
         phase, draw = self.phases[self.phase_after(steps)], self.draw_after(steps)
-        block = merge_blocks(_without_schedule(self.config[self.key]), phase.block)
+        block = merge_blocks(_without_schedule(self.config[KEY]), phase.block)
         if draw:
             block["seed"] = block.get("seed", 0) + draw
-        return with_stage({**self.config, self.key: block}, phase.stage)
+        return with_stage({**self.config, KEY: block}, phase.stage)
 
 
 def merge_blocks(block: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,26 +150,25 @@ def with_stage(config: Mapping[str, Any], stage: int | None) -> dict[str, Any]:
     return {**config, _ZERO: {**(zero if isinstance(zero, Mapping) else {}), "stage": stage}}
 
 
-def blocks_of_phases(block: Mapping[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
+def blocks_of_phases(block: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """The path, for messages, and the effective block of each phase; of a block without schedule, its own.
 
     Args:
         block: block with keys of valid types.
-        key: key of the block.
 
     Raises:
         ValueError: problems of phases, one line each.
     """
     base, phases = _without_schedule(block), block.get("schedule")
-    problems = list(_problems(phases or (), f"{key}.schedule"))
+    problems = list(_problems(phases or ()))
     if type(block.get("total_steps")) is int and not has_shares(phases or ()):
-        problems.append(f"{key}.total_steps: got {block['total_steps']}, but no phase uses until; remove it")
+        problems.append(f"{KEY}.total_steps: got {block['total_steps']}, but no phase uses until; remove it")
     if problems:
         raise ValueError("\n".join(problems))
     if phases is None:
-        return [(key, base)]
+        return [(KEY, base)]
     blocks = [merge_blocks(base, _phase(phase, 1, None).block) for phase in phases]
-    return [(f"{key}.schedule[{index}]", phase) for index, phase in enumerate(blocks)]
+    return [(f"{KEY}.schedule[{index}]", phase) for index, phase in enumerate(blocks)]
 
 
 def has_shares(phases: Sequence[Mapping[str, Any]]) -> bool:
@@ -186,9 +185,9 @@ def _phase(given: Mapping[str, Any], first: int, last: int | None) -> Phase:
     return Phase(first, last, block, given.get("stage"))
 
 
-def _problems(phases: Sequence[Mapping[str, Any]], path: str) -> Iterator[str]:
+def _problems(phases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for index, phase in enumerate(phases):
-        where = f"{path}[{index}]"
+        where = f"{KEY}.schedule[{index}]"
         try:
             ends = PhaseEnd.model_validate(dict(phase))
         except ValidationError as error:
@@ -204,13 +203,14 @@ def _problems(phases: Sequence[Mapping[str, Any]], path: str) -> Iterator[str]:
             yield f"{where}: expected either until_step (last step) or until (fraction of all steps), got {len(said)}"
 
 
-def _ends(phases: Sequence[Mapping[str, Any]], total: int | None, path: str) -> list[int | None]:
+def _ends(phases: Sequence[Mapping[str, Any]], total: int | None) -> list[int | None]:
     """Last step of each phase."""
-    ends = [_end(phase, total, f"{path}[{index}]") for index, phase in enumerate(phases[:-1])]
+    ends = [_end(phase, total, f"{KEY}.schedule[{index}]") for index, phase in enumerate(phases[:-1])]
     for index, (before, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if end <= before:
             raise ValueError(
-                f"{path}[{index}]: ends with step {end}, but the phase before it with step {before}; end it later"
+                f"{KEY}.schedule[{index}]: ends with step {end}, but the phase before it with step {before}; end "
+                "it later"
             )
     return [*ends, None]
 
@@ -226,13 +226,40 @@ def _end(phase: Mapping[str, Any], total: int | None, where: str) -> int:
     return max(1, round(phase["until"] * total))
 
 
-def _where_total(key: str, block: Mapping[str, Any]) -> str:
-    return f"{key}.total_steps" if type(block.get("total_steps")) is int else "scheduler.params.total_num_steps"
-
-
 def _total_steps(config: Mapping[str, Any], block: Mapping[str, Any]) -> int | None:
     """Number of steps of the run, from the block or else from the LR scheduler."""
     scheduler = config.get("scheduler")
     params = scheduler.get("params") if isinstance(scheduler, Mapping) else None
     known = params.get("total_num_steps") if isinstance(params, Mapping) else None
     return next((value for value in (block.get("total_steps"), known) if type(value) is int), None)
+
+
+# ---- the number of steps, from the host -----------------------------------------------------------------------------
+
+
+def phases_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The phases of the schedule in a DeepSpeed config that has not been validated."""
+    block = config.get(KEY)
+    if not isinstance(block, Mapping) or block.get("enabled") is False:
+        return []
+    schedule = block.get("schedule")
+    return [phase for phase in schedule if isinstance(phase, Mapping)] if isinstance(schedule, list) else []
+
+
+def never_begins(config: Mapping[str, Any], steps: int) -> str | None:
+    """A warning if the last phase would begin after the end of the run."""
+    ends = [phase["until_step"] for phase in phases_of(config) if type(phase.get("until_step")) is int]
+    if not ends or not 0 < steps <= max(ends):  # 0: the Trainer only evaluates
+        return None
+    return (
+        f"{KEY}.schedule: the run ends with step {steps}, but the last phase would begin after step {max(ends)}; it is "
+        "not reached"
+    )
+
+
+def fill_total_steps(config: dict[str, Any], steps: int) -> bool:
+    """Set `total_steps` if a phase ends at a fraction of it and the block lacks it. Returns whether it was set."""
+    if not has_shares(phases_of(config)) or config[KEY].get("total_steps") not in (None, "auto"):
+        return False
+    config[KEY] = {**config[KEY], "total_steps": steps}  # a copy: do not change the user's
+    return True

@@ -6,10 +6,10 @@ on the strategy that made a unit.
 
 from __future__ import annotations
 
-from bisect import bisect
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 TensorKind = Literal["parameter", "buffer"]
 Subnetworks = tuple[int, ...]  # that hold a unit, ascending; as in `Plan.holders`
@@ -81,15 +81,6 @@ class UnitCost:
     flops: int
 
 
-class _Claim(NamedTuple):
-    """A unit's slice of a tensor."""
-
-    start: int
-    stop: int
-    dim: int | None
-    unit: str
-
-
 def check_pieces(units: Iterable[Unit], shape_of: Callable[[Piece], tuple[int, ...] | None]) -> None:
     """Check that units fit the model and do not overlap.
 
@@ -100,14 +91,24 @@ def check_pieces(units: Iterable[Unit], shape_of: Callable[[Piece], tuple[int, .
     Raises:
         ValueError: unknown tensor, slice out of range, or an element claimed by two units.
     """
-    claimed: dict[tuple[str, str], list[_Claim]] = {}
+    claimed: dict[tuple[str, str], list[tuple[Piece, Unit]]] = {}
     for unit in units:
         for piece in unit.pieces:
             shape = shape_of(piece)
             if shape is None:
                 raise ValueError(f"unit {unit.name!r}: the model has no {piece.kind} named {piece.parameter!r}")
             _check_range(unit.name, piece, shape)
-            _check_overlap(unit.name, piece, claimed.setdefault((piece.kind, piece.parameter), []))
+            claimed.setdefault((piece.kind, piece.parameter), []).append((piece, unit))
+    for claims in claimed.values():
+        claims.sort(key=lambda claim: claim[0].start)
+        for (piece, unit), (following, other) in itertools.pairwise(claims):
+            if piece.dim is None or piece.dim != following.dim:
+                raise ValueError(
+                    f"{piece.parameter!r} is claimed by {unit.name!r} and {other.name!r}: pieces of one tensor must be "
+                    "slices of the same dim"
+                )
+            if piece.start + piece.length > following.start:
+                raise ValueError(f"{piece.parameter!r}: {unit.name!r} and {other.name!r} overlap along dim {piece.dim}")
 
 
 def _check_range(unit_name: str, piece: Piece, shape: tuple[int, ...]) -> None:
@@ -118,18 +119,3 @@ def _check_range(unit_name: str, piece: Piece, shape: tuple[int, ...]) -> None:
             f"unit {unit_name!r}: piece of {piece.parameter!r} takes [{piece.start}, {piece.start + piece.length}) "
             f"of dim {piece.dim}, but the tensor's shape is {shape}"
         )
-
-
-def _check_overlap(unit_name: str, piece: Piece, claims: list[_Claim]) -> None:
-    """Raise ValueError if a piece overlaps another one of its tensor. `claims` are sorted and disjoint."""
-    if claims and (piece.dim is None or claims[0].dim != piece.dim):
-        raise ValueError(
-            f"{piece.parameter!r} is claimed by {claims[0].unit!r} and {unit_name!r}: pieces of one tensor must be "
-            "slices of the same dim"
-        )
-    claim = _Claim(piece.start, piece.start + piece.length, piece.dim, unit_name)
-    place = bisect(claims, claim.start, key=lambda other: other.start)
-    for other in claims[max(0, place - 1) : place + 1]:
-        if claim.start < other.stop and other.start < claim.stop:
-            raise ValueError(f"{piece.parameter!r}: {other.unit!r} and {unit_name!r} overlap along dim {piece.dim}")
-    claims.insert(place, claim)

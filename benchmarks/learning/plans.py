@@ -159,7 +159,7 @@ class Planner:
         if any("until" in phase for phase in block.get("schedule", ())):
             block["total_steps"] = num_steps
         self._config(block)
-        return Schedule.of({KEY: block}, KEY)
+        return Schedule.of({KEY: block})
 
     def _config(self, block: Mapping[str, Any]) -> SubnetworkConfig:
         config = parse({KEY: dict(block)})

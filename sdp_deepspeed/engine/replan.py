@@ -101,7 +101,7 @@ def find_schedule(engine: SubnetworkEngine) -> Schedule | None:
     """The plans over time, from the config; None if the plan is fixed. Collective."""
 
     def find() -> Schedule | None:
-        schedule = Schedule.of(engine.config, KEY)
+        schedule = Schedule.of(engine.config)
         if schedule is not None:
             schedule.check_first(engine.stage_of_config)
         return schedule
@@ -122,7 +122,8 @@ def check_schedule(engine: SubnetworkEngine) -> None:
         phase = schedule.phase_after(steps)
         with _named(schedule.path_of(phase)):
             config = schedule.config_after(steps)
-            block = _block_of(config)
+            block = parse(config)
+            assert block is not None, "`enabled` is in FIXED"
             run_on_all_ranks(lambda: refuse_config(config, engine._config), engine._control)  # noqa: B023
             refuse_stage(_stage_of(engine, phase), engine.tensor_parallel)
             plan_and_mask(engine, block, logs=False)
@@ -164,7 +165,8 @@ def replan(engine: SubnetworkEngine, config: Mapping[str, Any], stage: int | Non
     def check() -> tuple[SubnetworkConfig, int]:
         _refuse_run(engine)
         refuse_stage(after, engine.tensor_parallel)
-        changed = _block_of(config)
+        changed = parse(config)
+        assert changed is not None, "`enabled` is in FIXED"
         refuse_config(config, engine._config)
         if changed.local_steps is not None:
             refuse_local_optimizer(engine.optimizer.optimizer)
@@ -233,13 +235,6 @@ def _stage_of(engine: SubnetworkEngine, phase: int) -> int:
     assert engine.schedule is not None
     stage = engine.schedule.phases[phase].stage
     return int(engine.stage_of_config if stage is None else stage)
-
-
-def _block_of(config: Mapping[str, Any]) -> SubnetworkConfig:
-    block = parse(config)
-    if block is None:
-        raise ValueError(f"engine.replan: {KEY}.enabled cannot change in a run")
-    return block
 
 
 def _refuse_run(engine: SubnetworkEngine) -> None:

@@ -96,7 +96,7 @@ def _patch_config() -> None:
     def finalize_phases(self: Any, args: Any, model: Any, num_training_steps: int) -> Any:
         from sdp_deepspeed.config import KEY
         from sdp_deepspeed.engine.refused_settings import between_synchronizations, refuse_arguments_of_trainer
-        from sdp_deepspeed.total_steps import fill_total_steps, never_begins
+        from sdp_deepspeed.schedule import fill_total_steps, never_begins
 
         refuse_arguments_of_trainer(self.config, args)
         if vars(self).get("sdp_fills_total_steps"):  # a Trainer may train again, with another number of steps

@@ -12,8 +12,7 @@ from sdp_deepspeed.estimate.deepspeed_bytes import DeepSpeedSetup
 from sdp_deepspeed.estimate.fsdp2_bytes import FSDP2Setup
 from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
-from sdp_deepspeed.schedule import Schedule
-from sdp_deepspeed.total_steps import fill_total_steps
+from sdp_deepspeed.schedule import Schedule, fill_total_steps
 
 _MANY_STEPS = 10**6  # if the number of steps is unknown; large enough for every phase to have some
 # fp32 moments of each element, by the optimizer's name in lower case; 2 for the rest.
@@ -159,7 +158,7 @@ def configs_of_phases(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     Raises:
         ValueError: an invalid block, or a schedule whose number of steps is not known.
     """
-    schedule = None if parse(config) is None else Schedule.of(config, KEY)
+    schedule = None if parse(config) is None else Schedule.of(config)
     if schedule is None:
         return [config]
     return [schedule.config_after(phase.first_step - 1) for phase in schedule.phases]

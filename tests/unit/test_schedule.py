@@ -19,7 +19,7 @@ def config(phases: Any = None, **block: Any) -> dict[str, Any]:
 def schedule(phases: Any = None, more: Any = None, **block: Any) -> Schedule:
     given = config(phases, **block) | (more or {})
     assert parse(given) is not None
-    result = Schedule.of(given, KEY)
+    result = Schedule.of(given)
     assert result is not None
     return result
 
@@ -31,7 +31,7 @@ def message(phases: Any = None, **block: Any) -> str:
 
 
 def test_without_a_schedule_nothing_changes() -> None:
-    assert Schedule.of(config(coverage=0.5), KEY) is None
+    assert Schedule.of(config(coverage=0.5)) is None
 
 
 def test_each_step_has_the_config_of_its_phase() -> None:
@@ -86,7 +86,7 @@ def test_a_phase_after_the_last_step() -> None:
     assert words in message(phases, total_steps=10)
     config = {"scheduler": {"params": {"total_num_steps": 10}}, KEY: {"schedule": phases}}
     with pytest.raises(ValueError, match=r"the run has 10 steps \(scheduler\.params\.total_num_steps\)"):
-        Schedule.of(config, KEY)
+        Schedule.of(config)
 
 
 def test_shares_of_an_unknown_number_are_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.total_steps import fill_total_steps, never_begins
+from sdp_deepspeed.schedule import fill_total_steps, never_begins
 
 FRACTIONS = [{"until": 0.5, "coverage": 0.5}, {"coverage": 1.0}]
 

@@ -62,7 +62,7 @@ def test_what_fits_is_accepted() -> None:
         ([Piece("w", 2, 0, 1)], r"\[0, 1\) of dim 2, but the tensor's shape is \(4, 6\)"),
         ([Piece("w", 0, 3, 2)], r"\[3, 5\) of dim 0"),
         ([Piece("w", 0, 0, 3), Piece("w", 0, 2, 1)], "'u0' and 'u1' overlap along dim 0"),
-        ([Piece("w", 0, 2, 1), Piece("w", 0, 0, 3)], "'u0' and 'u1' overlap along dim 0"),
+        ([Piece("w", 0, 2, 1), Piece("w", 0, 0, 3)], "'u1' and 'u0' overlap along dim 0"),
         ([Piece("w", 0, 0, 1), Piece("w", 1, 0, 1)], "claimed by 'u0' and 'u1'.*same dim"),
         ([Piece("w", None, 0, 24), Piece("w", 1, 0, 1)], "claimed by 'u0' and 'u1'"),
         ([Piece("b", None, 0, 4), Piece("b", None, 0, 4)], "claimed by 'u0' and 'u1'"),
