@@ -103,7 +103,9 @@ def _byte_count(text: str) -> int:
 # ---- plan and estimate ----------------------------------------------------------------------------------------------
 
 _Ranks = Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")]
-_PerNode = Annotated[int | None, typer.Option(min=1, help='Ranks of a node, for subnetworks "nodes".')]
+_PerNode = Annotated[
+    int | None, typer.Option(min=1, help='Ranks of a node, for subnetworks "nodes" and bytes between nodes.')
+]
 _Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the recipe, such as sdp.coverage=0.25."),
@@ -208,7 +210,7 @@ def estimate(
                     run.model, config, num_ranks=ranks, host=run.host, ranks_per_node=ranks_per_node
                 )
             if is_first:
-                forecasts |= plain_forecasts(run.model, config, num_ranks=ranks)
+                forecasts |= plain_forecasts(run.model, config, num_ranks=ranks, ranks_per_node=ranks_per_node)
             return forecasts
 
         forecasts = columns(phase)
@@ -237,6 +239,15 @@ def _estimate_text(
         ("peak", lambda column: column.peak),
         ("sent per step", lambda column: column.rank.sent),
     ]
+    if first.node is not None:
+        rows.append(("out of its node per step", lambda column: column.node.per_step if column.node else 0))
+    if first.node is not None and first.node.per_synchronization:
+        rows.append(
+            (
+                "out of its node per synchronization",
+                lambda column: column.node.per_synchronization if column.node else 0,
+            )
+        )
     cells = [(f"{name} on one rank", *forecasts)]
     for title, value in rows:
         values = [value(column) for column in forecasts.values()]

@@ -15,7 +15,7 @@ from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.estimate.precision import FP32_BYTES, Precision
 from sdp_deepspeed.parallel.bucket_layouts import plan_buckets
 from sdp_deepspeed.parallel.buckets import BucketLayout
-from sdp_deepspeed.parallel.local_steps import teams_of
+from sdp_deepspeed.parallel.local_steps import peers_of, teams_of
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 
@@ -76,6 +76,24 @@ class RankEstimate:
         """The peak on the device: weights and optimizer state, and what exists beside them in the backward pass or in
         the step, whichever is more."""
         return self.weights + self.optimizer + max(in_backward, in_step)
+
+
+@dataclass(frozen=True)
+class NodeTraffic:
+    """Bytes that all ranks of a node send to other nodes. Rings are assumed, which leave a node once.
+
+    Args:
+        per_step: with local steps, the mean over the steps of an interval.
+        per_synchronization: of local steps.
+    """
+
+    per_step: int
+    per_synchronization: int = 0
+
+
+def leaves(ranks: Sequence[int], node: range) -> bool:
+    """Whether a ring over some ranks leaves a node."""
+    return 0 < sum(rank in node for rank in ranks) < len(ranks)
 
 
 @dataclass(frozen=True)
@@ -195,6 +213,32 @@ class DeepSpeedRun:
             differences += 2 * (num_teams - 1) / num_teams * shard_elements(bucket, rank)
         synchronization = differences * precision.wire + returned * precision.weights
         return round(gradients * rounds * precision.wire + weights * precision.weights + synchronization / local.every)
+
+    def node_traffic(self, node: range) -> NodeTraffic:
+        """Bytes that leave a node, which has these data-parallel ranks."""
+        precision, local = self.setup.precision, self.setup.local_steps
+        teams = teams_of(self.plan.subnetwork_of_rank)
+        gradient_bytes = precision.wire * (self.setup.accumulation if self.setup.stage == 2 else 1)
+        gathers = not self.is_backward or local is not None
+        in_step, in_synchronization, returned = 0.0, 0.0, 0
+        if self.is_backward and leaves(range(self.num_ranks), node):
+            returned = (self.num_ranks - 1) * sum(self._returned) * precision.weights
+        for bucket in self.buckets:
+            rings = {bucket.holders} if local is None else {teams[rank] for rank in bucket.holders}
+            shard = bucket.size // bucket.num_shards
+            sent = (bucket.size - shard) * sum(leaves(ring, node) for ring in rings)
+            in_step += sent * (gradient_bytes + precision.weights * gathers)
+            if local is None:
+                continue
+            in_synchronization += sent * precision.weights
+            for position in range(len(bucket.owners)):
+                peers = peers_of(bucket.holders, teams, position)
+                if leaves(peers, node):
+                    in_synchronization += 2 * (len(peers) - 1) / len(peers) * shard * precision.wire
+        if local is None:
+            return NodeTraffic(round(in_step) + returned)
+        in_synchronization += returned
+        return NodeTraffic(round(in_step + in_synchronization / local.every), round(in_synchronization))
 
 
 def shard_elements(bucket: BucketLayout, rank: int) -> int:

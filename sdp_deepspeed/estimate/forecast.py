@@ -19,12 +19,19 @@ from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.engine.refused_settings import refuse_settings
 from sdp_deepspeed.estimate.deepspeed_bytes import (
     DeepSpeedRun,
+    NodeTraffic,
     RankEstimate,
     plain_deepspeed_estimate,
     shard_elements,
 )
 from sdp_deepspeed.estimate.deepspeed_config import deepspeed_setup, fsdp2_setup, read_settings
-from sdp_deepspeed.estimate.fsdp2_bytes import FSDP2Setup, fsdp2_estimate, fsdp2_tensors, names_in_units
+from sdp_deepspeed.estimate.fsdp2_bytes import (
+    FSDP2Setup,
+    fsdp2_estimate,
+    fsdp2_node_traffic,
+    fsdp2_tensors,
+    names_in_units,
+)
 from sdp_deepspeed.estimate.micro_step import MicroStep, Model, Reduction, micro_step
 from sdp_deepspeed.estimate.precision import FP32_BYTES
 from sdp_deepspeed.masking import Mask
@@ -47,6 +54,7 @@ class Forecast:
             scores are not stored.
         peak: largest number of bytes of live tensors. Kernel workspaces, fragmentation and the CUDA context are not
             included.
+        node: traffic of this rank's node; None if the number of ranks per node is not known.
     """
 
     num_parameters: int
@@ -55,6 +63,7 @@ class Forecast:
     activations: int
     peak: int
     flops: int
+    node: NodeTraffic | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -80,7 +89,7 @@ def forecast(
             224 x 224 pixels.
         host: "deepspeed" or "fsdp2".
         rank: rank to estimate. Default: the rank whose subnetwork has the most FLOPs.
-        ranks_per_node: data-parallel ranks of a node, for `subnetworks: "nodes"`.
+        ranks_per_node: data-parallel ranks of a node, for `subnetworks: "nodes"` and traffic between nodes.
 
     Raises:
         ValueError: the model cannot be built, or a setting is invalid or cannot be estimated.
@@ -110,7 +119,8 @@ def forecast_of(
     fsdp2 = fsdp2_setup(config, accumulation) if host == "fsdp2" else None
     deepspeed, block = deepspeed_setup(config, accumulation), parse(config)
     if block is None:
-        return plain_forecasts(model, config, num_ranks=num_ranks)["FSDP2" if fsdp2 else f"ZeRO-{deepspeed.stage}"]
+        plain = plain_forecasts(model, config, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+        return plain["FSDP2" if fsdp2 else f"ZeRO-{deepspeed.stage}"]
     if fsdp2 is None:
         refuse_settings(config)
     with model.fake:
@@ -122,16 +132,22 @@ def forecast_of(
         mask = Mask(model.module, plan, rank, branches=branches, is_scaled=block.branch_scale == "training")
         mask.apply()
     memory: dict[str, Any] = {"ignored": mask.tensors(), "parameters": mask.parameters}
+    if ranks_per_node is not None and num_ranks % ranks_per_node:
+        raise ValueError(f"ranks_per_node: got {ranks_per_node}, which does not divide {num_ranks} ranks")
+    first = 0 if ranks_per_node is None else rank // ranks_per_node * ranks_per_node
+    node = range(first, first + (ranks_per_node or num_ranks))
     if fsdp2 is not None:
         parts = list(fsdp2_tensors(plan, tensors, branches))
         estimate = fsdp2_estimate(parts, fsdp2, rank)
         step = micro_step(model, inputs, **memory, watched=names_in_units(parts))
         peak = _fsdp2_peak(estimate, step, accumulation)
+        traffic = fsdp2_node_traffic(parts, fsdp2, node)
     else:
         run = DeepSpeedRun(plan, tensors, deepspeed)
         estimate = run.estimate(rank)
         step = micro_step(model, inputs, **memory, reductions=_reductions(run, rank))
         peak = _engine_peak(run, rank, estimate, step)
+        traffic = run.node_traffic(node)
     with model.fake:
         mask.undo()
     return Forecast(
@@ -141,6 +157,7 @@ def forecast_of(
         activations=step.activations,
         peak=peak,
         flops=step.flops * accumulation,
+        node=None if ranks_per_node is None else traffic,
         warnings=tuple(f"{KEY}: {warning}" for warning in warnings),
     )
 
@@ -184,7 +201,9 @@ def _fsdp2_peak(estimate: RankEstimate, step: MicroStep, accumulation: int) -> i
     return estimate.peak(in_backward, estimate.gradients)
 
 
-def plain_forecasts(model: Model, config: Mapping[str, Any], *, num_ranks: int) -> dict[str, Forecast]:
+def plain_forecasts(
+    model: Model, config: Mapping[str, Any], *, num_ranks: int, ranks_per_node: int | None = None
+) -> dict[str, Forecast]:
     """The same run without subnetworks, under ZeRO stages 0 (data parallelism) to 3 and FSDP2."""
     micro, accumulation = read_settings(config).micro_steps(num_ranks)
     setup = deepspeed_setup(config, accumulation)
@@ -209,6 +228,7 @@ def plain_forecasts(model: Model, config: Mapping[str, Any], *, num_ranks: int) 
             activations=step.activations,
             peak=peak,
             flops=step.flops * accumulation,
+            node=None if ranks_per_node is None else NodeTraffic(estimate.sent * (ranks_per_node < num_ranks)),
         )
 
     for stage in (0, 1, 2):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.estimate.deepspeed_bytes import RankEstimate
+from sdp_deepspeed.estimate.deepspeed_bytes import NodeTraffic, RankEstimate, leaves
 from sdp_deepspeed.estimate.precision import FP32_BYTES
 from sdp_deepspeed.fsdp.fsdp_groups import gathered_together
 from sdp_deepspeed.plan.plan import Plan
@@ -123,9 +123,6 @@ def fsdp2_estimate(parts: Sequence[FSDP2Tensor], setup: FSDP2Setup, rank: int) -
     """The estimate of one rank."""
     held = [part for part in parts if rank in part.holders]
     trained = [part for part in held if part.trainable]
-    reduced = sum(part.stored * (len(part.holders) - 1) for part in trained)
-    # Units are gathered in the forward and again in the backward pass.
-    gathered = sum(part.stored * (len(part.holders) - 1) * (1 if part.group is None else 2) for part in held)
     state_bytes = FP32_BYTES * setup.num_moments + setup.master
     groups: Counter[tuple[str, tuple[int, ...]] | None] = Counter()
     for part in held:
@@ -138,5 +135,20 @@ def fsdp2_estimate(parts: Sequence[FSDP2Tensor], setup: FSDP2Setup, rank: int) -
         optimizer=sum(part.stepped(rank) for part in trained) * state_bytes,
         gathered=shared * setup.compute,
         gathered_units=sum(largest[:2]) * setup.compute + sum(largest[:1]) * (setup.compute + setup.wire),
-        sent=setup.accumulation * (reduced * setup.wire + gathered * setup.compute),
+        sent=_sent(held, setup),
     )
+
+
+def fsdp2_node_traffic(parts: Sequence[FSDP2Tensor], setup: FSDP2Setup, node: range) -> NodeTraffic:
+    """Bytes that leave a node, which has these data-parallel ranks."""
+    return NodeTraffic(_sent([part for part in parts if leaves(part.holders, node)], setup))
+
+
+def _sent(parts: Sequence[FSDP2Tensor], setup: FSDP2Setup) -> int:
+    """Bytes that a holder of all these sends in a step."""
+    num_bytes = 0
+    for part in parts:
+        others = part.stored * (len(part.holders) - 1)
+        num_gathers = 1 if part.group is None else 2  # units in the forward and again in the backward pass
+        num_bytes += others * (setup.wire * part.trainable + setup.compute * num_gathers)
+    return setup.accumulation * num_bytes

@@ -189,6 +189,27 @@ def test_estimate_reads_what_training_says(capsys: Capture) -> None:
     assert "SDP" not in columns(printed(capsys, "estimate", "run.yaml", "sdp=off"))
 
 
+def test_estimate_shows_bytes_between_nodes(capsys: Capture) -> None:
+    """fp32 weights are as many bytes as their differences, which two nodes exchange in a ring."""
+    local = (
+        "sdp={coverage: 1.0, subnetworks: nodes, local_steps: {every: 10}}",
+        "--ranks",
+        "8",
+        "--ranks-per-node",
+        "4",
+    )
+    found = columns(printed(capsys, "estimate", "run.yaml", *local))
+    sdp, dense = found["SDP"], found["ZeRO-1"]
+    assert sdp["out of its node per synchronization"] == pytest.approx(sdp["weights"], abs=0.02)
+    assert sdp["out of its node per step"] == pytest.approx(sdp["weights"] / 10, abs=0.02)
+    assert dense["out of its node per step"] == dense["sent per step"]
+    one = columns(printed(capsys, "estimate", "run.yaml", "--ranks-per-node", "8"))
+    assert {column["out of its node per step"] for column in one.values()} == {0}
+    write(**{KEY: {"coverage": 0.5}})
+    fsdp2 = columns(printed(capsys, "estimate", "run.yaml", "--ranks", "4", "--ranks-per-node", "1"))["SDP"]
+    assert fsdp2["out of its node per step"] == fsdp2["sent per step"]
+
+
 def test_the_deepspeed_config_may_be_a_file(capsys: Capture) -> None:
     whole = printed(capsys, "estimate", "run.yaml")
     Path("ds.json").write_text(json.dumps(CONFIG))

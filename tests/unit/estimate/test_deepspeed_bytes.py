@@ -135,6 +135,27 @@ def plan_share(plan: Plan, tensors: list[TensorInfo], replicas: int) -> float:
     return max(of_team) / len(plan.holders) / replicas
 
 
+@pytest.mark.parametrize(("regime", "local"), [("forward", None), ("backward", None), ("forward", LocalSteps(every=5))])
+def test_what_leaves_a_node(regime: str, local: LocalSteps | None) -> None:
+    """Of one rank: all that it sends. Of a team at C = 1: the differences of all weights, and per step nothing."""
+    tensors, setup = model(16), DeepSpeedSetup(2, FP32, accumulation=2, local_steps=local)
+    for holders, replicas in ((2, 2), (4, 1)):
+        run = DeepSpeedRun(plan_of(16, 8, holders, regime, replicas), tensors, setup)
+        for rank in range(8):
+            assert run.node_traffic(range(rank, rank + 1)).per_step == pytest.approx(run.estimate(rank).sent, abs=2)
+    run = DeepSpeedRun(plan_of(16, 8, 2, regime, replicas=4), tensors, setup)
+    num = sum(bucket.size for bucket in run.buckets)
+    everyone = run.node_traffic(range(8))
+    assert (everyone.per_step, everyone.per_synchronization) == (0, 0)
+    for first in (0, 4):
+        traffic = run.node_traffic(range(first, first + 4))
+        if local is None:  # one ring of all ranks, twice for gradients, once for weights
+            assert (traffic.per_step, traffic.per_synchronization) == (num * 7 // 8 * 3 * 4, 0)
+        else:
+            assert traffic.per_synchronization == 4 * num
+            assert traffic.per_step == round(4 * num / 5)
+
+
 def test_frozen_parameters() -> None:
     tensors = [TensorInfo("w", (10,), "f"), TensorInfo("f", (6,), "f", trainable=False)]
     plan = Plan("forward", "block", 1, 1, 0, (Unit("u", (Piece("w", None, 0, 10),)),), ((0,),), (0,))
