@@ -2,7 +2,7 @@
 # Slow links on one machine: "nodes" are network namespaces, joined by a link of a given rate (two nodes) or by a switch
 # to which each has such a link; one or more ranks in each.
 #
-#     sudo env PATH="$PATH" benchmarks/links.sh       # all that docs/results.md shows of links: 1 Gb/s and 100 Mb/s
+#     sudo env PATH="$PATH" benchmarks/links.sh       # all that docs/results.md shows of links
 #     sudo env PATH="$PATH" RATE=250mbit NODES=4 RANKS=1 benchmarks/links.sh benchmarks/compare.py --only main --output ...
 #
 # Arguments are a benchmark and its options. Environment: RATE (tc's, default 1gbit), NODES and RANKS (in each node;
@@ -23,7 +23,10 @@ if [[ $# -eq 0 ]]; then
     for rate in 1gbit 100mbit; do
         RATE=$rate "$0" "$here/compare.py" --only main --overlap --bucket 5e5 --warmup 1 --repeats "${REPEATS:-5}" --splits 0 \
             --output "$here/results/links_$rate.json"
-        RATE=$rate "$0" "$here/time_to_loss.py" --output "$here/results/time_to_loss_$rate.json"
+    done
+    RATE=1gbit "$0" "$here/time_to_loss.py" --output "$here/results/time_to_loss_1gbit.json"
+    for rate in 100mbit 20mbit; do # the limit is in seconds
+        RATE=$rate "$0" "$here/time_to_loss.py" --limit 40 --output "$here/results/time_to_loss_$rate.json"
     done
     exit
 fi

@@ -177,32 +177,64 @@ def links(*results: Result) -> str:
 
 
 def time_to_loss(*results: Result) -> str:
-    """Seconds until the dense loss is about ZeRO-1's final one, mean of the seeds; "-" if it is not reached."""
+    """Time to ZeRO-1's final loss, mean of the seeds; "-" if it is not reached.
+
+    Args:
+        results: of each link. Losses after a step are those of the first, in which no run ends early.
+    """
+    first, *_ = everyone = [{(row["name"], row["seed"]): row for row in result["results"]} for result in results]
+    seeds = sorted({seed for _, seed in first})
+    goals = [first["ZeRO-1", seed]["curve"][-1][2] + LOSS_TOLERANCE for seed in seeds]
     rows = []
-    for name in dict.fromkeys(row["name"] for row in results[0]["results"]):
-        cells = []
-        for result in results:
-            runs = {(row["name"], row["seed"]): row["curve"] for row in result["results"]}
-            seeds = [seed for other, seed in runs if other == name]
-            times = [_reached(runs[name, seed], runs["ZeRO-1", seed][-1][2] + LOSS_TOLERANCE) for seed in seeds]
-            reached = [time for time in times if time is not None]
-            cells.append(f"{statistics.mean(reached):.0f}" if len(reached) == len(times) else "-")
+    for name in dict.fromkeys(name for name, _ in first):
+        runs = [first[name, seed] for seed in seeds]
+        steps = [_reached(run["curve"], goal, axis=0) for run, goal in zip(runs, goals, strict=True)]
+        reached = [number for number in steps if number is not None]
+        cells = [f"{statistics.mean(reached):.0f}" if len(reached) == len(seeds) else "-"]
+        cells.append(f"{statistics.mean(run['curve'][-1][2] for run in runs):.3f} ({runs[0]['steps']})")
+        cells.append(f"{max(max(run['peak']) for run in runs) / MIB:.1f}")
+        cells.append(f"{max(max(run['link_bytes']) / run['curve'][-1][0] for run in runs) / 1e6:.2f}")
+        for runs_of in everyone:
+            there = [runs_of.get((name, seed)) for seed in seeds]
+            cells.append(_seconds(list(zip(there, goals, steps, strict=True))))
         rows.append([name, *cells])
-    number = len({row["seed"] for row in results[0]["results"]})
     size = results[0]["model"]["num_parameters"] / 1e6
-    caption = f"{results[0]['ranks']} ranks on 2 nodes, {size:.2f}M parameters, mean of {number} seeds; "
-    heads = [f"{result['link']}, s" for result in results]
-    return f"{caption}{_commit(results[0])}:\n\n" + table(
-        [f"time to ZeRO-1's final loss + {LOSS_TOLERANCE}", *heads], rows
-    )
+    caption = f"{results[0]['ranks']} ranks on {results[0]['nodes']} nodes, {size:.2f}M parameters, seeds "
+    caption += f"{', '.join(map(str, seeds))}; {_commit(results[0])}; load before a run at most "
+    caption += " / ".join(f"{max(row['load'] for row in result['results']):.1f}" for result in results)
+    heads = ["steps to ZeRO-1's loss", "final loss (steps)", "peak, MiB", "over the link, MB per step"]
+    return f"{caption}:\n\n" + table(["", *heads, *(f"{result['link']}, s" for result in results)], rows)
 
 
-def _reached(curve: Sequence[Sequence[float]], loss: float) -> float | None:
-    """Seconds until a loss, interpolated linearly between two evaluations."""
-    for (_, before, higher), (_, after, lower) in itertools.pairwise(curve):
-        if lower <= loss:
-            share = (higher - loss) / (higher - lower) if higher > lower else 1.0
-            return before + max(0.0, share) * (after - before)
+def _seconds(runs: Sequence[tuple[Result | None, float, float | None]]) -> str:
+    """Mean seconds to a loss, and the share of synchronizations in the time of training.
+
+    Args:
+        runs: of each seed, with the loss, and the steps to it: a run that ended early is continued ("~") with its mean
+            seconds per step.
+    """
+    times, shares, is_continued = [], [], False
+    for run, loss, steps in runs:
+        if run is None or steps is None:
+            return "" if run is None else "-"
+        time = _reached(run["curve"], loss, axis=1)
+        last_step, total, _ = run["curve"][-1]
+        if time is None and last_step < run["steps"]:
+            time, is_continued = steps * total / last_step, True
+        if time is None:
+            return "-"
+        times.append(time)
+        shares.append(max(run["seconds_synchronizing"]) / total)
+    share = f" ({statistics.mean(shares):.0%})" if any(shares) else ""
+    return f"{'~' if is_continued else ''}{statistics.mean(times):.0f}{share}"
+
+
+def _reached(curve: Sequence[Sequence[float]], loss: float, *, axis: int) -> float | None:
+    """Steps (axis 0) or seconds (1) until a loss, interpolated linearly between two evaluations."""
+    for before, after in itertools.pairwise(curve):
+        if after[2] <= loss:
+            share = (before[2] - loss) / (before[2] - after[2]) if before[2] > after[2] else 1.0
+            return before[axis] + max(0.0, share) * (after[axis] - before[axis])
     return None
 
 
@@ -326,7 +358,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "compare": (compare, ("compare_4_ranks",)),
     "targets": (targets, ("compare_4_ranks",)),
     "links": (links, ("links_1gbit", "links_100mbit")),
-    "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_100mbit")),
+    "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_100mbit", "time_to_loss_20mbit")),
     "local-steps": (local_steps, ("local_steps_forecast",)),
     "quality": (partial(quality, LABELS), ("learning", "recipe_costs")),
     "quality-readme": (partial(quality, README, from_budget=1000), ("learning", "recipe_costs")),

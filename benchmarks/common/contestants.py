@@ -24,7 +24,7 @@ from sdp_deepspeed.config import KEY, MODES, Mode
 from sdp_deepspeed.fsdp import clip_grad_norm_, param_groups, sharded_model_of
 from sdp_deepspeed.fsdp.sharded_model import is_sharded
 
-Host = Literal["DeepSpeed", "DDP", "DDP, activation checkpointing", "FSDP2"]
+Host = Literal["DeepSpeed", "DDP", "DDP, activation checkpointing", "FSDP2", "DiLoCo"]
 Batch = torch.Tensor | Mapping[str, torch.Tensor]  # tokens [sequences, length]; or what a model takes, by name
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 CLIPPING = 1.0
@@ -41,6 +41,7 @@ class Contestant:
         coverage: C, of those with a mode.
         subnetworks: k, if not the default.
         host: what trains.
+        every: steps between two synchronizations, H; 1 without local steps.
     """
 
     stage: int
@@ -48,6 +49,7 @@ class Contestant:
     coverage: float = 1.0
     subnetworks: int | None = None
     host: Host = "DeepSpeed"
+    every: int = 1
 
     @property
     def name(self) -> str:
@@ -55,12 +57,13 @@ class Contestant:
         if self.mode is None:
             return host
         replicas = f" k={self.subnetworks}" if self.subnetworks else ""
-        return f"{self.mode} + {host} C={self.coverage:g}{replicas}"
+        interval = f" H={self.every}" if self.every > 1 else ""
+        return f"{self.mode} + {host} C={self.coverage:g}{replicas}{interval}"
 
     @property
     def trains(self) -> str:
         """Equal for contestants whose losses must be equal. C = 1 is data parallelism."""
-        if self.mode is None or self.coverage == 1:
+        if self.mode is None or (self.coverage == 1 and self.every == 1):
             return "the dense model"
         return f"{self.mode} C={self.coverage:g} k={self.subnetworks}"
 
@@ -82,6 +85,7 @@ class Contestant:
         if self.mode is not None:
             config[KEY] = {"coverage": self.coverage, **self.mode._asdict()}
             config[KEY] |= {"subnetworks": self.subnetworks} if self.subnetworks else {}
+            config[KEY] |= {"local_steps": {"every": self.every}} if self.every > 1 else {}
         return config
 
     def build(self, shape: Shape, precision: str, *, micro_batch: int, bucket: int, overlap: bool = False) -> Any:

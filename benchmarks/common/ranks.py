@@ -51,6 +51,11 @@ def gather(value: Value) -> list[Value]:
     return values
 
 
+def num_nodes() -> int:
+    """Of this run. LOCAL_SIZE is the number of ranks per node (links.sh); by default 1."""
+    return dist.get_world_size() // int(os.environ.get("LOCAL_SIZE", "1"))
+
+
 def show(text: str) -> None:
     """Print on rank 0."""
     if dist.get_rank() == 0:

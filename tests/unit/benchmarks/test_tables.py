@@ -43,3 +43,26 @@ def test_quality_is_compared_seed_by_seed() -> None:
     assert row_of(text, "data parallelism") == ["2.000 ± 0.577", "1.00", "1.00"]
     assert row_of(text, "C = 1/2, whole ends, unscaled") == ["1.600 ± 0.500 (+0.100 ± 0.000)", "0.50", "0.60"]
     assert Figures.of(result, "text").losses("C=1/2, whole ends", 500) == {0: 1.1, 1: 2.1}
+
+
+def test_a_run_that_ended_early_is_continued_with_its_own_seconds() -> None:
+    """ZeRO-1's goal is 1.0 + 0.01, halfway between its last evaluations at both rates; SDP's after 20 steps."""
+    fast = [
+        run_on_links("ZeRO-1", [[10, 1.0, 2.0], [20, 2.0, 1.02], [30, 3.0, 1.0]]),
+        run_on_links("SDP", [[10, 1.0, 1.51], [30, 3.0, 0.51]]),
+    ]
+    slow = [
+        run_on_links("ZeRO-1", [[10, 50.0, 2.0]]),
+        run_on_links("SDP", [[10, 6.0, 1.51], [30, 18.0, 0.51]], synchronizing=9.0),
+    ]
+    facts: dict[str, Any] = {"ranks": 4, "nodes": 2, "link": "", "model": {"num_parameters": 1}}
+    facts["provenance"] = {"cores": 2, "processor": "", "commit": ""}
+    text = tables.time_to_loss(facts | {"results": fast}, facts | {"results": slow})
+    assert row_of(text, "ZeRO-1")[0] == "25"
+    assert row_of(text, "ZeRO-1")[-2:] == ["2", "~125"]
+    assert row_of(text, "SDP")[-2:] == ["2", "12 (50%)"]
+
+
+def run_on_links(name: str, curve: list[list[float]], synchronizing: float = 0.0) -> dict[str, Any]:
+    figures = {"peak": [1], "link_bytes": [1], "seconds_synchronizing": [synchronizing], "load": 0.0}
+    return {"name": name, "seed": 0, "steps": 30, "curve": curve} | figures
