@@ -159,10 +159,10 @@ def test_plan_takes_overrides_and_shows_warnings(capsys: Capture) -> None:
 
 
 def test_a_subnetwork_for_each_node(capsys: Capture) -> None:
-    nodes = ("run.yaml", "sdp.subnetworks=nodes", "--ranks", "8", "--ranks-per-node", "4")
-    number = ("run.yaml", "sdp.subnetworks=2", "--ranks", "8")
+    layout = ("--ranks", "8", "--ranks-per-node", "4")
     for command in ("plan", "estimate"):
-        assert printed(capsys, command, *nodes) == printed(capsys, command, *number)
+        nodes, number = (printed(capsys, command, "run.yaml", f"sdp.subnetworks={k}", *layout) for k in ("nodes", "2"))
+        assert nodes == number
 
 
 # ---- estimate -------------------------------------------------------------------------------------------------------
