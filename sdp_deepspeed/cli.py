@@ -305,7 +305,7 @@ def inspect(path: _Checkpoint, tag: _Tag = None) -> None:
 
 def _description(path: Path) -> Iterator[str]:
     from sdp_deepspeed.checkpoint import files
-    from sdp_deepspeed.checkpoint.save_and_load import COMMON, dense_tensors, read_bytes
+    from sdp_deepspeed.checkpoint.save_and_load import COMMON, read_bytes, stored_tensors
     from sdp_deepspeed.plan.coverage import describe_holders
 
     sizes = [size for size, _ in files.read_checksums(path)["files"].values()]
@@ -321,7 +321,7 @@ def _description(path: Path) -> Iterator[str]:
             f"{describe_holders([len(unit['holders']) for unit in table['units']])}"
         )
     kinds: defaultdict[str, list[Any]] = defaultdict(list)
-    for key, stored in dense_tensors(reader).items():
+    for key, stored in stored_tensors(reader).items():
         kinds[key.partition("/")[0]].append(stored)
     for kind, tensors in kinds.items():
         elements = sum(stored.size.numel() for stored in tensors)

@@ -264,13 +264,9 @@ class DeferredWeights:
             for piece in stored:
                 mask.view(piece).copy_(piece.narrow(dense))
         _shrink_outputs(mask)
-        self.restore_attributes(device, seed)
-        torch.set_rng_state(random_state)
-
-    def restore_attributes(self, device: torch.device, seed: int) -> None:
-        """Initialize tensors in plain attributes of modules."""
         for module, key, ref in self._plain:
             setattr(module, key, self._recording.value(ref, seed).to(device))
+        torch.set_rng_state(random_state)
 
     def value(self, name: str, seed: int) -> torch.Tensor:
         """The initial value of a dense tensor, on the CPU in its original dtype. Changes PyTorch's random state."""

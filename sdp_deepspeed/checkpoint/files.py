@@ -92,7 +92,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def open_new(folder: Path, tag: str) -> Path:
+def create_unfinished(folder: Path, tag: str) -> Path:
     """Create an empty folder for the files of a checkpoint.
 
     Raises:
@@ -124,7 +124,7 @@ def publish(folder: Path, tag: str, checksums: Checksums, *, latest: bool, keep_
         write_text(folder / LATEST, tag)
     _remove(replaced)
     if keep_last is not None:
-        named = _named(folder)
+        named = _latest_tag(folder)
         for old in complete_tags(folder)[keep_last:]:
             if old != named:
                 gone = folder / f"{old}{WRITING}"  # a half-deleted checkpoint must not look complete
@@ -159,11 +159,11 @@ def complete_tags(folder: Path) -> list[str]:
 
 def tags_to_try(folder: Path) -> list[str]:
     """The tag in `latest`, then the other complete ones, newest first."""
-    named, complete = _named(folder), complete_tags(folder)
+    named, complete = _latest_tag(folder), complete_tags(folder)
     return complete if named is None else list(dict.fromkeys([named, *complete]))
 
 
-def _named(folder: Path) -> str | None:
+def _latest_tag(folder: Path) -> str | None:
     """The tag in `latest`; None without the file."""
     try:
         tag = (folder / LATEST).read_text(encoding="utf-8").strip()

@@ -68,7 +68,7 @@ def convert(source: Path, out: Path, *, tag: str | None = None) -> Path:
         raise ValueError(f"{folder} is incomplete or damaged, or of another version of DeepSpeed: {error!r}") from None
     add_bytes(state, COMMON, plain_bytes(facts))
     with files.new_folder(out) as written:
-        writer = files.Writer(files.open_new(written, folder.name))
+        writer = files.Writer(files.create_unfinished(written, folder.name))
         with warnings.catch_warnings(action="ignore"):  # that there is only one process
             dcp.save(state, storage_writer=writer, planner=SavePlanner(), no_dist=True)
         files.publish(written, folder.name, writer.checksums, latest=True, keep_last=None)

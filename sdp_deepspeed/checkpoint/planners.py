@@ -60,12 +60,7 @@ def on_host(state: State) -> State:
     """Copy all boxes to host memory."""
     result: State = {}
     for key, boxes in state.items():
-        flat = torch.cat([values.reshape(-1) for values in boxes.parts.values()]).cpu()
-        copies = flat.split([values.numel() for values in boxes.parts.values()])
-        parts = {
-            offsets: copy.view(values.shape)
-            for (offsets, values), copy in zip(boxes.parts.items(), copies, strict=True)
-        }
+        parts = {offsets: values.to("cpu", copy=True) for offsets, values in boxes.parts.items()}
         result[key] = Boxes(boxes.shape, boxes.dtype, parts)
     return result
 

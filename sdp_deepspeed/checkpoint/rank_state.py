@@ -112,15 +112,15 @@ def _view(mask: Mask, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
     return mask.view(piece, tensor) if mask.is_held(piece) else mask.view(piece)
 
 
-def live_buffers(state: RankState) -> dict[str, torch.Tensor]:
+def buffers_of_rank(state: RankState) -> dict[str, torch.Tensor]:
     """This rank's persistent buffers, whose values may differ between ranks, by name and start of each slice."""
     boxes = [box for box in state.boxes() if box.name in state.mask.buffers]
     return {f"{box.name}@{sum(box.offsets)}": box.view() for box in boxes}
 
 
 def restore_buffers(state: RankState, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Restore the result of `live_buffers`."""
-    for key, values in live_buffers(state).items():
+    """Restore the result of `buffers_of_rank`."""
+    for key, values in buffers_of_rank(state).items():
         values.copy_(buffers[key])
 
 

@@ -28,7 +28,7 @@ from sdp_deepspeed.checkpoint.hugging_face import model_facts, tied_names
 from sdp_deepspeed.checkpoint.optimizer_state import group_facts, optimizer_facts, restore_optimizer
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, SavePlanner, State, add_box, on_host
 from sdp_deepspeed.checkpoint.random_state import random_state, restore_random_state
-from sdp_deepspeed.checkpoint.rank_state import RankState, live_buffers, restore_buffers
+from sdp_deepspeed.checkpoint.rank_state import RankState, buffers_of_rank, restore_buffers
 from sdp_deepspeed.checkpoint.saved_tensors import Targets, make_targets, written_state
 from sdp_deepspeed.parallel.consistency import gather_objects, gather_results, run_on_all_ranks
 from sdp_deepspeed.parallel.groups import default_group_timeout
@@ -97,13 +97,13 @@ class Checkpointer:
         def prepare() -> State:
             files.check_tag(tag)
             tensors = written_state(state, exclude_frozen=exclude_frozen)
-            of_rank = {"random": random_state(), "buffers": live_buffers(state)}
+            of_rank = {"random": random_state(), "buffers": buffers_of_rank(state)}
             add_bytes(tensors, f"{RANK}/{dist.get_rank()}", plain_bytes(of_rank))
             whole = plain_bytes(_facts(state, numbers) | {"common": dict(common)})
             if is_first:
                 add_bytes(tensors, COMMON, whole)
                 self._take_lock(folder)
-                files.open_new(folder, tag)
+                files.create_unfinished(folder, tag)
             return tensors if self._executor is None else on_host(tensors)
 
         try:
@@ -218,7 +218,7 @@ class Checkpointer:
 
         def prepare() -> tuple[Targets, dict[str, Any] | None]:
             optimizer = facts["optimizer"] if optimizer_states else None
-            targets = make_targets(state, dense_tensors(reader), optimizer, strict=strict)
+            targets = make_targets(state, stored_tensors(reader), optimizer, strict=strict)
             is_same = own_state and facts["layout"] == state.layout and facts["ranks"] == dist.get_world_size()
             return targets, read_bytes(reader, f"{RANK}/{dist.get_rank()}") if is_same else None
 
@@ -322,7 +322,7 @@ def read_bytes(reader: files.Reader, key: str) -> dict[str, Any]:
     return content
 
 
-def dense_tensors(reader: files.Reader) -> dict[str, Any]:
+def stored_tensors(reader: files.Reader) -> dict[str, Any]:
     """DCP's metadata of the tensors of a checkpoint, by key."""
     stored = reader.read_metadata().state_dict_metadata
     return {key: tensor for key, tensor in stored.items() if key != COMMON and not key.startswith(f"{RANK}/")}

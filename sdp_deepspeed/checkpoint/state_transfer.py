@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from sdp_deepspeed.checkpoint.optimizer_state import OptimizerFacts, group_facts, optimizer_facts, restore_optimizer
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, State
-from sdp_deepspeed.checkpoint.rank_state import RankState, live_buffers, restore_buffers
+from sdp_deepspeed.checkpoint.rank_state import RankState, buffers_of_rank, restore_buffers
 from sdp_deepspeed.checkpoint.saved_tensors import make_targets, written_state
 from sdp_deepspeed.parallel.consistency import gather_objects, gather_results, run_on_all_ranks
 
@@ -52,7 +52,7 @@ def collect_state(state: RankState) -> StateSnapshot:
     numbers = gather_results(lambda: group_facts(state), control)
 
     def copied() -> StateSnapshot:
-        buffers = {name: buffer.clone() for name, buffer in live_buffers(state).items()}
+        buffers = {name: buffer.clone() for name, buffer in buffers_of_rank(state).items()}
         return StateSnapshot(written_state(state), optimizer_facts(state, numbers), state.layout, buffers)
 
     return run_on_all_ranks(copied, control)

@@ -120,7 +120,7 @@ def check_schedule(engine: SubnetworkEngine) -> None:
         return
     for steps in schedule.turns[1:]:
         phase = schedule.phase_after(steps)
-        with _named(schedule.path_of(phase)):
+        with _prefixed_errors(schedule.path_of(phase)):
             config = schedule.config_after(steps)
             block = parse(config)
             assert block is not None, "`enabled` is in FIXED"
@@ -216,13 +216,13 @@ def follow_schedule(engine: SubnetworkEngine, steps: int) -> None:
     phase, draw = schedule.phase_after(steps), schedule.draw_after(steps)
     is_other_draw = draw != engine.draw and not engine.plan.is_whole
     if phase != engine.phase or is_other_draw:
-        with _named(schedule.path_of(phase)):
+        with _prefixed_errors(schedule.path_of(phase)):
             replan(engine, schedule.config_after(steps), _stage_of(engine, phase))
     engine.phase, engine.draw = phase, draw
 
 
 @contextmanager
-def _named(path: str) -> Iterator[None]:
+def _prefixed_errors(path: str) -> Iterator[None]:
     """Prefix error messages with a path in the config."""
     try:
         yield

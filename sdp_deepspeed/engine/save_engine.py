@@ -28,11 +28,11 @@ def save_engine(
         tag: name of the checkpoint. Default: the step.
     """
     scheduler = engine.lr_scheduler
-    scaler = {name: value for name, value in vars(engine.optimizer.loss_scaler).items() if _is_number(value)}
+    scaler = vars(engine.optimizer.loss_scaler)
     common = {
         "counters": {name: getattr(engine, name) for name in COUNTERS},
         "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
-        "loss_scaler": scaler,
+        "loss_scaler": {name: value for name, value in scaler.items() if isinstance(value, bool | int | float)},
         "client_state": dict(client_state),
     }
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
@@ -109,7 +109,3 @@ def _check_scheduler(scheduler: Any, stored: Any) -> None:
             f"the checkpoint's LR scheduler has {quoted(sorted(stored))}, {type(scheduler).__name__} has "
             f"{quoted(sorted(here))}; use the saved class, or pass load_lr_scheduler_states=False"
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float))

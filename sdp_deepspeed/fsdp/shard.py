@@ -291,7 +291,7 @@ def _wrap(call: CheckedCall, mask: Mask, fsdp_groups: Sequence[FsdpGroup], group
     absent = _absent_names(mask)
     state_dicts.install(call.module, {name: mask.shapes[name] for name in absent})
     left_out = [mask.parameters[name] for name in absent if name in mask.parameters]
-    shared_mesh = _named(mesh, OF_SHARED) if call.columns else mesh
+    shared_mesh = _with_axes(mesh, OF_SHARED) if call.columns else mesh
     _shard_modules([call.module], shared_mesh, options.arguments(*left_out))
     return {id(parameter) for parameter in in_groups if parameter not in options.ignored_params}
 
@@ -329,7 +329,7 @@ def _meshes(
     """A mesh for each holder set of this rank; for all ranks, the mesh itself."""
     everyone = tuple(range(mesh.size()))
     axes = OF_UNITS if is_divided else None
-    meshes = {everyone: _named(mesh, OF_UNITS) if is_divided else mesh}
+    meshes = {everyone: _with_axes(mesh, OF_UNITS) if is_divided else mesh}
     for holders in sorted(holder_sets - {everyone}):
         holder_group = groups.of(holders)
         assert holder_group is not None
@@ -338,7 +338,7 @@ def _meshes(
     return meshes
 
 
-def _named(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+def _with_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     return DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh_dim_names=axes)
 
 

@@ -35,7 +35,7 @@ _SWAPS, _PATIENCE = 256, 6  # of the local search: candidates per step, steps wi
 
 
 class UnitClass(NamedTuple):
-    """Units that are dealt together: blocks of equal cost, or the neurons or heads of a branch.
+    """Units that are assigned together: blocks of equal cost, or the neurons or heads of a branch.
 
     Args:
         branch: None for blocks.
@@ -103,7 +103,8 @@ def base_blocks(k: int, p: int, most: int = 1, even: tuple[int, ...] = ()) -> tu
             then translates by multiples of such a divisor cover Z_k evenly.
     """
     if 2 * p > k:  # the difference counts of the complement are equally flat
-        return tuple(_complement(block, k) for block in base_blocks(k, k - p, most, even))
+        complements = [set(range(k)).difference(block) for block in base_blocks(k, k - p, most, even)]
+        return tuple(tuple(sorted(block)) for block in complements)
     blocks: list[BaseBlock] = []
     gaps: list[float] = []
     spectrum = np.zeros(k // 2 + 1)
@@ -153,10 +154,6 @@ def _indicator(blocks: Sequence[BaseBlock], k: int) -> Ints:
     table = np.zeros((len(blocks), k), dtype=np.int64)
     np.put_along_axis(table, np.array(blocks), 1, axis=1)
     return table
-
-
-def _complement(block: BaseBlock, k: int) -> BaseBlock:
-    return tuple(sorted(set(range(k)).difference(block)))
 
 
 @lru_cache(maxsize=512)

@@ -29,7 +29,7 @@ from tests.helpers.kills import kill_at
 
 def save(folder: Path, tag: str, content: str, **options: Any) -> None:
     """As rank 0 of one does."""
-    writer = files.Writer(files.open_new(folder, tag))
+    writer = files.Writer(files.create_unfinished(folder, tag))
     for name in ("data.distcp", files.INDEX):
         with writer.fs.create_stream(Path(writer.path) / name, "wb") as stream:
             stream.write(content.encode())
@@ -107,7 +107,7 @@ def test_newest_and_kept(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     with pytest.raises(ValueError, match="is not a checkpoint, and would be replaced"):
-        files.open_new(tmp_path, "hf")
+        files.create_unfinished(tmp_path, "hf")
     for tag in ("a/b", ".hidden", "latest", "", "a.tmp"):
         with pytest.raises(ValueError, match="expected the name of a folder"):
             files.check_tag(tag)
