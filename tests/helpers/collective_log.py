@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import torch
 import torch.distributed as dist
+
+from sdp_deepspeed.parallel import groups
 
 Issued = tuple[tuple[int, ...], str, int]
 """Ranks of the group, what was called, and how many elements it is about."""
@@ -17,20 +20,52 @@ Issued = tuple[tuple[int, ...], str, int]
 @contextmanager
 def collectives_of_fsdp() -> Iterator[list[Issued]]:
     """What this rank issues inside, in order: all-gathers and reduce-scatters of FSDP2."""
+    with _collectives_of(dist, "all_gather_single", "reduce_scatter_single") as log:
+        yield log
+
+
+@contextmanager
+def collectives_of_engines(delay: Callable[[], object]) -> Iterator[list[Issued]]:
+    """What this rank issues inside, in order, for engines: collectives of holders, and messages in their place.
+
+    Args:
+        delay: called before each.
+    """
+    exchange = groups.exchange
+
+    def logged_exchange(messages: Sequence[groups.Messages]) -> None:
+        delay()
+        for _, leaving, group in messages:
+            log.append((tuple(dist.get_process_group_ranks(group.process_group)), "exchange", leaving[0].numel()))
+        exchange(messages)
+
+    names = ("all_gather_into_tensor", "reduce_scatter_tensor", "reduce", "broadcast")
+    with (
+        _collectives_of(deepspeed.comm, *names, delay=delay) as log,
+        mock.patch.object(groups, "exchange", logged_exchange),
+    ):
+        yield log
+
+
+@contextmanager
+def _collectives_of(module: Any, *names: str, delay: Callable[[], object] = lambda: None) -> Iterator[list[Issued]]:
     log: list[Issued] = []
 
     def logged(name: str) -> Any:
-        original = getattr(dist, name)
+        original = getattr(module, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            delay()
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
             ranks = tuple(dist.get_process_group_ranks(kwargs["group"]))
             log.append((ranks, name, max(tensor.numel() for tensor in tensors)))
             return original(*args, **kwargs)
 
-        return mock.patch.object(dist, name, call)
+        return mock.patch.object(module, name, call)
 
-    with logged("all_gather_single"), logged("reduce_scatter_single"):
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(logged(name))
         yield log
 
 

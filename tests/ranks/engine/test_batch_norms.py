@@ -44,16 +44,20 @@ def assert_means(found: dict[str, torch.Tensor], before: list[dict[str, torch.Te
         assert all(torch.equal(value, values[0]) for value in values), name
 
 
-def test_in_an_evaluation_between_steps(rank: Rank) -> None:
-    """Also where micro-steps have come since the last step: the dense model is one, and training goes on with it."""
-    engine = engine_of(settings(holders=2, accumulation=2), Net())
+@pytest.mark.parametrize(("regime", "momentum"), [("forward", 0.1), ("forward", None), ("backward", 0.1)])
+def test_in_an_evaluation_between_steps(rank: Rank, regime: str, momentum: float | None) -> None:
+    """Also where micro-steps have come since the last step: the dense model is one, and training goes on with it. In
+    the backward regime all ranks run all norms."""
+    engine = engine_of(settings(holders=2, accumulation=2, regime=regime), Net(momentum=momentum))
     train(engine, rank.rank, num_steps=3)
     before = gathered(statistics_of(engine.module))
+    shared = [statistics["norm.running_mean"] for statistics in before]
+    assert not torch.equal(shared[0], shared[1]), "each rank has batches of its own"
     images = batches(7, 1)[0][0]
     engine.eval()
     with torch.no_grad():
         found = [engine(images) for _ in range(2)]
-    dense = Net().eval()
+    dense = Net(momentum=momentum).eval()
     dense.load_state_dict(dense_state(engine))
     with torch.no_grad():
         assert all(torch.equal(logits, dense(images)) for logits in found)

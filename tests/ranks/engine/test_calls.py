@@ -67,6 +67,15 @@ def drop_gradients(engine: Any, folder: Path) -> None:
     engine.optimizer.zero_grad()
 
 
+def keep_gradients_as_zeros(engine: Any, folder: Path) -> None:
+    engine.module.zero_grad(set_to_none=False)
+
+
+def replace_data(engine: Any, folder: Path) -> None:
+    for parameter in engine.module.parameters():
+        parameter.data = parameter.data.clone()
+
+
 def look_around(engine: Any, folder: Path) -> None:
     engine.held_tensors()
     engine.get_global_grad_norm()
@@ -81,9 +90,9 @@ def pass_forward_and_drop_it(engine: Any, folder: Path) -> None:
 
 BETWEEN_MICRO_STEPS: tuple[Callable[[Any, Path], None], ...] = (
     *(evaluate_in_dense, leave_by_an_error, generate, step_where_it_is_refused),
-    *(export, look_around, pass_forward_and_drop_it),
+    *(export, look_around, pass_forward_and_drop_it, replace_data),
 )
-BETWEEN_STEPS = (*BETWEEN_MICRO_STEPS, save, save_and_load, drop_gradients)
+BETWEEN_STEPS = (*BETWEEN_MICRO_STEPS, save, save_and_load, drop_gradients, keep_gradients_as_zeros)
 
 
 def test_training_is_as_without(rank: Rank) -> None:

@@ -35,7 +35,7 @@ def settings_of(stage: int, *, device: str = "cpu", pin: bool = False, **block: 
 def test_one_copy_in_host_memory(rank: Rank) -> None:
     """Shards are fp32 in memory of their own, apart from the weights also when these are fp32, with two moments."""
     for stage, more in zip((1, 2, 2), PRECISIONS.values(), strict=True):
-        engine = engine_of(settings_of(stage) | more)
+        engine = engine_of(settings_of(stage, pin=stage == 2) | more)
         train(engine, num_steps=1, accumulation=2)
         weights = {tensor.untyped_storage().data_ptr() for tensor in engine.module.parameters()}
         shards = [shard for group in engine.optimizer.param_groups for shard in group["params"]]
@@ -78,6 +78,21 @@ def test_weights_from_outside(rank: Rank) -> None:
             engine.backward(loss_of(engine, next(batches(rank.size, 1))[rank.rank][0]))
             engine.optimizer.step()
             assert all(bool((tensor == value).all()) for tensor in dense_state(engine).values()), change
+
+
+def test_a_refresh_keeps_what_was_not_changed(rank: Rank) -> None:
+    """Masters continue from their bits, unless a weight is no longer their rounding."""
+    for device in ("none", "cpu"):
+        settings = settings_of(1, device=device, regime="backward", strategy="neuron") | PRECISIONS["bf16"]
+        engines = [engine_of(settings) for _ in range(2)]
+        for first in (0, 1):
+            for engine in engines:
+                train(engine, num_steps=1, accumulation=2, first=first)
+            engines[1].optimizer.refresh_fp32_params()
+        pairs = zip(*(engine.optimizer.param_groups[0]["params"] for engine in engines), strict=True)
+        for expected, found in pairs:
+            assert torch.equal(found, expected)
+            assert not torch.equal(found, found.bfloat16().float())
 
 
 def _held_tensors(engine: Any, value: float) -> None:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from deepspeed.ops.adam import fused_adam
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from torch import nn
 
 from sdp_deepspeed.reference.virtual_workers import Reference
@@ -22,6 +24,7 @@ from tests.helpers.training import (
     assert_identical,
     dense_state,
     engine_of,
+    gathered,
     micro_step,
     own_batches,
     refusal,
@@ -35,9 +38,9 @@ Named = dict[str, nn.Parameter]
 
 
 def against_reference(
-    rank: Rank, engine: Any, dense: nn.Module, make: Callable[[Named], torch.optim.Optimizer]
+    rank: Rank, engine: Any, dense: nn.Module, make: Callable[[Named], torch.optim.Optimizer], drift: float = 1e-5
 ) -> None:
-    """Four steps of both; losses to 1e-5, and parameters to 1e-5 of the way with one rounding (2**-24) a step."""
+    """Four steps of both; losses to 1e-5, and parameters to `drift` of the way with one rounding (2**-24) a step."""
     reference = Reference(dense, engine.plan, make, loss_of, engine.gradient_clipping())
     start = {name: parameter.detach().clone() for name, parameter in dense.named_parameters()}
     for step in itertools.islice(batches(rank.size, 1), 4):
@@ -48,7 +51,7 @@ def against_reference(
     ours = dense_state(engine)
     for name, expected in dense.named_parameters():
         moved = (expected - start[name]).norm()
-        tolerance = 1e-5 * moved + 4 * 2**-24 * expected.norm()
+        tolerance = drift * moved + 4 * 2**-24 * expected.norm()
         assert (ours[name] - expected).norm() <= tolerance, (name, (ours[name] - expected).norm(), moved)
 
 
@@ -166,6 +169,45 @@ def test_clipped_muon(rank: Rank) -> None:
             assert float(norms[0]) == pytest.approx(float(norms[1]), rel=0.1 if is_half else 1e-4)
         if not is_half:
             torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
+
+
+def muon(named: Named, is_matrix: Callable[[str, nn.Parameter], bool]) -> torch.optim.Optimizer:
+    """DeepSpeed's, which has Adam for other tensors."""
+    matrices = [parameter for name, parameter in named.items() if is_matrix(name, parameter)]
+    others = [parameter for name, parameter in named.items() if not is_matrix(name, parameter)]
+    options = [
+        {"params": matrices, "use_muon": True, "lr": 0.02},
+        {"params": others, "use_muon": False, "lr": 1e-2, "eps": 1e-2},
+    ]
+    made: torch.optim.Optimizer = MuonWithAuxAdam(options, adam_optimizer=torch.optim.AdamW)
+    return made
+
+
+def test_muon_of_blocks(rank: Rank) -> None:
+    """One holder steps the whole of a matrix, and shares are about equal; at stage 0, which clips gradients. Muon's
+    iteration, in fp32 here, multiplies rounding of gradients by up to a hundred. What no rank has as a whole matrix is
+    refused."""
+    in_fp32 = mock.patch("deepspeed.runtime.zero.muon.original_muon.ns_compute_dtype", return_value=torch.float32)
+    make = partial(muon, is_matrix=lambda name, parameter: "layers" in name and parameter.dim() == 2)
+    for regime in ("forward", "backward"):
+        model = llama(3)
+        dense, client = deepcopy(model), make(dict(model.named_parameters()))
+        with torch.compiler.set_stance("force_eager"), in_fp32:
+            engine = engine_of(without_optimizer(0, regime=regime), model, optimizer=client)
+            against_reference(rank, engine, dense, make, drift=1e-3)
+        sizes = gathered(sum(parameter.numel() for parameter in engine.optimizer.param_groups[0]["params"]))
+        matrices = [p.numel() for name, p in dense.named_parameters() if "layers" in name and p.dim() == 2]
+        assert sum(sizes) == sum(matrices)
+        assert max(sizes) <= sum(matrices) / rank.size + max(matrices)
+    with_vectors = partial(muon, is_matrix=lambda name, _: "layers" in name)
+    for strategy, wrong, words in (
+        ("block", with_vectors, "is not a matrix"),
+        ("neuron", make, "is cut into neurons or heads"),
+    ):
+        model = llama()
+        client = wrong(dict(model.named_parameters()))
+        settings = without_optimizer(strategy=strategy)
+        refusal(ValueError, partial(engine_of, settings, model, optimizer=client), words)
 
 
 class Averaging(torch.optim.SGD):
@@ -293,14 +335,20 @@ def test_trainable_but_not_optimized(rank: Rank) -> None:
 
 
 def test_unused_parameters(rank: Rank) -> None:
-    """No loss reaches them: their gradient is zero on all ranks, so that only the decay moves them, as in ZeRO-1."""
+    """Where no loss reaches them their gradient is zero; if none does on any rank, only the decay moves them, as in
+    ZeRO-1."""
     for stage in (0, 1, 2):
         model = llama()
-        model.spare = nn.Parameter(torch.ones(5))
+        model.spare, model.of_one = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.5)
-        engine = engine_of(without_optimizer(stage, check_agreement=True), model, optimizer=optimizer)
-        train(engine, num_steps=2)
+        settings = without_optimizer(stage, check_agreement=True) | {"gradient_clipping": 0.0}
+        engine = engine_of(settings, model, optimizer=optimizer)
+        for _ in range(2):
+            loss = loss_of(engine, own_batches(rank, 1)[0])
+            engine.backward(loss + engine.module.of_one.sum() if rank.rank == 1 else loss)
+            engine.step()
         assert engine.module.spare.tolist() == [0.75**2] * 5
+        assert engine.module.of_one.tolist() == [0.75 * 0.5 - 0.25] * 3  # half of the gradient of rank 1
 
 
 def test_frozen_on_one_rank(rank: Rank) -> None:

@@ -40,6 +40,7 @@ def plan_of(num_layers: int, size: int, holders: int, regime: str = "forward", r
 
 
 SUMS = Precision.of("bf16", accumulate_in_fp32=True)
+WIDE = Precision.of("bf16", wire=4)
 
 
 def deepspeed_estimates(plan: Plan, tensors: list[TensorInfo], setup: DeepSpeedSetup) -> list[RankEstimate]:
@@ -65,7 +66,7 @@ def sent_per_parameter(stage: int, n: int, c: float, precision: Precision, regim
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("regime", ["forward", "backward"])
 @pytest.mark.parametrize("stage", [0, 1, 2])  # 0 runs as 1
-@pytest.mark.parametrize("precision", [FP32, BF16, SUMS], ids=["fp32", "bf16", "bf16+fp32"])
+@pytest.mark.parametrize("precision", [FP32, BF16, SUMS, WIDE], ids=["fp32", "bf16", "bf16+fp32", "wire"])
 def test_units_alone_follow_the_table(
     stage: Literal[0, 1, 2], precision: Precision, regime: str, replicas: int
 ) -> None:

@@ -3,63 +3,69 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import prod
+from typing import Any
 
 import pytest
 import torch
 
+from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.parallel.bucket_layouts import plan_buckets
 from sdp_deepspeed.parallel.buckets import BucketLayout
-from tests.helpers.sliced_models import SlicedModel, random_model, sliced_model
+from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.plan.tensors import dense_tensors, pieces_by_tensor
+from tests.helpers.models import llama
+
+SHAPES = {info.name: info.shape for info in dense_tensors(llama(4))}
+DTYPES = {name: torch.bfloat16 if "norm" in name else torch.float32 for name in SHAPES}
+GROUPS = {name: int(len(shape) == 1) for name, shape in SHAPES.items()}
 
 
-def _planned(model: SlicedModel, bucket_size: int) -> list[BucketLayout]:
-    dtypes = {name: torch.bfloat16 if "norm" in name else torch.float32 for name in model.shapes}
-    return plan_buckets(model.pieces, model.shapes, dtypes, model.groups, bucket_size=bucket_size)
+def layouts(num_ranks: int, bucket_size: int, *, tp_replicated: Any = (), **block: Any) -> list[BucketLayout]:
+    config = parse({KEY: {"holders": max(1, num_ranks - 1)} | block})
+    assert config is not None
+    model = llama(4)
+    pieces = pieces_by_tensor(dense_tensors(model), plan_model(model, config, num_ranks)[0])
+    by_name = {name: pieces["parameter", name] for name in SHAPES}
+    return plan_buckets(by_name, SHAPES, DTYPES, GROUPS, bucket_size=bucket_size, tp_replicated=tp_replicated)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_every_element_has_one_place_and_one_owner(seed: int) -> None:
-    model = random_model(1 + seed % 5, seed)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("strategy", ["block", "neuron"])
+def test_every_element_has_one_place_and_one_owner(strategy: str, num_ranks: int) -> None:
     owned: Counter[tuple[str, int, int]] = Counter()
-    for layout in _planned(model, 20):
+    for layout in layouts(num_ranks, 500, strategy=strategy):
         assert layout.size % len(layout.holders) == 0
         assert 0 <= layout.size - layout.num_elements < len(layout.holders)
         for position in range(len(layout.holders)):
             for part, start, end in layout.owned(position):
-                assert (part.piece, layout.holders) in model.pieces[part.piece.parameter]
-                assert layout.param_group == model.groups[part.piece.parameter]
+                assert layout.param_group == GROUPS[part.piece.parameter]
                 owned.update((part.piece.parameter, part.piece.start, i) for i in range(start, end))
     assert set(owned.values()) == {1}
-    assert len(owned) == sum(shape.numel() for shape in model.shapes.values())
+    assert len(owned) == sum(map(prod, SHAPES.values()))
 
 
 def test_no_rank_holds_more_than_the_bucket_size_in_a_depth_range() -> None:
-    model = sliced_model(4, "neuron", num_layers=6)
-    for bucket_size in (1, 30, 60, 1000):
+    for bucket_size in (1, 700, 1500, 10**6):
         load: Counter[tuple[int, int]] = Counter()
         tensors: dict[int, set[str]] = {}
-        for layout in _planned(model, bucket_size):
+        for layout in layouts(4, bucket_size, strategy="neuron"):
             tensors.setdefault(layout.depth_range, set()).update(part.piece.parameter for part in layout.slices)
             load.update({(layout.depth_range, rank): layout.num_elements for rank in layout.holders})
         assert all(size <= bucket_size or len(tensors[index]) == 1 for (index, _), size in load.items())
-        assert sum(len(names) for names in tensors.values()) == len(model.shapes), "a tensor is in one range"
+        assert sum(len(names) for names in tensors.values()) == len(SHAPES), "a tensor is in one range"
     assert len(tensors) == 1, "as few ranges as possible"
 
 
 def test_order_is_that_of_backward() -> None:
-    model = sliced_model(3, "block", num_layers=4)
-    names = list(model.shapes)
-    last_ready = [min(names.index(part.piece.parameter) for part in each.slices) for each in _planned(model, 25)]
+    names = list(SHAPES)
+    last_ready = [min(names.index(part.piece.parameter) for part in each.slices) for each in layouts(3, 600)]
     assert last_ready == sorted(last_ready, reverse=True)
 
 
 def test_tensors_of_other_dtypes_and_replicas_have_their_own_buckets() -> None:
-    model = sliced_model(2, "block")
-    dtypes = {name: torch.bfloat16 if "norm" in name else torch.float32 for name in model.shapes}
-    layouts = plan_buckets(
-        model.pieces, model.shapes, dtypes, model.groups, bucket_size=10**6, tp_replicated=["layer0.norm", "embed"]
-    )
-    for layout in layouts:
+    replicated = ["model.norm.weight", "model.embed_tokens.weight"]
+    for layout in layouts(2, 10**6, tp_replicated=replicated):
         for part in layout.slices:
-            assert dtypes[part.piece.parameter] == layout.dtype
-            assert layout.is_tp_replicated == (part.piece.parameter in {"layer0.norm", "embed"})
+            assert DTYPES[part.piece.parameter] == layout.dtype
+            assert layout.is_tp_replicated == (part.piece.parameter in replicated)
