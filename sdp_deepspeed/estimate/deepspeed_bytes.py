@@ -12,14 +12,49 @@ from math import prod
 from typing import Literal
 
 from sdp_deepspeed.config import LocalSteps
-from sdp_deepspeed.estimate.precision import FP32_BYTES, Precision
 from sdp_deepspeed.parallel.bucket_layouts import plan_buckets
 from sdp_deepspeed.parallel.buckets import BucketLayout
 from sdp_deepspeed.parallel.local_steps import peers_of, teams_of
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 
+FP32_BYTES = 4
 DEEPSPEEDS_BUCKET = 500_000_000  # elements
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per element.
+
+    Args:
+        weights: weights, in the training dtype.
+        gradients: gradients, as they are summed over micro-steps at stages 0 and 1.
+        wire: gradients on the wire (`communication_data_type`).
+        num_moments: fp32 moments per element: Adam 2; Lion, Adagrad, SGD with momentum 1; SGD 0.
+    """
+
+    weights: int
+    gradients: int
+    wire: int
+    num_moments: int = 2
+
+    @classmethod
+    def of(
+        cls,
+        dtype: Literal["fp32", "bf16", "fp16"],
+        *,
+        accumulate_in_fp32: bool = False,
+        wire: int | None = None,
+        moments: int = 2,
+    ) -> Precision:
+        """The precision of a training dtype.
+
+        Args:
+            wire: None sends gradients in the dtype in which they are summed.
+        """
+        size = 4 if dtype == "fp32" else 2
+        gradients = FP32_BYTES if accumulate_in_fp32 else size
+        return cls(size, gradients, size if wire is None else wire, moments)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from sdp_deepspeed.architectures import locate_branches, unit_costs
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.engine.refused_settings import refuse_settings
 from sdp_deepspeed.estimate.deepspeed_bytes import (
+    FP32_BYTES,
     DeepSpeedRun,
     NodeTraffic,
     RankEstimate,
@@ -33,7 +34,6 @@ from sdp_deepspeed.estimate.fsdp2_bytes import (
     names_in_units,
 )
 from sdp_deepspeed.estimate.micro_step import MicroStep, Model, Reduction, micro_step
-from sdp_deepspeed.estimate.precision import FP32_BYTES
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.parallel.buckets import BucketLayout
 from sdp_deepspeed.plan.plan import Plan

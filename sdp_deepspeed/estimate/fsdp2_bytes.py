@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.estimate.deepspeed_bytes import NodeTraffic, RankEstimate, leaves
-from sdp_deepspeed.estimate.precision import FP32_BYTES
+from sdp_deepspeed.estimate.deepspeed_bytes import FP32_BYTES, NodeTraffic, RankEstimate, leaves
 from sdp_deepspeed.fsdp.fsdp_groups import gathered_together
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor

@@ -24,8 +24,7 @@ from benchmarks.common.fake_world import fake_world
 from benchmarks.common.held_bytes import optimizer_tensors
 from benchmarks.common.measured_step import measured_step
 from sdp_deepspeed.config import MODES, Mode
-from sdp_deepspeed.estimate.deepspeed_bytes import DeepSpeedRun, DeepSpeedSetup
-from sdp_deepspeed.estimate.precision import Precision
+from sdp_deepspeed.estimate.deepspeed_bytes import DeepSpeedRun, DeepSpeedSetup, Precision
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import dense_tensors
 from tests.helpers.checkpointed_runs import settings_of, stepped

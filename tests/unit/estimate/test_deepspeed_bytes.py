@@ -11,10 +11,10 @@ from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.estimate.deepspeed_bytes import (
     DeepSpeedRun,
     DeepSpeedSetup,
+    Precision,
     RankEstimate,
     plain_deepspeed_estimate,
 )
-from sdp_deepspeed.estimate.precision import Precision
 from sdp_deepspeed.plan.assign import assign
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo
