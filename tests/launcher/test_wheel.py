@@ -89,7 +89,7 @@ def test_a_clean_environment_answers(python: Path, tmp_path: Path) -> None:
     assert Path(where.strip()).is_relative_to(python.parents[1])
     assert run(python.parent / "sdp", "--version", PYTHONPATH="").startswith("sdp_deepspeed ")
     assert "transformers" in run(python, "-m", "sdp_deepspeed", "env", PYTHONPATH="")
-    estimate = (python.parent / "sdp", "estimate", "quickstart", "--ranks", "4")  # the wheel's recipe
+    estimate = (python.parent / "sdp", "estimate", "llama_134m", "--ranks", "8")  # the wheel's recipe
     assert "SDP" in run(*estimate, cwd=tmp_path, PYTHONPATH="")
 
 
