@@ -12,6 +12,6 @@ import sys
 from accelerate import PartialState
 
 if __name__ == "__main__":
-    PartialState(cpu=True)
+    PartialState(cpu=True).wait_for_everyone()  # a script that ends at once would take the others' store with it
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
