@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing
 import os
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 
 from output_folder import check_resumable, hold
-from tests.helpers.ranks import forkserver_context
 
 
 def _hold(folder: Path, end: Connection) -> None:
@@ -22,7 +22,7 @@ def _hold(folder: Path, end: Connection) -> None:
 
 
 def test_a_folder_is_held_until_the_process_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    context = forkserver_context()
+    context: Any = multiprocessing.get_context("fork")  # the child locks a file and is killed: it needs no imports
     here, there = context.Pipe()
     process = context.Process(target=_hold, args=(tmp_path / "run", there))
     process.start()

@@ -38,9 +38,8 @@ from tests.helpers.core_masks import (
 modes = pytest.mark.parametrize(("regime", "strategy"), MODES)
 
 
-def slow(*values: Any) -> list[Any]:
-    """Parameters that only --full runs."""
-    return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.slow) for v in values]
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def facts(model: nn.Module) -> dict[str, Any]:
@@ -103,9 +102,9 @@ def test_a_loss_that_is_kept_does_not_break_the_next_backward(regime: str, strat
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @modes
-@pytest.mark.parametrize("name", ["llama", *slow("falcon_grouped", "gemma2", "opt", "t5")])
-def test_activation_checkpointing_changes_nothing(name: str, regime: str, strategy: str, reentrant: bool) -> None:
-    dense = build(name)
+def test_activation_checkpointing_recomputes_and_changes_nothing(regime: str, strategy: str, reentrant: bool) -> None:
+    """The oracle's axis compares values; it does not see that activations are kept."""
+    dense = build("llama")
     plan = plan_of(dense, regime, strategy)
     expected, (model, mask) = run(masked(dense, plan, 0)[0]), masked(dense, plan, 0)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -115,9 +114,7 @@ def test_activation_checkpointing_changes_nothing(name: str, regime: str, strate
     assert len(ran) == 2, "layers run again in backward"
     assert torch.equal(found[0], expected[0])
     assert found[2].keys() == expected[2].keys()
-    for key, gradient in expected[2].items():  # T5's layers add to a common tensor's in another order
-        assert_close(found[2][key], gradient)
-        assert name == "t5" or torch.equal(found[2][key], gradient)
+    assert all(torch.equal(found[2][key], gradient) for key, gradient in expected[2].items())
 
 
 @pytest.mark.parametrize(
@@ -125,11 +122,13 @@ def test_activation_checkpointing_changes_nothing(name: str, regime: str, strate
     [
         *(("llama", *mode) for mode in MODES),
         ("resnet", "backward", "neuron"),
-        *slow(("t5", "forward", "neuron"), ("mixtral", "forward", "block")),
-        *slow(("mixtral", "backward", "neuron"), ("opt", "backward", "neuron")),
-        *slow(
-            ("falcon_grouped", "forward", "block"), ("swin", "forward", "neuron"), ("convnext", "backward", "neuron")
-        ),
+        slow("t5", "forward", "neuron"),
+        slow("mixtral", "forward", "block"),
+        slow("mixtral", "backward", "neuron"),
+        slow("opt", "backward", "neuron"),
+        slow("falcon_grouped", "forward", "block"),
+        slow("swin", "forward", "neuron"),
+        slow("convnext", "backward", "neuron"),
     ],
 )
 def test_compilers_follow(name: str, regime: str, strategy: str) -> None:
