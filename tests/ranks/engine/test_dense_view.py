@@ -147,10 +147,11 @@ def test_state_dicts_are_whole_or_refused(rank: Rank) -> None:
 
 def test_ranks_run_what_they_like(rank: Rank) -> None:
     """In an evaluation ranks run other numbers of batches, another part first, or one part more often; one of them
-    fails in between. With a loss of the subnetwork kept alive, whose graph knows other shapes."""
+    fails in between. In the backward regime, where every rank has the whole model, one may run none. With a loss of the
+    subnetwork kept alive, whose graph knows other shapes."""
     batch = batch_of(rank)
-    for strategy in ("block", "neuron"):
-        engine, dense = engine_with(llama(), strategy=strategy), llama().eval()
+    for regime, strategy in MODES:
+        engine, dense = engine_with(llama(), regime=regime, strategy=strategy), llama().eval()
         inner: Any = dense.get_submodule("model")
         expected = inner(batch).last_hidden_state
         kept = loss_of(engine, batch)
@@ -159,7 +160,7 @@ def test_ranks_run_what_they_like(rank: Rank) -> None:
             if rank.rank == 1:
                 with torch.no_grad():
                     assert torch.equal(engine.module.model(batch).last_hidden_state, expected)
-            for _ in range(1 + rank.rank):
+            for _ in range(rank.rank + (regime == "forward")):
                 assert torch.equal(logits(engine, batch), logits(dense, batch))
             if rank.rank == 2:
                 layer = engine.module.model.layers[1].mlp.down_proj
@@ -173,25 +174,6 @@ def test_ranks_run_what_they_like(rank: Rank) -> None:
             engine.backward(losses[0])
         engine.step()
         assert kept.isfinite()
-        train(engine, num_steps=1)
-
-
-@pytest.mark.slow
-def test_backward_needs_no_partner(rank: Rank) -> None:
-    """Every rank has the whole model: it may evaluate as much as it likes, in its own order, and inner modules too."""
-    for strategy in ("block", "neuron"):
-        engine, dense = engine_with(llama(), regime="backward", strategy=strategy), llama().eval()
-        inner: Any = dense.get_submodule("model")
-        expected = inner(batch_of(rank)).last_hidden_state
-        engine.eval()
-        for _ in range(rank.rank):
-            assert torch.equal(logits(engine, batch_of(rank)), logits(dense, batch_of(rank)))
-        if rank.rank == 1:
-            with torch.no_grad():
-                assert torch.equal(engine.module.model(batch_of(rank)).last_hidden_state, expected)
-            with engine.dense():
-                assert_identical(engine.module.state_dict(), dense.state_dict())
-        engine.train()
         train(engine, num_steps=1)
 
 
@@ -240,31 +222,6 @@ def test_what_is_loaded_is_trained(rank: Rank) -> None:
             assert torch.allclose(value, dense.state_dict()[key], rtol=0, atol=1e-5), key
 
 
-@pytest.mark.slow
-def test_copies_are_independent(rank: Rank) -> None:
-    """Outside a copy is the subnetwork; in a view it is the dense model, plain and trainable."""
-    for regime, strategy in MODES:
-        model = llama()
-        engine = engine_with(model, regime=regime, strategy=strategy)
-        train(engine, num_steps=1)
-        whole, batch, stays = dense_state(engine), batch_of(rank), held_copies(engine)
-        subnetwork = deepcopy(engine.module)
-        if regime == "forward":
-            assert torch.equal(loss_of(subnetwork, batch), loss_of(engine, batch))
-        with engine.dense():
-            copied = deepcopy(engine.module)
-            inner = deepcopy(engine.module.model)
-        assert type(copied) is type(llama())
-        assert_identical(copied.state_dict(), whole)
-        assert inner.state_dict().keys() == llama().get_submodule("model").state_dict().keys()
-        assert all(parameter.requires_grad for parameter in copied.parameters())
-        loss_of(copied, batch).backward()
-        torch.optim.SGD(copied.parameters(), lr=1.0).step()
-        assert_identical(held_copies(engine), stays)
-        assert_identical(dense_state(engine), whole)
-        train(engine, num_steps=1, first=1)
-
-
 def test_copies_of_a_subnetwork_are_not_the_model(rank: Rank) -> None:
     """Saved, loaded or evaluated, also while the original is dense; they can be trained. In backward x block they have
     every weight, so they may be used."""
@@ -296,7 +253,12 @@ def test_copies_of_a_subnetwork_are_not_the_model(rank: Rank) -> None:
             refusal(RuntimeError, partial(logits, copied.eval(), batch), words)
             whole = deepcopy(engine.module)
         engine.eval()
-        assert torch.equal(logits(whole.eval(), batch), logits(engine, batch))
+        expected = logits(engine, batch)
+        assert torch.equal(logits(whole.eval(), batch), expected)
+        assert all(parameter.requires_grad for parameter in whole.parameters())
+        loss_of(whole, batch).backward()
+        torch.optim.SGD(whole.parameters(), lr=1.0).step()
+        assert torch.equal(logits(engine, batch), expected), "the copy has its own weights"
 
 
 def test_averages_of_weights_are_those_of_the_dense_model(rank: Rank) -> None:
