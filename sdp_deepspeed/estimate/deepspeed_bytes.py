@@ -226,19 +226,20 @@ class DeepSpeedRun:
     def _returned(self) -> list[int]:
         """Elements that each rank sends to all ranks in the backward regime, by depth range."""
         counts: dict[int, list[int]] = {}
+        is_local = self.setup.local_steps is not None  # what all ranks hold is gathered in teams alone
         for bucket in self.buckets if self.is_backward else []:
             ranks = counts.setdefault(bucket.depth_range, [0] * self.num_ranks)
-            for rank in bucket.owners:
-                ranks[rank] += shard_elements(bucket, rank)
+            for rank in bucket.senders if not is_local or len(bucket.holders) < self.num_ranks else ():
+                ranks[rank] += bucket.size // len(bucket.senders)
         return [max(ranks) for ranks in counts.values()]
 
     def _sent(self, held: Sequence[BucketLayout], rank: int) -> int:
         precision, local = self.setup.precision, self.setup.local_steps
         gradients = sum(bucket.size - shard_elements(bucket, rank) for bucket in held)
         weights = sum((len(bucket.owners) - 1) * shard_elements(bucket, rank) for bucket in held)
-        returned = weights
-        if self.is_backward:
-            returned = sum((self.num_ranks - 1) * most for most in self._returned)
+        returned = sum((self.num_ranks - 1) * most for most in self._returned)
+        if local is not None or not self.is_backward:
+            returned += weights
         rounds = self.setup.accumulation if self.setup.stage == 2 else 1
         if local is None:
             return gradients * rounds * precision.wire + returned * precision.weights

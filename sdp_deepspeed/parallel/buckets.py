@@ -86,10 +86,16 @@ class BucketLayout:
     def num_shards(self) -> int:
         return 1 if self.owner is not None else len(self.owners)
 
+    @property
+    def senders(self) -> Holders:
+        """Ranks that send equal parts of the weights to all ranks in the backward regime."""
+        return self.holders if self.owner is None else (self.owner,)
+
     @cached_property
     def size(self) -> int:
-        """Elements of the flat buffer: `num_elements`, padded with zeros to shards of equal size."""
-        return -(-self.num_elements // self.num_shards) * self.num_shards
+        """Elements of the flat buffer: `num_elements`, padded with zeros to equal shards, and to equal parts of all
+        senders."""
+        return -(-self.num_elements // len(self.senders)) * len(self.senders)
 
     def shard_range(self, position: int) -> tuple[int, int]:
         """Range of elements that the holder at `position` (of its team) owns, including padding."""

@@ -61,6 +61,15 @@ class LocalOptimizer(ShardedOptimizer):
         """In the backward regime, too, only the team gets its updated weights."""
         self._gather_from_holders(reuse_gradients=True)
 
+    def _gather(self, *, reuse_gradients: bool = False) -> None:
+        """All-gather weights that are equal on all holders: over the team, and then, in the backward regime, from all
+        holders to the ranks of other teams. Collective of all ranks."""
+        self._gather_from_holders(reuse_gradients=reuse_gradients)
+        for gathered in self._gathers:
+            gathered.all_gather(
+                self.groups.data_parallel, self.mask.view, reuse_gradients=reuse_gradients, are_in_module=True
+            )
+
     @torch.no_grad()
     def synchronize(self) -> None:
         """Average weights over teams, take the outer step, and gather weights as after a step without local steps.

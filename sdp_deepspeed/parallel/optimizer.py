@@ -164,6 +164,8 @@ class ShardedOptimizer:
             wire_dtype=wire_dtype,
         )
         gathered = self.buckets if regime == "backward" else []
+        if teams:  # `LocalOptimizer` gathers in the team first
+            gathered = [bucket for bucket in gathered if len(bucket.layout.holders) < groups.data_parallel.size]
         self._gathers = plan_gathers(gathered, groups.data_parallel.size, groups.rank)
         stepped: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         for bucket in self.held:
