@@ -256,6 +256,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             self._param_group_of,
             regime="backward" if plan.regime == "backward" else "forward",
             tp_replicated=self.tensor_parallel.tp_replicated(mask.parameters),
+            tensor_parallel_group=self.tensor_parallel.group,
             **options,
         )
         self.dense_view = DenseView(mask, self.groups, self.device, sharded, wait=self._barrier.wait)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sdp_deepspeed.config import KEY, SubnetworkConfig
+from sdp_deepspeed.config import KEY
 from sdp_deepspeed.messages import listed, quoted
 from sdp_deepspeed.parallel.optimizer_kinds import groups_of_whole_tensors
 
@@ -150,12 +150,6 @@ def _lookup(tree: Any, path: str) -> Any:
     for key in path.split("."):
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree
-
-
-def refuse_local_steps(engine: SubnetworkEngine, block: SubnetworkConfig) -> None:
-    """Raise ValueError for local steps with tensor parallelism."""
-    if block.local_steps is not None and engine.tensor_parallel.group is not None:
-        raise ValueError(f"{KEY}.local_steps: not supported with tensor parallelism; remove one of them")
 
 
 def refuse_arguments_of_trainer(config: Mapping[str, Any], args: Any) -> None:

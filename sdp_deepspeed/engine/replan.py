@@ -23,7 +23,7 @@ from sdp_deepspeed.checkpoint.rank_state import RankState
 from sdp_deepspeed.checkpoint.state_transfer import collect_state, load_state
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.engine.monitor import announce
-from sdp_deepspeed.engine.refused_settings import refuse_config, refuse_local_optimizer, refuse_local_steps
+from sdp_deepspeed.engine.refused_settings import refuse_config, refuse_local_optimizer
 from sdp_deepspeed.engine.tensor_parallel import refuse_stage
 from sdp_deepspeed.masking.check import check_trained
 from sdp_deepspeed.masking.mask import Mask
@@ -75,7 +75,6 @@ def plan_and_mask(engine: SubnetworkEngine, block: SubnetworkConfig, *, logs: bo
     locations = gather_objects(Location.here(), engine._control) if block.subnetworks == "nodes" else []
 
     def make() -> tuple[Plan, Mask]:
-        refuse_local_steps(engine, block)
         per_node = ranks_per_node(locations, members, f"{KEY}.subnetworks") if locations else None
         plan, warnings = plan_model(
             engine.module, block, len(members), branches=branches, shards=shards, ranks_per_node=per_node

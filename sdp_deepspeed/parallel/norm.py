@@ -3,8 +3,8 @@
 The norm is that of the averaged gradient. Every parameter counts once, whatever its number of holders, replicas and
 tensor-parallel ranks. Each rank sums the squares of the shards that it owns; of tensors that are equal on all
 tensor-parallel ranks only the first of these ranks does. One all-reduce over all ranks adds these sums; with local
-steps, over the team. An infinite or NaN gradient anywhere makes the norm infinite or NaN on every rank, before any
-weight is updated.
+steps, one over the team and one over the tensor-parallel ranks. An infinite or NaN gradient anywhere makes the norm
+infinite or NaN on every rank, before any weight is updated.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from functools import reduce
 import torch
 import torch.distributed as dist
 
-from sdp_deepspeed.parallel.groups import HolderGroup
 
-
-def gradient_norm(owned: Sequence[torch.Tensor], device: torch.device, team: HolderGroup | None = None) -> torch.Tensor:
+def gradient_norm(
+    owned: Sequence[torch.Tensor], device: torch.device, groups: Sequence[dist.ProcessGroup] | None = None
+) -> torch.Tensor:
     """L2 norm over all ranks, or with local steps over a team; collective.
 
     Args:
         owned: averaged gradients of this rank's shards, without those that other ranks count; all on one device.
         device: device of collectives.
-        team: None for all ranks.
+        groups: those over which sums are added, one after the other. Default: all ranks.
 
     Returns:
         float64 scalar, the same on all these ranks.
@@ -33,9 +33,10 @@ def gradient_norm(owned: Sequence[torch.Tensor], device: torch.device, team: Hol
     if owned:
         dtype = reduce(torch.promote_types, (gradient.dtype for gradient in owned), torch.float32)
         squares += torch.stack(torch._foreach_norm([*owned], 2, dtype)).double().square().sum().to(device)
-    size = dist.get_world_size() if team is None else team.size
-    if size > 1:
-        dist.all_reduce(squares, group=None if team is None else team.process_group)
+    if groups is None and dist.get_world_size() > 1:
+        dist.all_reduce(squares)
+    for group in groups or ():
+        dist.all_reduce(squares, group=group)
     return squares.sqrt()
 
 

@@ -45,6 +45,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sdp_deepspeed.parallel.boxes import Box, shard_boxes
@@ -86,6 +87,7 @@ class ShardedOptimizer:
         offload: whether shards, gradients and optimizer state are in host memory (CPU offload).
         pin_memory: whether to pin that memory, if weights are on a GPU.
         teams: with local steps, the team of each data-parallel rank: buckets are sharded over it.
+        tensor_parallel_group: with local steps, the norm is added over it, too.
 
     Attributes:
         local: anchors of `LocalOptimizer`; None without local steps.
@@ -119,6 +121,7 @@ class ShardedOptimizer:
         offload: bool = False,
         pin_memory: bool = False,
         teams: Sequence[Holders] = (),
+        tensor_parallel_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.optimizer, self.mask, self.groups = optimizer, mask, groups
         self.regime, self.stage, self.clip = regime, stage, clip
@@ -130,6 +133,10 @@ class ShardedOptimizer:
         self._parameters = {name: mask.parameters[name] for name in param_groups}
         self._device = next(iter(self._parameters.values())).device
         self._team = groups.of(teams[groups.rank]) if teams else None
+        self._norm_groups: list[dist.ProcessGroup] | None = None
+        if self._team is not None:
+            added_over = self._team.process_group, tensor_parallel_group
+            self._norm_groups = [group for group in added_over if group is not None]
         layouts = plan_buckets(
             {name: pieces for name, pieces in mask.pieces.items() if name in param_groups},
             mask.shapes,
@@ -200,7 +207,7 @@ class ShardedOptimizer:
         self._refuse_offloaded("step()")
         self.reducer.finish()
         gradients = [bucket.average for bucket in self.held if bucket.average is not None]
-        self.norm = gradient_norm(self._owned_gradients(), self._device, self._team) / loss_scale
+        self.norm = gradient_norm(self._owned_gradients(), self._device, self._norm_groups) / loss_scale
         if check_overflow and not torch.isfinite(self.norm):
             self.reducer.zero_grad()
             return False
@@ -224,7 +231,7 @@ class ShardedOptimizer:
         assert self.norm is not None
         scale_gradients(gradients, self.norm, 0.0, loss_scale)
         orthogonalize(self.optimizer)
-        self.norm = gradient_norm(self._owned_gradients(), self._device, self._team)
+        self.norm = gradient_norm(self._owned_gradients(), self._device, self._norm_groups)
         scale_gradients(gradients, self.norm, self.clip, 1.0)
         step_with_updates(self.optimizer)
 
