@@ -99,12 +99,13 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def label(name: str) -> str:
     """A contestant's name for readers, such as "SDP block C = 1/2, ZeRO-1"."""
-    match = re.fullmatch(r"(\w+) x (\w+) \+ (.*) C=([\d.]+)( k=\d+)?", name)
+    match = re.fullmatch(r"(\w+) x (\w+) \+ (.*) C=([\d.]+)( k=\d+)?( H=\d+)?", name)
     if match is None:
         return name.replace("DDP, activation checkpointing", "DDP, checkpointing")
-    regime, strategy, host, coverage, subnetworks = match.groups()
+    regime, strategy, host, coverage, subnetworks, interval = match.groups()
+    local = ", local steps" if interval else ""
     mode = strategy if regime == "forward" else f"{regime} {strategy}"
-    return f"SDP {mode} C = {Fraction(coverage).limit_denominator(64)}, {host}{subnetworks or ''}"
+    return f"SDP {mode} C = {Fraction(coverage).limit_denominator(64)}, {host}{subnetworks or ''}{local}"
 
 
 def compare(result: Result) -> str:
@@ -307,11 +308,13 @@ def host_time(result: Result) -> str:
     """Table of host times of one thread."""
     rows = []
     for row in result["results"]:
-        parts = [f"{1e3 * statistics.median(row[part]):.1f}" for part in ("pass", "step")]
-        name = f"{label(re.sub(r' k=.*', '', row['name']))}"
+        kinds = ("pass", "step", "synchronization")
+        parts = [f"{1e3 * statistics.median(row[part]):.1f}" if part in row else "" for part in kinds]
+        name = f"{label(re.sub(r' k=[0-9]+', '', row['name']))}"
         facts = [str(row["ranks"]), str(row.get("subnetworks", "")), *parts]
         rows.append([name, *facts, f"{row['collectives']}", f"{row['process_groups']}"])
-    heads = ["", "ranks", "subnetworks", "forward and backward, ms", "step, ms", "collectives", "groups"]
+    heads = ["", "ranks", "subnetworks", "forward and backward, ms", "step, ms", "synchronization, ms"]
+    heads += ["collectives", "groups"]
     return f"{result['model']['num_hidden_layers']} layers; {_commit(result)}:\n\n" + table(heads, rows)
 
 

@@ -30,6 +30,9 @@ class _EchoStore:
         for other in range(self._size) if own == str(self._rank) else [own]:
             self._store.set(f"{prefix}/{other}" if prefix else key, value)
 
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount * self._size)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
