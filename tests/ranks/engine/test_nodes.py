@@ -15,6 +15,7 @@ from sdp_deepspeed import fully_shard
 from sdp_deepspeed.fsdp import sharded_model_of
 from tests.helpers.models import config, llama
 from tests.helpers.ranks import Rank
+from tests.helpers.tensor_parallel_models import build
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
 pytestmark = pytest.mark.world(4)
@@ -63,6 +64,16 @@ def test_in_schedules_and_replans(rank: Rank) -> None:
         called = on_nodes(subnetworks=4)
         called.replan({"subnetworks": "nodes", **LOCAL})
         assert called.plan.subnetwork_of_rank == TWO
+
+
+def test_with_tensor_parallelism(rank: Rank) -> None:
+    """Two data-parallel ranks, each of two tensor-parallel ranks."""
+    settings = config(coverage=0.5, subnetworks="nodes") | {"tensor_parallel": {"autotp_size": 2}}
+    with nodes_of(2):
+        engine = engine_of(settings, build("llama"))
+    assert engine.plan.subnetwork_of_rank == (0, 1)
+    with nodes_of(1):
+        refusal(ValueError, partial(engine_of, settings, build("llama")), "ranks of two nodes")
 
 
 def test_with_fsdp2(rank: Rank) -> None:
