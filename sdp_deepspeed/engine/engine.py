@@ -9,7 +9,7 @@ Order of construction:
 
 Order of a training step; methods with an underscore, and `allreduce_gradients`, are called by DeepSpeed:
 
-1. `forward` runs the masked module.
+1. `forward` runs the masked module: absent blocks return zeros, cut layers have fewer rows or columns (masking/).
 2. `backward`: `_backward_prologue` tells the reducer whether this is the last micro-step. Hooks of the reducer then
    receive each gradient (`Reducer._on_gradient`), and `allreduce_gradients` ends the pass (`Reducer.finish_backward`).
 3. `step` calls DeepSpeed's, which calls `SubnetworkOptimizer.step`. That passes the loss scale to
@@ -334,15 +334,8 @@ class SubnetworkEngine(DeepSpeedEngine):
                 the boundary, a rank does not call it.
         """
         self._refuse_dense("step")
-        is_managed = self.managed_gradient_accumulation()
-        if self.is_gradient_accumulation_boundary() or not is_managed:
-            by_caller = self._is_gradient_accumulation_boundary is not None or not is_managed
-            if self.block.local_steps is None:  # a local step waits for nobody outside its team
-                if by_caller and self.optimizer.sharded.stage == 2:  # the number of backward passes may differ
-                    self._barrier.wait("engine.step")
-                self._barrier.record_step()
-            self._known_parameters.check()
-            refuse_frozen(self)
+        if self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation():
+            self._before_boundary()
         before = self.global_steps
         super().step(lr_kwargs)
         are_equal = self._step_applied  # whether the holders' weights have changed, and are equal
@@ -358,6 +351,17 @@ class SubnetworkEngine(DeepSpeedEngine):
             held = self.held_tensors()
             run_on_all_ranks(lambda: self.tensor_parallel.check_tp_replicated(held, self._control), self._control)
         follow_schedule(self, self.global_steps)
+
+    def _before_boundary(self) -> None:
+        """Checks before a step that updates weights, and its announcement to ranks that wait in another call."""
+        if self.block.local_steps is None:  # a local step waits for nobody outside its team
+            is_managed = self.managed_gradient_accumulation()
+            by_caller = self._is_gradient_accumulation_boundary is not None or not is_managed
+            if by_caller and self.optimizer.sharded.stage == 2:  # the number of backward passes may differ
+                self._barrier.wait("engine.step")
+            self._barrier.record_step()
+        self._known_parameters.check()
+        refuse_frozen(self)
 
     def synchronize(self) -> None:
         """With local steps, average weights over subnetworks now, in addition to every H-th step; nothing, if no step
