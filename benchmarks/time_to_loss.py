@@ -92,7 +92,7 @@ RUNS = _runs()
 def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--steps", type=int, default=300, help="of plain ZeRO and C = 1")
-    parser.add_argument("--every", type=int, default=10, help="steps between two evaluations")
+    parser.add_argument("--every", type=int, default=15, help="steps between two evaluations")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds of training after which a run ends")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", nargs="+", default=list(RUNS), choices=list(RUNS), help="(default: all)")
