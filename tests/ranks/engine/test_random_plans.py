@@ -20,7 +20,7 @@ from tests.helpers.training import gathered
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.parametrize("seed", range(60 if metafunc.config.getoption("--full") else 4))
+    metafunc.parametrize("seed", range(60 if metafunc.config.getoption("--full") else 5))
 
 
 def drawn_case(draw: random.Random, size: int) -> Case:
@@ -47,7 +47,7 @@ def drawn_case(draw: random.Random, size: int) -> Case:
 @pytest.mark.world(3, 4)
 def test_random_plans(rank: Rank, seed: int) -> None:
     """Values are the reference's, there is no hang, and all ranks have one order of collectives."""
-    draw = random.Random(seed)
+    draw = random.Random(f"{seed} of {rank.size} ranks")
     case = drawn_case(draw, rank.size)
     block = parse({KEY: case.block})
     assert block is not None

@@ -120,7 +120,7 @@ def test_activation_checkpointing_recomputes_and_changes_nothing(regime: str, st
 @pytest.mark.parametrize(
     ("name", "regime", "strategy"),
     [
-        *(("llama", *mode) for mode in MODES),
+        *(("llama_one_layer", *mode) for mode in MODES),
         ("resnet", "backward", "neuron"),
         slow("t5", "forward", "neuron"),
         slow("mixtral", "forward", "block"),
