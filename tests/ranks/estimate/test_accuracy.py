@@ -240,6 +240,7 @@ CASES = dict(_cases())
 SAMPLE = {
     *("forward-block-stage1-bf16", "forward-neuron-stage1-fp32", "backward-block-stage2-bf16", "plain-stage1-bf16"),
     *("backward-neuron-stage1-fp32", "accumulation-neuron-stage2", "fsdp2-neuron-bf16"),
+    "fsdp2-whole",  # units that two ranks gather
 }
 
 
