@@ -3,8 +3,8 @@
 A base block is a set B of p elements of Z_k; its k translates B + t are the holder sets. The number of sets that
 contain two given subnetworks depends on their difference only, and equals the number of times this difference occurs
 within B. The flatter these counts, the closer the spectral gap comes to its bound k (p-1) / (p (k-1)). k equal units
-are balanced exactly. Small p use several base blocks, as many as raise the gap and keep a rank in at most eight holder
-sets.
+are balanced exactly. A rank is in p sets of each base block. Small p use several base blocks, as many as raise the gap
+and keep a rank in at most eight holder sets; with several p, a rank is in at least their sum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sdp_deepspeed.units import Subnetworks, UnitCost
 Ints = NDArray[np.int64]
 BaseBlock = tuple[int, ...]
 
-MAX_SETS_PER_RANK = 8
+MAX_SETS_PER_RANK = 8  # of units with the same p, if p is not larger
 _BALANCED = 1.05  # max/mean of FLOPs
 _TRIES, _WORK = 48, 12_000  # maximum number of tries; maximum of tries * leftover units * k
 _SWEEPS, _GOOD = 4, 1.01  # of the local search: sweeps, and balance at which it ends

@@ -164,7 +164,8 @@ def num_subnetworks(block: SubnetworkConfig, data_parallel_size: int, ranks_per_
         ValueError: k does not divide the number of ranks, or "nodes" without a number of ranks per node.
     """
     if block.subnetworks == "auto":
-        return default_subnetworks(_given(block)[0], data_parallel_size, MAX_SETS_PER_RANK)
+        max_holders = MAX_SETS_PER_RANK  # a rank is in p holder sets of p holders, or more
+        return default_subnetworks(_given(block)[0], data_parallel_size, max_holders)
     if block.subnetworks != "nodes":
         _check_divides(block.subnetworks, data_parallel_size, f"{KEY}.subnetworks: got")
         return block.subnetworks
