@@ -216,7 +216,7 @@ def reduce_scatter(
     for output, flat, group in zip(outputs, flats, groups, strict=True):
         summed = output if output.dtype == flat.dtype else torch.empty_like(output, dtype=flat.dtype)
         if group.size > 1:
-            single = getattr(group.comm, "reduce_scatter_single", None)  # torch 2.13
+            single = getattr(group.comm, "reduce_scatter_single", None)  # not in deepspeed.comm
             (single or group.comm.reduce_scatter_tensor)(summed, flat, group=group.process_group)
         elif summed.data_ptr() != flat.data_ptr():
             summed.copy_(flat)
@@ -250,7 +250,7 @@ def all_gather(flats: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], gr
     messages = []
     for flat, shard, group in zip(flats, shards, groups, strict=True):
         if group.size > 1 and not group.gathers_directly:
-            single = getattr(group.comm, "all_gather_single", None)  # torch 2.13
+            single = getattr(group.comm, "all_gather_single", None)  # not in deepspeed.comm
             (single or group.comm.all_gather_into_tensor)(flat, shard, group=group.process_group)
             continue
         arriving = flat.view(group.size, -1).unbind()

@@ -11,11 +11,11 @@ A step (`ShardedOptimizer.step`), for every bucket (buckets.py) that this rank h
 3. The optimizer steps fp32 shards. If it updates whole tensors (Muon), it steps the tensors that this rank owns: their
    gradients are reduced to it, and their weights broadcast from it.
 4. Updated weights are all-gathered. Forward regime: each bucket over its holders. Backward regime: every rank runs the
-   whole model, so for each depth range there is one all-gather over all data-parallel ranks (weight_gathers.py), to
-   which each rank contributes all of its shards, padded to the largest share.
+   whole model, so for each depth range and dtype there is one all-gather over all data-parallel ranks
+   (weight_gathers.py), to which each rank contributes all of its shards, padded to the largest share.
 
 With local steps (local_optimizer.py) a bucket is sharded over this rank's team in place of its holders, and all of this
-is between the ranks of the team.
+is between the ranks of the team. The norm is added over the team, then over its tensor-parallel ranks.
 
 # Order of collectives
 
@@ -29,13 +29,19 @@ layers all-reduce activations on the current stream meanwhile, as in DeepSpeed.)
 exchange shards directly (`groups.exchange`), the messages of a bucket count as one collective, and a rank may post
 those of consecutive buckets at once, without blocking, then wait for all.
 
-This cannot deadlock, unless a rank raises an error. Give each collective the key (number of the phase, position in the
-list); the norm is a phase with one collective. Its members agree on the key, and each rank issues its collectives in
-ascending order of keys. Suppose that some collective never finishes, and take the one with the smallest key. All
-collectives with smaller keys have finished, so none of its members waits in another one: each is inside it or has
-posted its messages, or is computing and will. Hence all members arrive, and it finishes: a contradiction. Collectives
-between tensor-parallel ranks do not change this: these ranks hold the same buckets, so all of them insert such a
-collective at the same position.
+This cannot deadlock, unless a rank raises an error. All ranks have the same phases: each backward pass that averages,
+each norm (two in a step if Muon's updates are clipped), weights, synchronizations. Whether a step is skipped depends on
+the norm, which all ranks share; with local steps none is skipped. Give each collective the key (number of the phase,
+position in it). In a norm the all-reduce over all ranks has position 0, or with local steps the one over a team 0 and
+the one over tensor-parallel ranks 1. Barriers and collectives of the control group are phases, too. They are calls of
+all ranks in program order, between other phases: `engine.step` has a barrier before the phases of the step (stage 2, if
+the caller sets the boundary), and after them those of synchronizations, checks and new plans.
+
+The members of a collective agree on its key, and each rank issues its collectives in ascending order of keys. Suppose
+that some collective never finishes, and take the one with the smallest key. All collectives with smaller keys have
+finished, so none of its members waits in another one: each is inside it or has posted its messages, or is computing and
+will. Hence all members arrive, and it finishes: a contradiction. Tensor-parallel layers do not change this: the ranks
+of such a group hold the same buckets, so all of them insert its collectives at the same position.
 """
 
 from __future__ import annotations
@@ -260,7 +266,7 @@ class ShardedOptimizer:
         if self.regime == "forward":
             self._gather_from_holders(reuse_gradients=reuse_gradients)
             return
-        for gathered in self._gathers:  # one for each depth range
+        for gathered in self._gathers:  # one for each depth range and dtype
             gathered.all_gather(self.groups.data_parallel, self.mask.view, reuse_gradients=reuse_gradients)
 
     def _gather_from_holders(self, *, reuse_gradients: bool) -> None:
