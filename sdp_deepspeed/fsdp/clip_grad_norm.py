@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sdp_deepspeed.fsdp.sharded_model import OF_SHARED, OF_UNITS, device_type, is_sharded, sharded_model_of
+from sdp_deepspeed.fsdp.meshes import OF_SHARED, OF_UNITS
+from sdp_deepspeed.fsdp.sharded_model import device_type, is_sharded, sharded_model_of
 from sdp_deepspeed.parallel.norm import gradient_norm, scale_gradients
 
 

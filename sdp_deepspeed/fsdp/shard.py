@@ -33,11 +33,12 @@ from sdp_deepspeed.fsdp.fsdp_groups import (
     make_fsdp_groups,
     modules_by_branch,
 )
+from sdp_deepspeed.fsdp.meshes import OF_SHARED, holder_meshes, with_axes
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.order import CollectiveOrder
 from sdp_deepspeed.fsdp.parts import parts_of
 from sdp_deepspeed.fsdp.refused_arguments import check_call, check_plan, check_same_settings
-from sdp_deepspeed.fsdp.sharded_model import OF_SHARED, OF_UNITS, ShardedModel, attach, device_type
+from sdp_deepspeed.fsdp.sharded_model import ShardedModel, attach, device_type
 from sdp_deepspeed.init import DeferredWeights, move_in_place
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.forwards import set_data
@@ -52,13 +53,12 @@ from sdp_deepspeed.parallel.consistency import (
     gather_objects,
     run_on_all_ranks,
 )
-from sdp_deepspeed.parallel.groups import CONTROL, Groups, default_group_timeout, group_of_one
+from sdp_deepspeed.parallel.groups import CONTROL, Groups, default_group_timeout
 from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.plan.nodes import Location, ranks_per_node
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
-from sdp_deepspeed.units import Holders
 
 logger = logging.getLogger("sdp_deepspeed")
 T = TypeVar("T", bound=nn.Module)
@@ -284,14 +284,14 @@ def _wrap(call: CheckedCall, mask: Mask, fsdp_groups: Sequence[FsdpGroup], group
         Ids of the sharded parameters of these groups.
     """
     options, mesh = call.options, call.mesh
-    meshes = _meshes({group.holders for group in fsdp_groups}, groups, mesh, is_divided=bool(call.columns))
+    meshes = holder_meshes({group.holders for group in fsdp_groups}, groups, mesh, is_divided=bool(call.columns))
     for group in fsdp_groups:
         _shard_modules(group.modules, meshes[group.holders], options.arguments())
     in_groups = [p for group in fsdp_groups for module in group.modules for p in module.parameters()]
     absent = _absent_names(mask)
     state_dicts.install(call.module, {name: mask.shapes[name] for name in absent})
     left_out = [mask.parameters[name] for name in absent if name in mask.parameters]
-    shared_mesh = _with_axes(mesh, OF_SHARED) if call.columns else mesh
+    shared_mesh = with_axes(mesh, OF_SHARED) if call.columns else mesh
     _shard_modules([call.module], shared_mesh, options.arguments(*left_out))
     return {id(parameter) for parameter in in_groups if parameter not in options.ignored_params}
 
@@ -321,25 +321,6 @@ def _state_names(module: nn.Module) -> dict[str, str]:
 def _absent_names(mask: Mask) -> set[str]:
     """Parameters and buffers that this rank lacks entirely."""
     return {name for name in mask.shapes if not any(mask.is_held(piece) for piece, _ in mask.pieces_of(name))}
-
-
-def _meshes(
-    holder_sets: set[Holders], groups: Groups, mesh: DeviceMesh, *, is_divided: bool
-) -> dict[Holders, DeviceMesh]:
-    """A mesh for each holder set of this rank; for all ranks, the mesh itself."""
-    everyone = tuple(range(mesh.size()))
-    axes = OF_UNITS if is_divided else None
-    meshes = {everyone: _with_axes(mesh, OF_UNITS) if is_divided else mesh}
-    for holders in sorted(holder_sets - {everyone}):
-        holder_group = groups.of(holders)
-        assert holder_group is not None
-        group = holder_group.process_group or group_of_one()
-        meshes[holders] = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=axes)
-    return meshes
-
-
-def _with_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
-    return DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh_dim_names=axes)
 
 
 def _shard_modules(modules: Sequence[nn.Module], mesh: DeviceMesh, arguments: Mapping[str, Any]) -> None:

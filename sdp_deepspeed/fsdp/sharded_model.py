@@ -26,10 +26,6 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
 
 _ATTRIBUTE = "_sdp_sharded"
-# Names of the mesh axes under tensor parallelism. They differ, so that no unit's mesh equals that of shared parameters.
-# So `torch.nn.utils.clip_grad_norm_` raises an error for DTensors of several meshes, and cannot silently omit parts of
-# the norm.
-OF_UNITS, OF_SHARED = ("sdp_holders",), ("sdp_shared",)
 
 
 @dataclass

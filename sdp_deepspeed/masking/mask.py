@@ -16,8 +16,9 @@ from sdp_deepspeed.masking.absent_blocks import skip_branch
 from sdp_deepspeed.masking.check import blocks_of_units, check_plan, refuse_cache
 from sdp_deepspeed.masking.experts import check_experts, router_refusal
 from sdp_deepspeed.masking.forwards import restore_forward, set_data
-from sdp_deepspeed.masking.narrow_layers import Sizes, select_heads
+from sdp_deepspeed.masking.head_arguments import select_heads
 from sdp_deepspeed.masking.scale import coverage_of_branches, scale_block, scale_outputs
+from sdp_deepspeed.masking.size_attributes import Sizes
 from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, set_sizes, split_layer
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, pieces_by_tensor

@@ -4,7 +4,7 @@ A base block is a set B of p elements of Z_k; its k translates B + t are the hol
 contain two given subnetworks depends on their difference only, and equals the number of times this difference occurs
 within B. The flatter these counts, the closer the spectral gap comes to its bound k (p-1) / (p (k-1)). k equal units
 are balanced exactly. A rank is in p sets of each base block. Small p use several base blocks, as many as raise the gap
-and keep a rank in at most eight holder sets; with several p, a rank is in at least their sum.
+and keep a rank in at most eight holder sets; sets of several p add up.
 """
 
 from __future__ import annotations
