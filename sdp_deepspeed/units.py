@@ -7,7 +7,7 @@ on the strategy that made a unit.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -56,6 +56,9 @@ class Piece:
         for dim, size in enumerate(shape):
             count *= self.length if dim == self.dim else size
         return count
+
+
+Pieces = Mapping[str, Sequence[tuple[Piece, Holders]]]  # of each dense tensor, with the ranks that hold them
 
 
 @dataclass(frozen=True)

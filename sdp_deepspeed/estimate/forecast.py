@@ -35,7 +35,7 @@ from sdp_deepspeed.estimate.fsdp2_bytes import (
 )
 from sdp_deepspeed.estimate.micro_step import MicroStep, Model, Reduction, micro_step
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.parallel.buckets import BucketLayout
+from sdp_deepspeed.parallel.bucket_layouts import BucketLayout
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors

@@ -24,7 +24,7 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, pieces_by_tensor
 from sdp_deepspeed.units import Holders, Piece
 
-Pieces = list[tuple[Piece, Holders]]
+PiecesOfTensor = list[tuple[Piece, Holders]]
 # Attribute of the modules of a masked model, and of their copies: dense names of partial tensors, by their name there.
 _MASKED = "_sdp_masked"
 
@@ -77,8 +77,8 @@ class Mask:
         self.trainable = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         buffers = [TensorInfo(n, tuple(b.shape), b.dtype, kind="buffer") for n, b in self.buffers.items()]
         divided = pieces_by_tensor([*dense_tensors(model), *buffers], plan)
-        self.pieces: dict[str, Pieces] = {name: divided["parameter", name] for name in self.parameters}
-        self.buffer_pieces: dict[str, Pieces] = {name: divided["buffer", name] for name in self.buffers}
+        self.pieces: dict[str, PiecesOfTensor] = {name: divided["parameter", name] for name in self.parameters}
+        self.buffer_pieces: dict[str, PiecesOfTensor] = {name: divided["buffer", name] for name in self.buffers}
         self._held = {
             piece
             for pieces in itertools.chain(self.pieces.values(), self.buffer_pieces.values())
@@ -158,7 +158,7 @@ class Mask:
     def _tensor(self, name: str) -> torch.Tensor:
         return self.parameters[name] if name in self.parameters else self.buffers[name]
 
-    def pieces_of(self, name: str) -> Pieces:
+    def pieces_of(self, name: str) -> PiecesOfTensor:
         return self.pieces[name] if name in self.pieces else self.buffer_pieces[name]
 
     def check_shapes(self) -> None:

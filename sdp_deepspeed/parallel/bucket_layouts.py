@@ -13,16 +13,104 @@ bucket has the tensors of one owner, which receives their gradients and broadcas
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from sdp_deepspeed.parallel.buckets import BucketLayout, Pieces, Slice
-from sdp_deepspeed.units import Holders, Piece
+from sdp_deepspeed.units import Holders, Piece, Pieces
 
 BUCKET_SIZE = 50_000_000  # elements; the default
+
+
+class Slice(NamedTuple):
+    """A piece of a dense tensor in a bucket.
+
+    Args:
+        start: first element in the bucket.
+        shape: shape of the slice, in row-major order.
+    """
+
+    piece: Piece
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Contents of a bucket, the same on all ranks.
+
+    Args:
+        depth_range: 0 for the last layers, whose gradients are ready first.
+        holders: data-parallel indices.
+        owners: the holder that owns each shard; with local steps the ranks of the first team that holds the bucket. In
+            other teams the ranks at the same positions own these shards, too.
+        param_group: index of the optimizer's param group.
+        dtype: dtype of the weights.
+        is_cut: whether the slices are parts of cut tensors, not whole tensors.
+        is_tp_replicated: whether all tensor-parallel ranks have the same values.
+        owner: data-parallel index of the holder that steps the bucket, for an optimizer of whole tensors; None if each
+            holder steps a shard.
+        slices: slices in the order in which their gradients become ready.
+    """
+
+    depth_range: int
+    holders: Holders
+    owners: Holders
+    param_group: int
+    dtype: torch.dtype
+    is_cut: bool
+    is_tp_replicated: bool
+    owner: int | None
+    slices: tuple[Slice, ...]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Dense names of the tensors that the slices are of."""
+        return list(dict.fromkeys(item.piece.parameter for item in self.slices))
+
+    @cached_property
+    def num_elements(self) -> int:
+        last = self.slices[-1]
+        return last.start + last.num_elements
+
+    @property
+    def num_shards(self) -> int:
+        return 1 if self.owner is not None else len(self.owners)
+
+    @property
+    def senders(self) -> Holders:
+        """Ranks that send equal parts of the weights to all ranks in the backward regime."""
+        return self.holders if self.owner is None else (self.owner,)
+
+    @cached_property
+    def size(self) -> int:
+        """Elements of the flat buffer: `num_elements`, padded with zeros to equal shards, and to equal parts of all
+        senders."""
+        return -(-self.num_elements // len(self.senders)) * len(self.senders)
+
+    def shard_range(self, position: int) -> tuple[int, int]:
+        """Range of elements that the holder at `position` (of its team) owns, including padding."""
+        if self.owner is not None:
+            return 0, self.size if self.owners[position] == self.owner else 0
+        size = self.size // self.num_shards
+        return position * size, (position + 1) * size
+
+    def owned(self, position: int) -> Iterator[tuple[Slice, int, int]]:
+        """Yield what lies in the shard of the holder at `position`: slice, and range within the slice."""
+        first, end = self.shard_range(position)
+        for item in self.slices:
+            start, stop = max(first - item.start, 0), min(end - item.start, item.num_elements)
+            if start < stop:
+                yield item, start, stop
 
 
 def plan_buckets(

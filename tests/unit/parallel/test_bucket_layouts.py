@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.parallel.bucket_layouts import plan_buckets
-from sdp_deepspeed.parallel.buckets import BucketLayout
+from sdp_deepspeed.parallel.bucket_layouts import BucketLayout, plan_buckets
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors, pieces_by_tensor
 from tests.helpers.models import llama
