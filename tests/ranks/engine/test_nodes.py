@@ -66,16 +66,6 @@ def test_in_schedules_and_replans(rank: Rank) -> None:
         assert called.plan.subnetwork_of_rank == TWO
 
 
-def test_with_tensor_parallelism(rank: Rank) -> None:
-    """Two data-parallel ranks, each of two tensor-parallel ranks."""
-    settings = config(coverage=0.5, subnetworks="nodes") | {"tensor_parallel": {"autotp_size": 2}}
-    with nodes_of(2):
-        engine = engine_of(settings, build("llama"))
-    assert engine.plan.subnetwork_of_rank == (0, 1)
-    with nodes_of(1):
-        refusal(ValueError, partial(engine_of, settings, build("llama")), "ranks of two nodes")
-
-
 def test_with_fsdp2(rank: Rank) -> None:
     with nodes_of(2):
         model = fully_shard(llama(), None, {"coverage": 0.5, "subnetworks": "nodes"})
@@ -94,3 +84,13 @@ def test_what_is_no_layout_is_refused_on_all_ranks(rank: Rank) -> None:
         refusal(ValueError, partial(on_nodes, schedule=phases), "schedule[1]", "all 4 ranks are on one node")
     with nodes_of(3 if rank.rank < 3 else 1):
         refusal(ValueError, on_nodes, "nodes have 1 and 3 of the 4 ranks")
+
+
+def test_with_tensor_parallelism(rank: Rank) -> None:
+    """Two data-parallel ranks, each of two tensor-parallel ranks. Last: DeepSpeed never forgets the groups of AutoTP."""
+    settings = config(coverage=0.5, subnetworks="nodes") | {"tensor_parallel": {"autotp_size": 2}}
+    with nodes_of(2):
+        engine = engine_of(settings, build("llama"))
+    assert engine.plan.subnetwork_of_rank == (0, 1)
+    with nodes_of(1):
+        refusal(ValueError, partial(engine_of, settings, build("llama")), "ranks of two nodes")
