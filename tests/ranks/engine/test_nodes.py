@@ -87,7 +87,7 @@ def test_what_is_no_layout_is_refused_on_all_ranks(rank: Rank) -> None:
 
 
 def test_with_tensor_parallelism(rank: Rank) -> None:
-    """Two data-parallel ranks, each of two tensor-parallel ranks. Last: DeepSpeed never forgets the groups of AutoTP."""
+    """Two data-parallel ranks of two tensor-parallel ones each. Last: DeepSpeed never forgets the groups of AutoTP."""
     settings = config(coverage=0.5, subnetworks="nodes") | {"tensor_parallel": {"autotp_size": 2}}
     with nodes_of(2):
         engine = engine_of(settings, build("llama"))
