@@ -235,7 +235,7 @@ class DeepSpeedRun:
     def _sent(self, held: Sequence[BucketLayout], rank: int) -> int:
         precision, local = self.setup.precision, self.setup.local_steps
         gradients = sum(bucket.size - shard_elements(bucket, rank) for bucket in held)
-        weights = sum((len(bucket.owners) - 1) * shard_elements(bucket, rank) for bucket in held)
+        weights = sum((len(bucket.shard_ranks) - 1) * shard_elements(bucket, rank) for bucket in held)
         returned = sum((self.num_ranks - 1) * most for most in self._returned)
         if local is not None or not self.is_backward:
             returned += weights
@@ -244,7 +244,7 @@ class DeepSpeedRun:
             return gradients * rounds * precision.wire + returned * precision.weights
         differences = 0.0
         for bucket in held:
-            num_teams = len(bucket.holders) // len(bucket.owners)
+            num_teams = len(bucket.holders) // len(bucket.shard_ranks)
             differences += 2 * (num_teams - 1) / num_teams * shard_elements(bucket, rank)
         synchronization = differences * precision.wire + returned * precision.weights
         return round(gradients * rounds * precision.wire + weights * precision.weights + synchronization / local.every)
@@ -266,7 +266,7 @@ class DeepSpeedRun:
             if local is None:
                 continue
             in_synchronization += sent * precision.weights
-            for position in range(len(bucket.owners)):
+            for position in range(len(bucket.shard_ranks)):
                 peers = peers_of(bucket.holders, teams, position)
                 if leaves(peers, node):
                     in_synchronization += 2 * (len(peers) - 1) / len(peers) * shard * precision.wire

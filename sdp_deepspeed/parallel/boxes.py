@@ -57,13 +57,13 @@ def shard_boxes(bucket: Bucket, rank: int) -> Iterator[Box]:
     Args:
         rank: data-parallel index of this rank.
     """
-    layout, position = bucket.layout, bucket.holder_group.position
-    is_written = rank in layout.owners
+    layout, position = bucket.layout, bucket.shard_group.position
+    is_written = rank in layout.shard_ranks
     before = layout.shard_range(position)[0]
     for item, start, stop in layout.owned(position):
         piece = item.piece
         origin = piece.offsets(len(item.shape))
-        if layout.owner is not None:  # whole tensors
+        if layout.stepping_rank is not None:  # whole tensors
             stepped = bucket.parameters[layout.slices.index(item)]
             yield Box(piece.parameter, origin, item.shape, stepped, is_stepped=True, is_written=is_written)
             continue

@@ -8,7 +8,7 @@ touches every layer), and a bucket is complete only when the gradient of its fir
 nothing would overlap with backward, and ZeRO stage 2 would keep all gradients.
 
 An optimizer that updates whole tensors (Muon) cannot step equal shards. Its tensors are assigned to the holders. Each
-bucket has the tensors of one owner, which receives their gradients and broadcasts their weights.
+bucket has the tensors that one rank steps, which receives their gradients and broadcasts their weights.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ class BucketLayout:
     Args:
         depth_range: 0 for the last layers, whose gradients are ready first.
         holders: data-parallel indices.
-        owners: the holder that owns each shard; with local steps the ranks of the first team that holds the bucket. In
-            other teams the ranks at the same positions own these shards, too.
+        shard_ranks: the holder that owns each shard; with local steps the ranks of the first team that holds the
+            bucket. In other teams the ranks at the same positions own these shards, too.
         param_group: index of the optimizer's param group.
         dtype: dtype of the weights.
         is_cut: whether the slices are parts of cut tensors, not whole tensors.
         is_tp_replicated: whether all tensor-parallel ranks have the same values.
-        owner: data-parallel index of the holder that steps the bucket, for an optimizer of whole tensors; None if each
-            holder steps a shard.
+        stepping_rank: data-parallel index of the holder that steps the bucket, for an optimizer of whole tensors; None
+            if each holder steps a shard.
         slices: slices in the order in which their gradients become ready.
     """
 
     depth_range: int
     holders: Holders
-    owners: Holders
+    shard_ranks: Holders
     param_group: int
     dtype: torch.dtype
     is_cut: bool
     is_tp_replicated: bool
-    owner: int | None
+    stepping_rank: int | None
     slices: tuple[Slice, ...]
 
     @cached_property
@@ -84,12 +84,12 @@ class BucketLayout:
 
     @property
     def num_shards(self) -> int:
-        return 1 if self.owner is not None else len(self.owners)
+        return 1 if self.stepping_rank is not None else len(self.shard_ranks)
 
     @property
     def senders(self) -> Holders:
         """Ranks that send equal parts of the weights to all ranks in the backward regime."""
-        return self.holders if self.owner is None else (self.owner,)
+        return self.holders if self.stepping_rank is None else (self.stepping_rank,)
 
     @cached_property
     def size(self) -> int:
@@ -99,8 +99,8 @@ class BucketLayout:
 
     def shard_range(self, position: int) -> tuple[int, int]:
         """Range of elements that the holder at `position` (of its team) owns, including padding."""
-        if self.owner is not None:
-            return 0, self.size if self.owners[position] == self.owner else 0
+        if self.stepping_rank is not None:
+            return 0, self.size if self.shard_ranks[position] == self.stepping_rank else 0
         size = self.size // self.num_shards
         return position * size, (position + 1) * size
 
@@ -138,7 +138,7 @@ def plan_buckets(
         stepped_whole: tensors that must be stepped as a whole by one rank; none of them is cut.
         teams: with local steps, the team of each data-parallel rank, over which its buckets are sharded.
     """
-    owners = _deal({name: pieces[name][0] for name in pieces if name in param_groups and name in stepped_whole})
+    stepping_ranks = _deal({name: pieces[name][0] for name in pieces if name in param_groups and name in stepped_whole})
     backward_order = [name for name in reversed([*pieces]) if name in param_groups]
     layouts: list[BucketLayout] = []
     for depth_range, names in enumerate(_depth_ranges(backward_order, pieces, shapes, bucket_size)):
@@ -152,15 +152,15 @@ def plan_buckets(
                     dtype=dtypes[name],
                     is_cut=piece.dim is not None,
                     is_tp_replicated=name in tp_replicated,
-                    owner=owners.get(name),
+                    stepping_rank=stepping_ranks.get(name),
                 )
                 pieces_of[kind].append(piece)
                 last_depth[kind] = depth
         # Kinds with the same last tensor differ in their holders only, so there are no ties.
         for kind in sorted(pieces_of, key=lambda kind: (last_depth[kind], kind.holders)):
-            shard_owners = teams[kind.holders[0]] if teams else kind.holders
+            shard_ranks = teams[kind.holders[0]] if teams else kind.holders
             slices = _slices(pieces_of[kind], shapes)
-            layouts.append(BucketLayout(depth_range, owners=shard_owners, slices=slices, **kind._asdict()))
+            layouts.append(BucketLayout(depth_range, shard_ranks=shard_ranks, slices=slices, **kind._asdict()))
     return layouts
 
 
@@ -172,7 +172,7 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     is_cut: bool
     is_tp_replicated: bool
-    owner: int | None
+    stepping_rank: int | None
 
 
 def _depth_ranges(
@@ -198,13 +198,13 @@ def _depth_ranges(
 
 
 def _deal(tensors: Mapping[str, tuple[Piece, Holders]]) -> dict[str, int]:
-    """Assign each whole tensor to an owner: the largest first, to the holder with the fewest elements so far."""
+    """The rank that steps each whole tensor: the largest first, the holder with the fewest elements so far."""
     load: defaultdict[int, int] = defaultdict(int)
-    owners = {}
+    ranks = {}
     for name, (piece, holders) in sorted(tensors.items(), key=lambda item: -item[1][0].length):
-        owners[name] = min(holders, key=lambda rank: (load[rank], rank))
-        load[owners[name]] += piece.length
-    return owners
+        ranks[name] = min(holders, key=lambda rank: (load[rank], rank))
+        load[ranks[name]] += piece.length
+    return ranks
 
 
 def _slices(pieces: Sequence[Piece], shapes: Mapping[str, Sequence[int]]) -> tuple[Slice, ...]:

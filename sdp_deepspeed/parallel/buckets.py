@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.parallel.bucket_layouts import BucketLayout
-from sdp_deepspeed.parallel.groups import HolderGroup
+from sdp_deepspeed.parallel.groups import RankGroup
 from sdp_deepspeed.parallel.offload import OffloadedShard
 from sdp_deepspeed.units import Piece, Pieces
 
@@ -35,25 +35,25 @@ class Bucket:
     Attributes:
         weights: flat [size] in the weights' dtype; of cut tensors only while they are sent, else None.
         gradients: flat [size] local gradients in the accumulation dtype; None or without memory while there are none.
-        weight_slots, gradient_slots: views of each slice into these, in the slice's shape.
+        weight_views, gradient_views: view of each slice in these, in the slice's shape.
         parameters: what the optimizer steps: the shard, or whole tensors.
-        sources: where each slice is in the module; set by `held_tensors`.
+        places: where each slice is; set by `held_tensors`.
         shard: flat fp32 parameter of the optimizer: a view of `weights` of whole fp32 tensors, otherwise a copy. Empty
-            on holders that are not the owner (Muon).
+            on holders other than `stepping_rank` (Muon).
         average: [shard size] averaged gradient of `shard`, in `step_dtype`; None until it is available.
         offloaded: host memory of `shard` and `average` with CPU offload.
     """
 
-    def __init__(self, layout: BucketLayout, group: HolderGroup | None, *, device: torch.device) -> None:
+    def __init__(self, layout: BucketLayout, group: RankGroup | None, *, device: torch.device) -> None:
         self.layout, self.group, self.device = layout, group, device
-        self.sources: list[Source] = []
+        self.places: list[Place] = []
         self._has_gradients = False  # whether `gradients` have memory
         self._in_gradients: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # weights in the gradients' memory
-        self._like = [torch.zeros(()).expand(item.shape) for item in layout.slices]  # shapes, for `_slots`
+        self._like = [torch.zeros(()).expand(item.shape) for item in layout.slices]  # shapes, for `_views`
         self.weights: torch.Tensor | None = None
-        self.weight_slots: list[torch.Tensor] = []
+        self.weight_views: list[torch.Tensor] = []
         self.gradients: torch.Tensor | None = None
-        self.gradient_slots: list[torch.Tensor] = []
+        self.gradient_views: list[torch.Tensor] = []
         self.shard: nn.Parameter | None = None
         self.parameters: list[nn.Parameter] = []
         self.average: torch.Tensor | None = None
@@ -72,18 +72,18 @@ class Bucket:
             self.allocate_gradients(None)
             if self._in_gradients is None:
                 weights = self.gradients.view(dtype)[:size]
-                self._in_gradients = weights, self._slots(weights)
-            self.weights, self.weight_slots = self._in_gradients
+                self._in_gradients = weights, self._views(weights)
+            self.weights, self.weight_views = self._in_gradients
         else:
             self.weights = torch.empty(size, dtype=dtype, device=self.device)
-            self.weight_slots = self._slots(self.weights)
+            self.weight_views = self._views(self.weights)
 
     def drop_weights(self) -> None:
         """Release `weights` of cut tensors."""
         if self.layout.is_cut:
             if self._in_gradients is not None and self.weights is self._in_gradients[0]:
                 self.drop_gradients()
-            self.weights, self.weight_slots = None, []
+            self.weights, self.weight_views = None, []
 
     def allocate_gradients(self, dtype: torch.dtype | None) -> None:
         """Allocate `gradients`, unless they are allocated. They exist from the first gradient to the end of the step,
@@ -96,7 +96,7 @@ class Bucket:
             return
         if self.gradients is None:
             self.gradients = torch.empty(self.layout.size, dtype=dtype or self.layout.dtype, device=self.device)
-            self.gradient_slots = self._slots(self.gradients)
+            self.gradient_views = self._views(self.gradients)
         else:
             self.gradients.untyped_storage().resize_(self.gradients.nbytes)
         self._has_gradients = True
@@ -105,16 +105,16 @@ class Bucket:
         """Release the memory of the gradients. Views of cut tensors' gradients are kept, since creating thousands of
         them is slow. Those of whole tensors were in `.grad`, so other code may refer to them."""
         if not self.layout.is_cut:
-            self.gradients, self.gradient_slots = None, []
+            self.gradients, self.gradient_views = None, []
         elif self.gradients is not None:
             self.gradients.untyped_storage().resize_(0)
         self._has_gradients = False
 
-    def _slots(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [*torch._utils._unflatten_dense_tensors(flat, self._like)]
 
     @property
-    def holder_group(self) -> HolderGroup:
+    def shard_group(self) -> RankGroup:
         """`group`, if this rank is a holder."""
         assert self.group is not None
         return self.group
@@ -126,7 +126,7 @@ class Bucket:
 
     def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
         """View of this rank's shard in a flat buffer."""
-        first, end = self.layout.shard_range(self.holder_group.position)
+        first, end = self.layout.shard_range(self.shard_group.position)
         return flat[first:end]
 
     def weights_from_module(self, view: Callable[[Piece], torch.Tensor]) -> None:
@@ -134,7 +134,7 @@ class Bucket:
         self.allocate_weights()
         assert self.weights is not None
         self.weights[self.layout.num_elements :].zero_()
-        torch._foreach_copy_(self.weight_slots, [view(item.piece) for item in self.layout.slices])
+        torch._foreach_copy_(self.weight_views, [view(item.piece) for item in self.layout.slices])
 
     def make_shard(self, *, offload: bool = False, pin_memory: bool = False) -> None:
         """Create `shard` from `weights`: a copy for cut tensors and low precision; in host memory with offload."""
@@ -148,7 +148,7 @@ class Bucket:
             is_view = not self.layout.is_cut and dtype == values.dtype
             self.shard = nn.Parameter(values if is_view else values.to(dtype, copy=True))
         self.parameters = [self.shard]
-        if self.layout.owner is not None:
+        if self.layout.stepping_rank is not None:
             self.parameters = [nn.Parameter(tensor) for tensor in self._stepped_tensors(self.shard.detach())]
 
     def add_average(self, average: torch.Tensor) -> None:
@@ -162,7 +162,7 @@ class Bucket:
         """Set the averaged gradients of some tensors to zero."""
         if self.average is None:
             return
-        position = self.holder_group.position
+        position = self.shard_group.position
         before = self.layout.shard_range(position)[0]
         for item, start, stop in self.layout.owned(position):
             if item.piece.parameter in names:
@@ -174,15 +174,15 @@ class Bucket:
         if gradient is None:
             for parameter in self.parameters:
                 parameter.grad = None
-        elif self.layout.owner is None:
+        elif self.layout.stepping_rank is None:
             self.parameters[0].grad = gradient
         else:
-            for parameter, slot in zip(self.parameters, self._stepped_tensors(gradient), strict=True):
-                parameter.grad = slot
+            for parameter, view in zip(self.parameters, self._stepped_tensors(gradient), strict=True):
+                parameter.grad = view
 
     def _stepped_tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of the whole tensors in what this rank steps: all of the bucket's, or none."""
-        return self._slots(flat) if flat.numel() else []
+        return self._views(flat) if flat.numel() else []
 
     @property
     def steps_in_place(self) -> bool:
@@ -220,7 +220,7 @@ class Bucket:
     def weights_to_module(self, view: Callable[[Piece], torch.Tensor]) -> None:
         """Copy `weights` into cut tensors; whole ones are views of it."""
         if self.layout.is_cut:
-            torch._foreach_copy_([view(item.piece) for item in self.layout.slices], self.weight_slots)
+            torch._foreach_copy_([view(item.piece) for item in self.layout.slices], self.weight_views)
 
     def restore_views(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Make whole tensors views of `weights`, with their current values, unless they are. Users may replace `.data`.
@@ -230,25 +230,27 @@ class Bucket:
         """
         if self.layout.is_cut:
             return
-        for item, slot in zip(self.layout.slices, self.weight_slots, strict=True):
+        for item, view in zip(self.layout.slices, self.weight_views, strict=True):
             parameter = parameters[item.piece.parameter]
-            if parameter.data_ptr() != slot.data_ptr():
-                slot.copy_(parameter.detach())
-                parameter.data = slot
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.detach())
+                parameter.data = view
 
 
-class Source(NamedTuple):
-    """Where a slice of a bucket is in the module: name of the tensor, and index among the tensor's held slices."""
+class Place(NamedTuple):
+    """Where a held slice is, in the module and in the buckets.
+
+    Args:
+        name: of the tensor.
+        index_in_tensor: index among the tensor's held slices.
+        bucket_index: index of its bucket among the held ones.
+        index_in_bucket: index among the bucket's slices.
+    """
 
     name: str
-    slice_index: int
-
-
-class Slot(NamedTuple):
-    """Where a held slice of a tensor is: index of the bucket among the held ones, and of the slice in it."""
-
+    index_in_tensor: int
     bucket_index: int
-    slice_index: int
+    index_in_bucket: int
 
 
 class HeldTensor(NamedTuple):
@@ -257,14 +259,14 @@ class HeldTensor(NamedTuple):
     Args:
         dim: dimension along which it is cut; None for a whole tensor.
         lengths: lengths of the held slices, which are adjacent in the parameter.
-        slots: of each held slice.
-        buckets: indices of the buckets with these slots, ascending.
+        places: of each held slice.
+        buckets: indices of the buckets with these slices, ascending.
     """
 
     parameter: nn.Parameter
     dim: int | None
     lengths: list[int]
-    slots: list[Slot]
+    places: list[Place]
     buckets: list[int]
 
     def slices(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -275,30 +277,31 @@ class HeldTensor(NamedTuple):
 def held_tensors(
     buckets: Sequence[Bucket], parameters: Mapping[str, nn.Parameter], pieces: Pieces, rank: int
 ) -> dict[str, HeldTensor]:
-    """The tensors of which a rank holds slices, by name; also sets `sources` of its buckets.
+    """The tensors of which a rank holds slices, by name; also sets `places` of its buckets.
 
     Args:
         buckets: that the rank holds.
         parameters: trained tensors.
         rank: data-parallel index.
     """
-    slots: dict[Piece, Slot] = {}
+    in_buckets: dict[Piece, tuple[int, int]] = {}
     for number, bucket in enumerate(buckets):
         for index, item in enumerate(bucket.layout.slices):
-            slots[item.piece] = Slot(number, index)
+            in_buckets[item.piece] = number, index
     tensors: dict[str, HeldTensor] = {}
-    sources: dict[Piece, Source] = {}
+    place_of: dict[Piece, Place] = {}
     for name, parameter in parameters.items():
         held = [piece for piece, holders in pieces[name] if rank in holders]
         if not held:
             continue
-        in_buckets = sorted({slots[piece].bucket_index for piece in held})
-        lengths = [piece.length for piece in held]
-        tensors[name] = HeldTensor(parameter, held[0].dim, lengths, [slots[piece] for piece in held], in_buckets)
         for index, piece in enumerate(held):
-            sources[piece] = Source(name, index)
+            place_of[piece] = Place(name, index, *in_buckets[piece])
+        places = [place_of[piece] for piece in held]
+        lengths = [piece.length for piece in held]
+        touched = sorted({place.bucket_index for place in places})
+        tensors[name] = HeldTensor(parameter, held[0].dim, lengths, places, touched)
     for bucket in buckets:
-        bucket.sources = [sources[item.piece] for item in bucket.layout.slices]
+        bucket.places = [place_of[item.piece] for item in bucket.layout.slices]
     return tensors
 
 
@@ -313,9 +316,9 @@ def sent_together(buckets: Sequence[Bucket], bucket_size: int, *, gathers: bool 
     together: list[Bucket] = []
     num_received = 0
     for bucket in buckets:
-        group = bucket.holder_group
+        group = bucket.shard_group
         is_direct = group.gathers_directly if gathers else group.scatters_directly
-        is_alone = not is_direct or bucket.layout.owner is not None
+        is_alone = not is_direct or bucket.layout.stepping_rank is not None
         count = group.num_received(bucket.layout.size)
         is_full = num_received + count > bucket_size
         if together and (is_alone or is_full or bucket.layout.dtype != together[0].layout.dtype):

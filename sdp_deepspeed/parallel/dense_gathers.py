@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from sdp_deepspeed.parallel.groups import HolderGroup, all_gather
+from sdp_deepspeed.parallel.groups import RankGroup, all_gather
 
 
 class Segment(NamedTuple):
@@ -28,7 +28,7 @@ class Segment(NamedTuple):
     is_kept: bool = False
 
 
-def gather_segments(segments: Sequence[Segment], group: HolderGroup) -> None:
+def gather_segments(segments: Sequence[Segment], group: RankGroup) -> None:
     """Fill all segments, with one all-gather per dtype. Collective, with the same segments on all ranks. Each rank
     sends as many elements as the one that has most.
 

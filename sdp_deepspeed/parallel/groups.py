@@ -24,13 +24,13 @@ _TAG = 0x5D9  # of point-to-point messages
 
 
 @dataclass(frozen=True)
-class HolderGroup:
-    """A holder set that contains this rank.
+class RankGroup:
+    """A set of ranks that contains this rank: holders, or with local steps a team or peers.
 
     Args:
-        holders: data-parallel indices in ascending order.
+        ranks: data-parallel indices in ascending order.
         process_group: process group of these ranks; None for a single holder.
-        position: index of this rank in `holders`.
+        position: index of this rank in `ranks`.
         scatters_directly, gathers_directly: whether a reduce-scatter and an all-gather send shards point-to-point: over
             gloo only, on one node always. Gloo implements reduce-scatter as an all-reduce; between nodes, sending
             directly takes fewer bytes if no node has more than two of the ranks. Gloo's all-gather is a ring, which
@@ -38,7 +38,7 @@ class HolderGroup:
         comm: `torch.distributed`, or a module with the same functions that logs them (`deepspeed.comm`).
     """
 
-    holders: Holders
+    ranks: Holders
     process_group: dist.ProcessGroup | None
     position: int
     scatters_directly: bool = False
@@ -47,7 +47,7 @@ class HolderGroup:
 
     @property
     def size(self) -> int:
-        return len(self.holders)
+        return len(self.ranks)
 
     def num_received(self, size: int) -> int:
         """Elements that a rank receives directly in a reduce-scatter or all-gather of `size` elements."""
@@ -66,7 +66,7 @@ class Groups:
             ranks, without tensor parallelism.
         nodes: identifier of the node of each global rank. Default: host names, gathered over the control group.
         control: a gloo group of all ranks. Default: a new group.
-        comm: module with the collectives, see `HolderGroup`.
+        comm: module with the collectives, see `RankGroup`.
         timeout: timeout of the groups. Default: that of the default group.
 
     Attributes:
@@ -99,14 +99,14 @@ class Groups:
         if nodes is None:
             nodes = [""] * len(everyone)
             dist.all_gather_object(nodes, socket.gethostname(), group=self.control)
-        self._groups: dict[Holders, HolderGroup] = {}
+        self._groups: dict[Holders, RankGroup] = {}
         for tensor_parallel_rank, members in enumerate(self.ranks):
             all_indices = tuple(range(len(members)))
             for holders in sorted({all_indices, *holder_sets}):
                 global_ranks = [members[index] for index in holders]
                 process_group = self._process_group(global_ranks, everyone, timeout)
                 if me in global_ranks:
-                    self._groups[holders] = _holder_group(holders, global_ranks, process_group, nodes, comm)
+                    self._groups[holders] = _rank_group(holders, global_ranks, process_group, nodes, comm)
             if me in members:
                 self.rank, self.tensor_parallel_rank = members.index(me), tensor_parallel_rank
                 self.data_parallel = self._groups[all_indices]
@@ -124,9 +124,9 @@ class Groups:
             self._created.append(group)
         return group
 
-    def of(self, holders: Holders) -> HolderGroup | None:
-        """The group of a holder set; None if this rank is not a holder."""
-        return self._groups.get(holders)
+    def of(self, ranks: Holders) -> RankGroup | None:
+        """The group of a set of data-parallel indices; None if this rank is not in it."""
+        return self._groups.get(ranks)
 
     def close(self) -> None:
         """Destroy the groups that were created here."""
@@ -135,19 +135,19 @@ class Groups:
         self._created.clear()
 
 
-def _holder_group(
+def _rank_group(
     holders: Holders,
     ranks: list[int],
     process_group: dist.ProcessGroup | None,
     nodes: Sequence[Hashable],
     comm: ModuleType,
-) -> HolderGroup:
+) -> RankGroup:
     position = ranks.index(dist.get_rank())
     if process_group is None or dist.get_backend(process_group) != "gloo":
-        return HolderGroup(holders, process_group, position, comm=comm)
+        return RankGroup(holders, process_group, position, comm=comm)
     num_on_node = Counter(nodes[rank] for rank in ranks)
     most = 1 if len(num_on_node) == 1 else max(num_on_node.values())  # ranks of one of several nodes
-    return HolderGroup(
+    return RankGroup(
         holders, process_group, position, scatters_directly=most <= 2, gathers_directly=most == 1, comm=comm
     )
 
@@ -172,11 +172,11 @@ def default_group_timeout() -> timedelta | None:
 
 
 class Messages(NamedTuple):
-    """Tensors that a holder receives from each position of its group, and sends to it; none at its own position."""
+    """Tensors that a rank receives from each position of its group, and sends to it; none at its own position."""
 
     arriving: Sequence[torch.Tensor]
     leaving: Sequence[torch.Tensor]
-    group: HolderGroup
+    group: RankGroup
 
 
 def exchange(messages: Sequence[Messages]) -> None:
@@ -199,16 +199,14 @@ def exchange(messages: Sequence[Messages]) -> None:
         work.wait()
 
 
-def reduce_scatter(
-    outputs: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], groups: Sequence[HolderGroup]
-) -> None:
-    """Reduce-scatter (sum) flat tensors over their holders. Several groups at once (`sent_together` in buckets.py) must
+def reduce_scatter(outputs: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], groups: Sequence[RankGroup]) -> None:
+    """Reduce-scatter (sum) flat tensors over their groups. Several groups at once (`sent_together` in buckets.py) must
     all have `scatters_directly`; their messages are one exchange, and sums are in the dtype of the outputs. All flat
     tensors have one dtype.
 
     Args:
-        outputs: [shard size] each, of any dtype; may be this holder's shard of the flat tensor.
-        flats: [holders * shard size] each, in the communication dtype.
+        outputs: [shard size] each, of any dtype; may be this rank's shard of the flat tensor.
+        flats: [ranks * shard size] each, in the communication dtype.
     """
     if groups[0].scatters_directly:
         _reduce_scatter_directly(outputs, flats, groups)
@@ -225,7 +223,7 @@ def reduce_scatter(
 
 
 def _reduce_scatter_directly(
-    outputs: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], groups: Sequence[HolderGroup]
+    outputs: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], groups: Sequence[RankGroup]
 ) -> None:
     counts = [group.num_received(flat.numel()) for flat, group in zip(flats, groups, strict=True)]
     buffers = flats[0].new_empty(sum(counts)).split(counts)
@@ -244,7 +242,7 @@ def _reduce_scatter_directly(
             output.add_(shard)
 
 
-def all_gather(flats: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], groups: Sequence[HolderGroup]) -> None:
+def all_gather(flats: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], groups: Sequence[RankGroup]) -> None:
     """All-gather shards into flat tensors [ranks * shard size], in one exchange if all groups exchange directly. A
     shard may be a view of the flat tensor."""
     messages = []
@@ -261,24 +259,24 @@ def all_gather(flats: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], gr
     exchange(messages)
 
 
-def reduce(output: torch.Tensor, flat: torch.Tensor, group: HolderGroup, owner: int) -> None:
-    """Reduce (sum) `flat` to `output` of the owner; other outputs are empty. `flat` is overwritten.
+def reduce(output: torch.Tensor, flat: torch.Tensor, group: RankGroup, target: int) -> None:
+    """Reduce (sum) `flat` to `output` of the target; other outputs are empty. `flat` is overwritten.
 
     Args:
-        owner: data-parallel index.
+        target: data-parallel index.
     """
     if group.size > 1:
-        group.comm.reduce(flat, _global_rank(group, owner), group=group.process_group)
+        group.comm.reduce(flat, _global_rank(group, target), group=group.process_group)
     if output.numel() and output.data_ptr() != flat.data_ptr():
         output.copy_(flat)
 
 
-def broadcast(flat: torch.Tensor, group: HolderGroup, owner: int) -> None:
-    """Broadcast the owner's `flat` to all holders."""
+def broadcast(flat: torch.Tensor, group: RankGroup, source: int) -> None:
+    """Broadcast `flat` of the source, a data-parallel index, to all ranks of the group."""
     if group.size > 1:
-        group.comm.broadcast(flat, _global_rank(group, owner), group=group.process_group)
+        group.comm.broadcast(flat, _global_rank(group, source), group=group.process_group)
 
 
-def _global_rank(group: HolderGroup, owner: int) -> int:
+def _global_rank(group: RankGroup, rank: int) -> int:
     assert group.process_group is not None
-    return dist.get_global_rank(group.process_group, group.holders.index(owner))
+    return dist.get_global_rank(group.process_group, group.ranks.index(rank))

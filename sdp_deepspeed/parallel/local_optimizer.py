@@ -59,12 +59,12 @@ class LocalOptimizer(ShardedOptimizer):
 
     def _gather_after_step(self) -> None:
         """In the backward regime, too, only the team gets its updated weights."""
-        self._gather_from_holders(reuse_gradients=True)
+        self._gather_shards(reuse_gradients=True)
 
     def _gather(self, *, reuse_gradients: bool = False) -> None:
         """All-gather weights that are equal on all holders: over the team, and then, in the backward regime, from all
         holders to the ranks of other teams. Collective of all ranks."""
-        self._gather_from_holders(reuse_gradients=reuse_gradients)
+        self._gather_shards(reuse_gradients=reuse_gradients)
         for gathered in self._gathers:
             gathered.all_gather(
                 self.groups.data_parallel, self.mask.view, reuse_gradients=reuse_gradients, are_in_module=True
@@ -108,7 +108,7 @@ class LocalOptimizer(ShardedOptimizer):
             self._refuse_offloaded("the dense model")
             self._restore_views()
             self.local.show()
-            self._gather_from_holders(reuse_gradients=False)
+            self._gather_shards(reuse_gradients=False)
 
     @torch.no_grad()
     def leave_dense(self) -> None:
@@ -131,7 +131,7 @@ class LocalOptimizer(ShardedOptimizer):
             self.local.show()
             self._gather()
             self.local.hide()
-        self._gather_from_holders(reuse_gradients=False)
+        self._gather_shards(reuse_gradients=False)
         if is_changed:
             raise RuntimeError(
                 "local steps: weights were changed in the dense model between two synchronizations, and have their "

@@ -18,7 +18,7 @@ from torch import nn
 
 from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.parallel.buckets import Bucket
-from sdp_deepspeed.parallel.groups import Groups, HolderGroup
+from sdp_deepspeed.parallel.groups import Groups, RankGroup
 from sdp_deepspeed.units import Holders
 
 OUTER_MOMENTUM = "outer_momentum"  # in a checkpoint, beside the moments of the optimizer
@@ -74,9 +74,9 @@ class Synchronizer:
         self.settings, self._buckets, self._wire_dtype = settings, buckets, wire_dtype
         self.is_between = self.are_shown = False
         self._hidden: list[torch.Tensor] = []  # shards, while anchors are in their place
-        self._peers: list[HolderGroup] = []
+        self._peers: list[RankGroup] = []
         for bucket in buckets:
-            peers = groups.of(peers_of(bucket.layout.holders, teams, bucket.holder_group.position))
+            peers = groups.of(peers_of(bucket.layout.holders, teams, bucket.shard_group.position))
             assert peers is not None
             self._peers.append(peers)
         self.anchors = [shard.detach().clone() for shard in self._shards()]

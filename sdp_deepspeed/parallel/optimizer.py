@@ -264,17 +264,17 @@ class ShardedOptimizer:
             reuse_gradients: whether gradients are no longer needed, so that their memory can be reused.
         """
         if self.regime == "forward":
-            self._gather_from_holders(reuse_gradients=reuse_gradients)
+            self._gather_shards(reuse_gradients=reuse_gradients)
             return
         for gathered in self._gathers:  # one for each depth range and dtype
             gathered.all_gather(self.groups.data_parallel, self.mask.view, reuse_gradients=reuse_gradients)
 
-    def _gather_from_holders(self, *, reuse_gradients: bool) -> None:
+    def _gather_shards(self, *, reuse_gradients: bool) -> None:
         """All-gather each bucket over its holders, with local steps over this rank's team. Whole tensors are views of
         it, and cut ones are copied from it."""
         views: dict[str, Sequence[torch.Tensor]] = {}  # of cut parameters: their held slices
         for together in sent_together(self.held, self._bucket_size, gathers=True):
-            groups = [bucket.holder_group for bucket in together]
+            groups = [bucket.shard_group for bucket in together]
             flats, shards = [], []
             for bucket in together:
                 bucket.allocate_weights(reuse_gradients=reuse_gradients)
@@ -282,9 +282,9 @@ class ShardedOptimizer:
                 assert bucket.weights is not None
                 flats.append(bucket.weights)
                 shards.append(bucket.shard_of(bucket.weights))
-            owner = together[0].layout.owner
-            if owner is not None:
-                broadcast(flats[0], groups[0], owner)
+            stepping_rank = together[0].layout.stepping_rank
+            if stepping_rank is not None:
+                broadcast(flats[0], groups[0], stepping_rank)
             else:
                 all_gather(flats, shards, groups)
             for bucket in together:
@@ -293,7 +293,9 @@ class ShardedOptimizer:
                 for name in bucket.layout.names:
                     if name not in views:
                         views[name] = self._tensors[name].slices(self._parameters[name].detach())
-                torch._foreach_copy_([views[name][index] for name, index in bucket.sources], bucket.weight_slots)
+                torch._foreach_copy_(
+                    [views[place.name][place.index_in_tensor] for place in bucket.places], bucket.weight_views
+                )
                 bucket.drop_weights()
 
     def change_mode(self, mode: str, change: Callable[[], Any]) -> None:
@@ -366,7 +368,7 @@ class ShardedOptimizer:
         """Move optimizer state and fp32 copies of weights to host memory, until `reload_states`. Copies that are
         stepped as whole tensors stay, since those are views."""
         tensors = [value for state in self.optimizer.state.values() for value in state.values()] if states else []
-        copies = [bucket for bucket in self.held if not bucket.steps_in_place and bucket.layout.owner is None]
+        copies = [bucket for bucket in self.held if not bucket.steps_in_place and bucket.layout.stepping_rank is None]
         tensors += [bucket.shard for bucket in copies] if masters else []
         self._moved += move_to_host(filter(torch.is_tensor, tensors), pin_memory=pin_memory)
         self._is_offloaded |= states or masters

@@ -71,9 +71,9 @@ class Reducer:
         self._next = 0  # index of the first bucket that has not been reduced
         self._num_missing = [len(bucket.layout.names) for bucket in buckets]  # tensors without a gradient in this pass
         self._seen: set[str] = set()  # tensors with a gradient in this pass
-        self._filled: set[str] = set()  # tensors whose gradient was moved to their slots; `.grad` is None
-        self._in_slots: set[str] = set()  # whole tensors whose `.grad` is their slot
-        self._dropped: set[str] = set()  # those of `_in_slots` whose `.grad` was removed since
+        self._filled: set[str] = set()  # tensors whose gradient was moved to buckets; `.grad` is None
+        self._in_buckets: set[str] = set()  # whole tensors whose `.grad` is a view of their bucket
+        self._dropped: set[str] = set()  # those of `_in_buckets` whose `.grad` was removed since
         self._hooks = [
             tensor.parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._on_gradient(name))
             for name, tensor in tensors.items()
@@ -116,26 +116,26 @@ class Reducer:
                 self._reduce([self._buckets[self._next]])
 
     def _accumulate(self, name: str, tensor: HeldTensor) -> None:
-        """Move a gradient to its slots, or add it to their contents. If the gradient of a whole tensor has the slot's
-        dtype, `.grad` becomes a view of the slot, in which autograd accumulates further gradients."""
+        """Move a gradient to its buckets, or add it to their contents. If the gradient of a whole tensor has the
+        bucket's dtype, `.grad` becomes a view of the bucket, in which autograd accumulates further gradients."""
         for index in tensor.buckets:
             self._buckets[index].allocate_gradients(self._gradient_dtype)
-        slots = [self._buckets[index].gradient_slots[slot] for index, slot in tensor.slots]
+        targets = [self._buckets[place.bucket_index].gradient_views[place.index_in_bucket] for place in tensor.places]
         parameter = tensor.parameter
         gradient = parameter.grad
         assert gradient is not None
-        if tensor.dim is None and slots[0].dtype == gradient.dtype:
-            if slots[0].data_ptr() != gradient.data_ptr():
-                if name in self._in_slots and not gradient.requires_grad:  # create_graph adds out of place
+        if tensor.dim is None and targets[0].dtype == gradient.dtype:
+            if targets[0].data_ptr() != gradient.data_ptr():
+                if name in self._in_buckets and not gradient.requires_grad:  # create_graph adds out of place
                     self._dropped.add(name)
-                self._in_slots.add(name)
-                slots[0].copy_(gradient)
-                parameter.grad = slots[0]
+                self._in_buckets.add(name)
+                targets[0].copy_(gradient)
+                parameter.grad = targets[0]
             return
         if name in self._filled:
-            torch._foreach_add_(slots, list(tensor.slices(gradient)))
+            torch._foreach_add_(targets, list(tensor.slices(gradient)))
         else:
-            torch._foreach_copy_(slots, list(tensor.slices(gradient)))
+            torch._foreach_copy_(targets, list(tensor.slices(gradient)))
             self._filled.add(name)
         parameter.grad = None
 
@@ -168,8 +168,8 @@ class Reducer:
     def _refuse_dropped(self) -> None:
         """Raise RuntimeError if every `.grad` was set to None since the last step, other than by a `zero_grad`: those
         of cut tensors were moved to buckets before, and would still count."""
-        dropped = self._dropped | {name for name in self._in_slots if self._parameters[name].grad is None}
-        if dropped and dropped == self._in_slots and self._filled:
+        dropped = self._dropped | {name for name in self._in_buckets if self._parameters[name].grad is None}
+        if dropped and dropped == self._in_buckets and self._filled:
             raise RuntimeError(
                 "every .grad was set to None, but other gradients are in buckets; to drop all, call engine.zero_grad()"
             )
@@ -199,7 +199,7 @@ class Reducer:
         """Drop the gradients of some tensors; buckets that were reduced stay reduced."""
         if self._is_offloaded:
             torch.cuda.current_stream(self._device).synchronize()  # averages are on their way to host memory
-        for marked in (self._filled, self._in_slots, self._dropped):
+        for marked in (self._filled, self._in_buckets, self._dropped):
             marked.difference_update(names)
         for name in names:
             self._parameters[name].grad = None
@@ -209,7 +209,7 @@ class Reducer:
     def _restart(self) -> None:
         self._next = 0
         self._num_missing = [len(bucket.layout.names) for bucket in self._buckets]
-        for marked in (self._seen, self._filled, self._in_slots, self._dropped):
+        for marked in (self._seen, self._filled, self._in_buckets, self._dropped):
             marked.clear()
 
     def has_gradients(self) -> bool:
@@ -231,50 +231,51 @@ class Reducer:
             with self._on_side_stream():
                 for bucket in together:
                     self._pack(bucket, views)
-                groups = [bucket.holder_group for bucket in together]
+                groups = [bucket.shard_group for bucket in together]
                 flats = self._to_wire(together)
                 averages = [self._memory_of_average(bucket) for bucket in together]
-                owner = together[0].layout.owner
-                if owner is not None:
-                    reduce(averages[0], flats[0], groups[0], owner)
+                stepping_rank = together[0].layout.stepping_rank
+                if stepping_rank is not None:
+                    reduce(averages[0], flats[0], groups[0], stepping_rank)
                 else:
                     reduce_scatter(averages, flats, groups)
                 for bucket, flat, average in zip(together, flats, averages, strict=True):
                     if flat.dtype != torch.float16:  # fp16 was divided before
-                        average.div_(bucket.holder_group.size)
+                        average.div_(bucket.shard_group.size)
                     bucket.add_average(average)
                     if self._stage == 2:
                         bucket.drop_gradients()
             self._next += len(together)
 
     def _pack(self, bucket: Bucket, views: dict[str, Sequence[torch.Tensor]]) -> None:
-        """Fill the slots that have no gradient yet, with zeros for missing gradients. Stage 2 frees `.grad` in the last
-        bucket of each tensor.
+        """Fill the slices that have no gradient yet, with zeros for missing gradients. Stage 2 frees `.grad` in the
+        last bucket of each tensor.
 
         Args:
             views: cached views of gradients.
         """
         bucket.allocate_gradients(self._gradient_dtype)
         gradients: list[torch.Tensor] = []
-        slots: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
         empty: list[torch.Tensor] = []
-        for (name, index), slot in zip(bucket.sources, bucket.gradient_slots, strict=True):
+        for place, target in zip(bucket.places, bucket.gradient_views, strict=True):
+            name = place.name
             if name in self._filled:
                 continue
             gradient = self._parameters[name].grad
             if gradient is None:
-                empty.append(slot)
+                empty.append(target)
                 continue
             if name not in views:
                 views[name] = self._tensors[name].slices(gradient)
-            source = views[name][index]
-            if bucket.layout.is_cut or source.data_ptr() != slot.data_ptr():
+            source = views[name][place.index_in_tensor]
+            if bucket.layout.is_cut or source.data_ptr() != target.data_ptr():
                 if self._stream is not None:
                     gradient.record_stream(self._stream)
                 gradients.append(source)
-                slots.append(slot)
-        if slots:
-            torch._foreach_copy_(slots, gradients)
+                targets.append(target)
+        if targets:
+            torch._foreach_copy_(targets, gradients)
         if empty:
             torch._foreach_zero_(empty)
         assert bucket.gradients is not None
@@ -295,7 +296,7 @@ class Reducer:
             flats = [buffer.copy_(flat) for buffer, flat in zip(buffers, flats, strict=True)]
         if dtype == torch.float16:
             for bucket, flat in zip(buckets, flats, strict=True):
-                flat.div_(bucket.holder_group.size)
+                flat.div_(bucket.shard_group.size)
         return flats
 
     def _memory_of_average(self, bucket: Bucket) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from sdp_deepspeed.parallel import groups
 from sdp_deepspeed.parallel.buckets import Bucket
-from sdp_deepspeed.parallel.groups import HolderGroup
+from sdp_deepspeed.parallel.groups import RankGroup
 from sdp_deepspeed.units import Piece
 
 
@@ -49,7 +49,7 @@ class GatheredRange:
 
     def all_gather(
         self,
-        group: HolderGroup,
+        group: RankGroup,
         view: Callable[[Piece], torch.Tensor],
         *,
         reuse_gradients: bool,
