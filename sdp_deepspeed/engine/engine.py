@@ -10,11 +10,24 @@ Order of construction:
 Order of a training step; methods with an underscore, and `allreduce_gradients`, are called by DeepSpeed:
 
 1. `forward` runs the masked module: absent blocks return zeros, cut layers have fewer rows or columns (masking/).
-2. `backward`: `_backward_prologue` tells the reducer whether this is the last micro-step. Hooks of the reducer then
-   receive each gradient (`Reducer._on_gradient`), and `allreduce_gradients` ends the pass (`Reducer.finish_backward`).
-3. `step` calls DeepSpeed's, which calls `SubnetworkOptimizer.step`. That passes the loss scale to
-   `ShardedOptimizer.step` (parallel/optimizer.py: average, norm, clipping, step, weights), and keeps the norm and
-   whether the step was skipped, for DeepSpeed to read.
+2. `backward` calls DeepSpeed's, which multiplies the loss by the loss scale. `_backward_prologue` tells the reducer
+   whether this is the last micro-step. Hooks of the reducer then receive each gradient (`Reducer._on_gradient`).
+   `allreduce_gradients`, or under `no_sync` `_backward_epilogue`, ends the pass (`Reducer.finish_backward`, which
+   averages at stage 2, and at stage 1 after the last micro-step with `overlap_comm`). With unmanaged gradient
+   accumulation at stage 1, DeepSpeed calls it once more at the beginning of `step`, to no effect.
+3. `step` checks that no Parameter was replaced or frozen (`_before_boundary`; at stage 2 after a barrier of all ranks,
+   if the caller sets the boundary). DeepSpeed's `step` then calls `SubnetworkOptimizer.step` (zero_optimizer.py), which
+
+   - calls `ShardedOptimizer.step` (parallel/optimizer.py) with the loss scale. That averages the remaining gradients
+     (`Reducer.finish`), computes their norm (one all-reduce; see `gradient_norm`), unscales and clips, calls the
+     `step` of the user's optimizer on this rank's shards, and all-gathers weights: in the forward regime over the
+     holders of each bucket (`_gather_shards`), in the backward regime over all ranks (`GatheredRange.all_gather`). With
+     a loss scale it may skip the update, if the norm is not finite;
+   - tells the loss scaler whether the update was skipped;
+   - keeps the norm (`compute_grad_norm`), and whether the update was skipped, for DeepSpeed to read.
+
+   DeepSpeed drops gradients and steps the learning-rate schedule. After that come a synchronization (local steps), the
+   monitor's events, `check_agreement` and a new plan (`follow_schedule`), where they are due.
 """
 
 from __future__ import annotations
@@ -87,11 +100,11 @@ from sdp_deepspeed.parallel.consistency import (
 )
 from sdp_deepspeed.parallel.groups import CONTROL, Groups, default_group_timeout
 from sdp_deepspeed.parallel.local_optimizer import LocalOptimizer
-from sdp_deepspeed.parallel.local_steps import group_sets, teams_of
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.parallel.param_groups import agreed_param_groups
 from sdp_deepspeed.parallel.refused_models import refuse_model
+from sdp_deepspeed.parallel.synchronizer import group_sets, teams_of
 from sdp_deepspeed.parallel.zero_grad import extend_zero_grad
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.schedule import Schedule

@@ -13,7 +13,7 @@ from typing import Literal
 
 from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.parallel.bucket_layouts import BucketLayout, plan_buckets
-from sdp_deepspeed.parallel.local_steps import peers_of, teams_of
+from sdp_deepspeed.parallel.synchronizer import peers_of, teams_of
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 

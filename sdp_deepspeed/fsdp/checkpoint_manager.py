@@ -17,8 +17,8 @@ from sdp_deepspeed.checkpoint.save_and_load import Checkpointer
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, sharded_model_of
 from sdp_deepspeed.parallel.boxes import Box, local_of
 from sdp_deepspeed.parallel.consistency import gather_objects, run_on_all_ranks
-from sdp_deepspeed.parallel.local_steps import drop_momenta
 from sdp_deepspeed.parallel.optimizer_kinds import groups_of_whole_tensors, is_elementwise
+from sdp_deepspeed.parallel.synchronizer import drop_momenta
 
 
 class SteppedShards:

@@ -1,6 +1,6 @@
 """The sharded optimizer with local steps: a step is that of a team, and `synchronize` averages weights over teams.
 
-The dense model is that of the anchors (local_steps.py), in checkpoints as well.
+The dense model is that of the anchors (synchronizer.py), in checkpoints as well.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.parallel.buckets import Bucket
 from sdp_deepspeed.parallel.consistency import gather_objects, run_on_all_ranks
 from sdp_deepspeed.parallel.groups import Groups
-from sdp_deepspeed.parallel.local_steps import Synchronizer, drop_momenta, teams_of
 from sdp_deepspeed.parallel.offload import move_to_host
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
+from sdp_deepspeed.parallel.synchronizer import Synchronizer, drop_momenta, teams_of
 
 if TYPE_CHECKING:
     from sdp_deepspeed.masking.mask import Mask
@@ -56,10 +56,6 @@ class LocalOptimizer(ShardedOptimizer):
         self._refuse_offloaded("step()")
         self.local.is_between = True
         return super().step(loss_scale, check_overflow=check_overflow)
-
-    def _gather_after_step(self) -> None:
-        """In the backward regime, too, only the team gets its updated weights."""
-        self._gather_shards(reuse_gradients=True)
 
     def _gather(self, *, reuse_gradients: bool = False) -> None:
         """All-gather weights that are equal on all holders: over the team, and then, in the backward regime, from all

@@ -58,13 +58,13 @@ from sdp_deepspeed.parallel.boxes import Box, shard_boxes
 from sdp_deepspeed.parallel.bucket_layouts import BUCKET_SIZE, plan_buckets
 from sdp_deepspeed.parallel.buckets import Bucket, held_tensors, sent_together
 from sdp_deepspeed.parallel.groups import Groups, all_gather, broadcast
-from sdp_deepspeed.parallel.local_steps import Synchronizer, drop_momenta
 from sdp_deepspeed.parallel.muon import is_deepspeeds_muon, orthogonalize, step_with_updates
 from sdp_deepspeed.parallel.norm import gradient_norm, scale_gradients
 from sdp_deepspeed.parallel.offload import Moved, move_back, move_to_host
 from sdp_deepspeed.parallel.optimizer_kinds import tensors_stepped_whole
 from sdp_deepspeed.parallel.param_groups import prefer_fused, replace_parameters
 from sdp_deepspeed.parallel.reducer import Reducer
+from sdp_deepspeed.parallel.synchronizer import Synchronizer, drop_momenta
 from sdp_deepspeed.parallel.weight_gathers import plan_gathers
 from sdp_deepspeed.units import Holders
 
@@ -228,7 +228,10 @@ class ShardedOptimizer:
         for bucket in self.held:
             bucket.set_gradients(None)
             bucket.average = None
-        self._gather_after_step()
+        if self._team is None:
+            self._gather(reuse_gradients=True)
+        else:  # in the backward regime, too, only the team gets its updated weights
+            self._gather_shards(reuse_gradients=True)
         self.reducer.zero_grad()
         return True
 
@@ -252,9 +255,6 @@ class ShardedOptimizer:
         self.mode = None  # a checkpoint may be of another one
         drop_momenta(self.optimizer)
         self._gather()
-
-    def _gather_after_step(self) -> None:
-        self._gather(reuse_gradients=True)
 
     def _gather(self, *, reuse_gradients: bool = False) -> None:
         """All-gather weights from their shards: over the holders, in the backward regime over all data-parallel ranks.
