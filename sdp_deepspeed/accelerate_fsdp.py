@@ -35,7 +35,8 @@ def refuse_block(config: Any, where: str) -> None:
         config = json.loads(regular(Path(config)).read_text(encoding="utf-8"))
     if not isinstance(config, Mapping) or not config:
         return
-    from sdp_deepspeed.config import KEY, parse
+    from sdp_deepspeed.config import parse
+    from sdp_deepspeed.messages import KEY
 
     if parse({str(name).removeprefix(_PREFIX): value for name, value in config.items()}) is not None:
         raise ValueError(f"{KEY}: has no effect in {where}, whose FSDP trains the dense model; {_INSTEAD}")
@@ -104,7 +105,7 @@ def _tell(accelerator: Any) -> None:
     if accelerator.is_main_process:
         import logging
 
-        from sdp_deepspeed.config import KEY
+        from sdp_deepspeed.messages import KEY
 
         logging.getLogger("sdp_deepspeed").warning(
             "%s: Accelerate's FSDP trains the dense model, and ignores a block in its config file; to train "

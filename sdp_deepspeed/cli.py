@@ -143,8 +143,9 @@ def _planned(
     source: Path, overrides: Sequence[str], ranks: int, per_node: int | None
 ) -> tuple[Plan, Sequence[UnitCost], Sequence[str]]:
     from sdp_deepspeed.architectures import unit_costs
-    from sdp_deepspeed.config import KEY, parse
+    from sdp_deepspeed.config import parse
     from sdp_deepspeed.estimate.run import read_run
+    from sdp_deepspeed.messages import KEY
     from sdp_deepspeed.plan.planner import plan_model
 
     run = read_run(source, overrides)
@@ -279,20 +280,21 @@ def _find(path: Path, tag: str | None) -> tuple[Path, list[str]]:
     Raises:
         ValueError: no checkpoint is complete.
     """
-    from sdp_deepspeed.checkpoint import files
+    from sdp_deepspeed.checkpoint import atomic_folder, files
 
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder")
     if tag is not None or (path / files.CHECKSUMS).is_file():
-        folder = path if tag is None else files.path_of(path, tag)
+        folder = path if tag is None else atomic_folder.path_of(path, tag)
         files.read_checksums(folder)
         return folder, []
-    complete, tags = files.complete_tags(path), files.tags_to_try(path)
+    complete, tags = atomic_folder.complete_tags(path), atomic_folder.tags_to_try(path)
     if not complete:
         raise ValueError(f"{path}: has no complete checkpoint of sdp_deepspeed")
     if tags[0] in complete:
-        return files.path_of(path, tags[0]), []
-    return files.path_of(path, complete[0]), [f"{path / files.LATEST} names {tags[0]!r}, which is not complete"]
+        return atomic_folder.path_of(path, tags[0]), []
+    warning = f"{path / atomic_folder.LATEST} names {tags[0]!r}, which is not complete"
+    return atomic_folder.path_of(path, complete[0]), [warning]
 
 
 @checkpoint.command()

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import yaml
 
 from sdp_deepspeed.atomic_files import regular
-from sdp_deepspeed.config import KEY
-from sdp_deepspeed.messages import did_you_mean
+from sdp_deepspeed.messages import KEY, did_you_mean
 
 _INSTALLED = Path(sysconfig.get_path("data"), "share", "sdp_deepspeed", "recipes")  # by a wheel
 _SECTIONS = ("model", "data", "training")

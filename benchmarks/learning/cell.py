@@ -208,7 +208,7 @@ class _Training:
                 self.average.update_parameters(self.model)
             if self.step in ends:
                 losses = {"loss": self._dense_loss(self.model)}
-                if not plan.is_whole and (config.regime, config.branch_scale) == ("forward", "none"):
+                if not plan.is_dense and (config.regime, config.branch_scale) == ("forward", "none"):
                     with scaled_branches(self.model, plan):
                         losses["scaled_loss"] = self._dense_loss(self.model)
                 tokens = self.step * num_tokens

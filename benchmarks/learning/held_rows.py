@@ -39,7 +39,7 @@ class HeldRows:
             ValueError: rows of the model depend on each other, or a branch cannot run for some rows.
         """
         _refuse_mixed_rows(model)
-        if plan.is_whole:
+        if plan.is_dense:
             return cls(())
         _refuse_own_forwards(model)
         return cls(

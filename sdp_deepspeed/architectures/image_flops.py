@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from sdp_deepspeed.config import KEY
+from sdp_deepspeed.messages import KEY
 
 _DEFAULT_SIZE = 224
 _COLLECTIVES = ("c10d", "_c10d_functional")

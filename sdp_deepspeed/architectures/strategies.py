@@ -13,7 +13,7 @@ from torch import nn
 from sdp_deepspeed.architectures.active_experts import active_shares
 from sdp_deepspeed.architectures.image_flops import flops_per_element
 from sdp_deepspeed.architectures.located_branch import LocatedBranch
-from sdp_deepspeed.config import KEY
+from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.units import Piece, Unit, UnitCost
 
 

@@ -22,7 +22,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from sdp_deepspeed.checkpoint import files
+from sdp_deepspeed.checkpoint import atomic_folder, files
 from sdp_deepspeed.checkpoint.planners import SavePlanner, State, add_box
 from sdp_deepspeed.checkpoint.rank_state import WEIGHT
 from sdp_deepspeed.checkpoint.save_and_load import COMMON, COUNTERS, add_bytes, plain_bytes
@@ -67,19 +67,21 @@ def convert(source: Path, out: Path, *, tag: str | None = None) -> Path:
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise ValueError(f"{folder} is incomplete or damaged, or of another version of DeepSpeed: {error!r}") from None
     add_bytes(state, COMMON, plain_bytes(facts))
-    with files.new_folder(out) as written:
-        writer = files.Writer(files.create_unfinished(written, folder.name))
+    with atomic_folder.new_folder(out) as written:
+        writer = files.Writer(atomic_folder.create_unfinished(written, folder.name))
         with warnings.catch_warnings(action="ignore"):  # that there is only one process
             dcp.save(state, storage_writer=writer, planner=SavePlanner(), no_dist=True)
-        files.publish(written, folder.name, writer.checksums, latest=True, keep_last=None)
+        atomic_folder.publish(written, folder.name, writer.checksums, latest=True, keep_last=None)
     return out / folder.name
 
 
 def _latest(source: Path) -> str:
     try:
-        return (source / files.LATEST).read_text(encoding="utf-8").strip()
+        return (source / atomic_folder.LATEST).read_text(encoding="utf-8").strip()
     except OSError:
-        raise ValueError(f"{source} has no ZeRO checkpoint and no file {files.LATEST}; pass its folder") from None
+        raise ValueError(
+            f"{source} has no ZeRO checkpoint and no file {atomic_folder.LATEST}; pass its folder"
+        ) from None
 
 
 def _rank(file: Path) -> int:

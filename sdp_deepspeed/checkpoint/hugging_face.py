@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from sdp_deepspeed.atomic_files import sync
-from sdp_deepspeed.checkpoint.files import Reader, new_folder
+from sdp_deepspeed.checkpoint.atomic_folder import new_folder
+from sdp_deepspeed.checkpoint.files import Reader
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, State, add_box
 from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState, names_of_persistent_buffers, persistent_buffers
 from sdp_deepspeed.checkpoint.saved_tensors import make_targets, written_state

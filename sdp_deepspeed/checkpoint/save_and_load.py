@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from sdp_deepspeed.checkpoint import files
+from sdp_deepspeed.checkpoint import atomic_folder, files
 from sdp_deepspeed.checkpoint.hugging_face import model_facts, tied_names
 from sdp_deepspeed.checkpoint.optimizer_state import group_facts, optimizer_facts, restore_optimizer
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, SavePlanner, State, add_box, on_host
@@ -95,7 +95,7 @@ class Checkpointer:
         numbers = _gather(f"save {tag!r} in {folder}", lambda: group_facts(state), control)
 
         def prepare() -> State:
-            files.check_tag(tag)
+            atomic_folder.check_tag(tag)
             tensors = written_state(state, exclude_frozen=exclude_frozen)
             of_rank = {"random": random_state(), "buffers": buffers_of_rank(state)}
             add_bytes(tensors, f"{RANK}/{dist.get_rank()}", plain_bytes(of_rank))
@@ -103,7 +103,7 @@ class Checkpointer:
             if is_first:
                 add_bytes(tensors, COMMON, whole)
                 self._take_lock(folder)
-                files.create_unfinished(folder, tag)
+                atomic_folder.create_unfinished(folder, tag)
             return tensors if self._executor is None else on_host(tensors)
 
         try:
@@ -119,7 +119,7 @@ class Checkpointer:
         """Lock a folder, and release the previous one; the Trainer uses a new folder for each checkpoint."""
         folder = folder.absolute()
         if self._lock is None or self._lock[0] != folder:
-            lock = files.lock_folder(folder)
+            lock = atomic_folder.lock_folder(folder)
             self._release_lock()
             self._lock = folder, lock
 
@@ -136,7 +136,7 @@ class Checkpointer:
 
         def publish() -> None:
             if is_first:
-                files.publish(folder, tag, checksums, latest=latest, keep_last=self._keep_last)
+                atomic_folder.publish(folder, tag, checksums, latest=latest, keep_last=self._keep_last)
 
         try:
             try:
@@ -150,7 +150,7 @@ class Checkpointer:
         except Exception as error:
             text = f"checkpoint {folder / tag} was not saved, earlier ones are intact: {error}"
             if is_first:
-                files.abandon(folder, tag)
+                atomic_folder.abandon(folder, tag)
                 logger.error(text)
             raise RuntimeError(text) from error
 
@@ -239,9 +239,9 @@ class Checkpointer:
         is_first = dist.get_rank() == 0
         problems = list[str]()
         call = f"load {tag!r} from {folder}"
-        tags = _gather(call, lambda: files.tags_to_try(folder) if tag is None and is_first else [tag], control)
+        tags = _gather(call, lambda: atomic_folder.tags_to_try(folder) if tag is None and is_first else [tag], control)
         for name in tags[0]:
-            path = files.path_of(folder, name)
+            path = atomic_folder.path_of(folder, name)
             share = {"rank": dist.get_rank(), "size": dist.get_world_size()}
             of_ranks = gather_objects(files.problems_in(path, read=self._verify, **share), control)
             of_files = list(dict.fromkeys(problem for of_rank in of_ranks for problem in of_rank))

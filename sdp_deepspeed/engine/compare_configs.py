@@ -17,8 +17,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import log_dist
 
-from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
-from sdp_deepspeed.messages import listed
+from sdp_deepspeed.config import SubnetworkConfig, parse
+from sdp_deepspeed.messages import KEY, listed
 from sdp_deepspeed.parallel.consistency import difference
 from sdp_deepspeed.version import __version__
 

@@ -19,10 +19,10 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from sdp_deepspeed.config import KEY
 from sdp_deepspeed.masking.mask import Mask, is_masked, partial_tensors
 from sdp_deepspeed.masking.placeholders import PartialTensor
 from sdp_deepspeed.masking.running_statistics import average_running_statistics, running_statistics
+from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.dense_gathers import Segment, gather_segments
 from sdp_deepspeed.parallel.groups import Groups
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
@@ -76,7 +76,7 @@ class DenseView:
     @property
     def is_collective(self) -> bool:
         """Whether making the model dense is a collective."""
-        fetches = self.mask.plan.regime == "forward" and not self.mask.plan.is_whole
+        fetches = self.mask.plan.regime == "forward" and not self.mask.plan.is_dense
         has_anchors = self._optimizer.local is not None
         return self._groups.data_parallel.size > 1 and (fetches or has_anchors or bool(running_statistics(self.mask)))
 
@@ -189,9 +189,9 @@ class DenseView:
                     "engine.dense():` on all ranks, or call engine.synchronize() first"
                 )
 
-        if not self.mask.plan.is_whole or has_anchors or running_statistics(self.mask):
+        if not self.mask.plan.is_dense or has_anchors or running_statistics(self.mask):
             self._handles += [module.register_forward_pre_hook(before_forward, prepend=True) for module in owned]
-        if not self.mask.plan.is_whole:
+        if not self.mask.plan.is_dense:
             self._install_refusals(model)
         self._handles += [module.register_state_dict_pre_hook(refuse_between) for module in members]
 

@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from sdp_deepspeed.config import KEY
 from sdp_deepspeed.masking.mask import is_masked
+from sdp_deepspeed.messages import KEY
 
 if TYPE_CHECKING:
     from sdp_deepspeed.engine.engine import SubnetworkEngine

@@ -56,8 +56,7 @@ from sdp_deepspeed.engine.earlier_engines import make_whole, record_engine
 from sdp_deepspeed.engine.full_access import install_full_access
 from sdp_deepspeed.engine.monitor import StepEvents, announce
 from sdp_deepspeed.engine.optimizer_options import loss_scaler, sharded_options, skips_overflow
-from sdp_deepspeed.engine.refused_settings import refuse_config, refuse_frozen, refuse_local_optimizer, uses_local_steps
-from sdp_deepspeed.engine.replan import (
+from sdp_deepspeed.engine.plans import (
     Replanned,
     check_schedule,
     find_schedule,
@@ -67,10 +66,11 @@ from sdp_deepspeed.engine.replan import (
     rank_state,
     replan,
 )
+from sdp_deepspeed.engine.refused_settings import refuse_config, refuse_frozen, refuse_local_optimizer, uses_local_steps
 from sdp_deepspeed.engine.save_engine import load_engine, save_engine
 from sdp_deepspeed.engine.tensor_parallel import (
     TensorParallel,
-    WholeModel,
+    UndividedModel,
     check_autotp,
     check_mpu,
     explained_autotp,
@@ -141,7 +141,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     phase = draw = stage_of_config = 0
     num_synchronizations = bytes_synchronizing = 0
     seconds_synchronizing = 0.0
-    _before_autotp: WholeModel | None = None
+    _before_autotp: UndividedModel | None = None
     _deferred: DeferredWeights | None = None  # of a model built under `Init`
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **options: Any) -> None:
@@ -178,7 +178,7 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
         check_autotp(int(self.autotp_size()), is_deferred=self._deferred is not None)
-        self._before_autotp = WholeModel.of(model)
+        self._before_autotp = UndividedModel.of(model)
         with explained_autotp(model):
             return super()._configure_tensor_parallel(model, tp_config)
 

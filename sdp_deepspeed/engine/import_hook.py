@@ -96,10 +96,10 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     similar name, and for masked models without the block."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from sdp_deepspeed.config import KEY
     from sdp_deepspeed.engine.compare_configs import parse_and_compare
     from sdp_deepspeed.engine.earlier_engines import refuse_masked
     from sdp_deepspeed.engine.engine import SubnetworkEngine
+    from sdp_deepspeed.messages import KEY
 
     block = parse_and_compare(kwargs.get("config"), kwargs)
     if block is None:
@@ -125,7 +125,7 @@ def _patch_accelerate() -> None:
     from accelerate.accelerator import Accelerator
     from accelerate.utils.dataclasses import DeepSpeedPlugin
 
-    from sdp_deepspeed.config import KEY
+    from sdp_deepspeed.messages import KEY
 
     original = Accelerator.get_state_dict
     if hasattr(original, "__wrapped__"):  # patched already

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sdp_deepspeed.config import KEY
-from sdp_deepspeed.messages import listed, quoted
+from sdp_deepspeed.messages import KEY, listed, quoted
 from sdp_deepspeed.parallel.optimizer_kinds import groups_of_whole_tensors
 
 if TYPE_CHECKING:

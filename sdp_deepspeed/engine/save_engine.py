@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.utils import log_dist
 
-from sdp_deepspeed.checkpoint import files
+from sdp_deepspeed.checkpoint import atomic_folder
 from sdp_deepspeed.checkpoint.save_and_load import COUNTERS
-from sdp_deepspeed.engine.replan import follow_schedule, rank_state
+from sdp_deepspeed.engine.plans import follow_schedule, rank_state
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.consistency import run_on_all_ranks
 
@@ -80,7 +80,7 @@ def _refuse_foreign(folder: Path, tag: str | None) -> None:
     Args:
         tag: name of the checkpoint. Default: the one in `latest`.
     """
-    name = next(iter(files.tags_to_try(folder)), None) if tag is None else tag
+    name = next(iter(atomic_folder.tags_to_try(folder)), None) if tag is None else tag
     if name is not None and any((folder / name).glob("*_optim_states.pt")):
         raise ValueError(
             f"{folder / name} is a ZeRO checkpoint of DeepSpeed; run `sdp checkpoint import {folder} OUT --tag "

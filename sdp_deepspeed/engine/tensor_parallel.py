@@ -30,21 +30,20 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches
-from sdp_deepspeed.config import KEY
-from sdp_deepspeed.messages import listed, quoted
+from sdp_deepspeed.messages import KEY, listed, quoted
 from sdp_deepspeed.parallel.consistency import gather_objects
 from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, Division, TensorParallelShards
 
 
 @dataclass(frozen=True)
-class WholeModel:
+class UndividedModel:
     """Shapes and branches of the dense model, recorded before AutoTP divides it."""
 
     shapes: Mapping[str, tuple[int, ...]]
     branches: Sequence[LocatedBranch]
 
     @classmethod
-    def of(cls, model: nn.Module) -> WholeModel:
+    def of(cls, model: nn.Module) -> UndividedModel:
         """Record a model before AutoTP.
 
         Raises:
@@ -138,7 +137,7 @@ def explained_autotp(model: nn.Module) -> Iterator[None]:
 def find_tensor_parallel(
     model: nn.Module,
     mpu: Any,
-    before_autotp: WholeModel | None,
+    before_autotp: UndividedModel | None,
     data_parallel: dist.ProcessGroup,
     control: dist.ProcessGroup,
 ) -> TensorParallel:
@@ -176,7 +175,7 @@ def refuse_stage(stage: int, tensor_parallel: TensorParallel) -> None:
 
 
 def _of_autotp(
-    model: nn.Module, whole: WholeModel, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None
+    model: nn.Module, undivided: UndividedModel, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None
 ) -> TensorParallel:
     """This rank's part of a model that AutoTP has divided; a collective of all ranks of the job.
 
@@ -187,7 +186,7 @@ def _of_autotp(
     parameters = dict(model.named_parameters())
     every = _of_group(gather_objects({name: tuple(p.shape) for name, p in parameters.items()}, control), group)
     divisions = {}
-    for name, dense in whole.shapes.items():
+    for name, dense in undivided.shapes.items():
         shapes = [of_rank[name] for of_rank in every]
         dims = {dim for shape in shapes for dim, size in enumerate(shape) if size != dense[dim]}
         if dims:
@@ -199,7 +198,7 @@ def _of_autotp(
                     "along one dim"
                 )
     shards = TensorParallelShards(dist.get_rank(group), len(every), divisions)
-    branches = [shards.local_branch(branch) for branch in whole.branches]
+    branches = [shards.local_branch(branch) for branch in undivided.branches]
     _check_divided(model, branches, divisions)
     return TensorParallel(branches, shards, group, _partial_gradients(parameters, branches, divisions))
 

@@ -94,8 +94,8 @@ def _patch_config() -> None:
 
     @wraps(finalize)
     def finalize_phases(self: Any, args: Any, model: Any, num_training_steps: int) -> Any:
-        from sdp_deepspeed.config import KEY
         from sdp_deepspeed.engine.refused_settings import between_synchronizations, refuse_arguments_of_trainer
+        from sdp_deepspeed.messages import KEY
         from sdp_deepspeed.schedule import fill_total_steps, never_begins
 
         refuse_arguments_of_trainer(self.config, args)

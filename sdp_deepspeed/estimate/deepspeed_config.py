@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
 
-from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.config import parse
 from sdp_deepspeed.estimate.deepspeed_bytes import DeepSpeedSetup, Precision
 from sdp_deepspeed.estimate.fsdp2_bytes import FSDP2Setup
+from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.schedule import Schedule, fill_total_steps
 

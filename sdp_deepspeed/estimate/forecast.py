@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import locate_branches, unit_costs
-from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.config import parse
 from sdp_deepspeed.engine.refused_settings import refuse_settings
 from sdp_deepspeed.estimate.deepspeed_bytes import (
     FP32_BYTES,
@@ -35,6 +35,7 @@ from sdp_deepspeed.estimate.fsdp2_bytes import (
 )
 from sdp_deepspeed.estimate.micro_step import MicroStep, Model, Reduction, micro_step
 from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.bucket_layouts import BucketLayout
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model

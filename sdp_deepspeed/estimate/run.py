@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from sdp_deepspeed.config import KEY
 from sdp_deepspeed.estimate.deepspeed_config import configs_of_phases, without_auto
 from sdp_deepspeed.estimate.forecast import model_of
 from sdp_deepspeed.estimate.micro_step import Model, classifies_images
+from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.recipe import read_recipe
 
 _TRAINER_BATCH = 8  # per_device_train_batch_size of TrainingArguments

@@ -15,10 +15,10 @@ from torch import nn
 
 from sdp_deepspeed.checkpoint import hugging_face
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
-from sdp_deepspeed.config import KEY
 from sdp_deepspeed.fsdp.checkpoint_manager import state_of
 from sdp_deepspeed.fsdp.sharded_model import sharded_model_of
 from sdp_deepspeed.masking.running_statistics import estimate_statistics, tracking_norms, write_statistics
+from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.boxes import local_of
 from sdp_deepspeed.parallel.consistency import first_batches, run_on_all_ranks
 

@@ -159,22 +159,22 @@ def split_branch(mask: Mask, branch: LocatedBranch, parts: Mapping[str, Sequence
     Returns:
         The parts by holder set, in the order in which they are gathered; empty if the branch is not split.
     """
-    owners: dict[str, dict[str, list[Part]]] = {}
+    held_of: dict[str, dict[str, list[Part]]] = {}  # by path of the module and name of its parameter
     for name in (tensor.parameter for tensor in branch.cut_tensors):
         if name in parts and parts[name][0].dim is not None:
-            owner, _, attribute = name.rpartition(".")
+            module_path, _, attribute = name.rpartition(".")
             held = [part for part in parts[name] if mask.rank in part.holders]
-            owners.setdefault(owner, {})[attribute] = held
-    if not owners:
+            held_of.setdefault(module_path, {})[attribute] = held
+    if not held_of:
         return {}
     layer = mask.model.get_submodule(branch.layer)
     modules = dict[Holders, HolderPart]()
     if PARTS not in layer._modules:
         layer.add_module(PARTS, PartsDict())
     outputs = mask.output_biases()
-    for owner, held_parts in owners.items():
-        bias, is_sum = outputs.get(owner, ("", False))
-        copies = _split_layer(mask, mask.model.get_submodule(owner), held_parts, bias, is_sum=is_sum)
+    for module_path, held_parts in held_of.items():
+        bias, is_sum = outputs.get(module_path, ("", False))
+        copies = _split_layer(mask, mask.model.get_submodule(module_path), held_parts, bias, is_sum=is_sum)
         for part, copied in zip(next(iter(held_parts.values())), copies, strict=True):
             key, _, path = part.path.removeprefix(f"{branch.layer}.{PARTS}.").partition(".")
             module = modules.setdefault(part.holders, HolderPart())

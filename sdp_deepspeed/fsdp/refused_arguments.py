@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.parts import chunk_range
 from sdp_deepspeed.masking.mask import is_masked
 from sdp_deepspeed.masking.wrappers import is_wrapper
-from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.messages import KEY, quoted
 from sdp_deepspeed.parallel.consistency import difference, gather_objects
 from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.plan.plan import Plan

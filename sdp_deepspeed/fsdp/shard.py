@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from sdp_deepspeed.architectures import locate_branches, unit_costs
-from sdp_deepspeed.config import KEY, SubnetworkConfig
+from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.fsdp import state_dicts
 from sdp_deepspeed.fsdp.dense_model import DenseModel
 from sdp_deepspeed.fsdp.dtensors import ReplacedDTensors, check_per_head, find_columns
@@ -44,7 +44,7 @@ from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.forwards import set_data
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.masking.wrappers import compile_in_place, without_wrappers
-from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.messages import KEY, quoted
 from sdp_deepspeed.parallel.consistency import (
     CallBarrier,
     check_agreement,

@@ -10,8 +10,7 @@ from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch, branches_of_units, constrained_branches
 from sdp_deepspeed.architectures.branch import BATCH_NORMS
-from sdp_deepspeed.config import KEY
-from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.messages import KEY, quoted
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Unit
 
@@ -40,7 +39,7 @@ def check_plan(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch]) 
             )
         if any(plan.coverage_of(index) < 1 for index in units):
             _check_norms(model, by_name[name])
-    if not plan.is_whole:
+    if not plan.is_dense:
         _refuse_synchronized_norms(model, plan)
 
 

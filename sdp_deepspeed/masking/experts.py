@@ -14,8 +14,8 @@ from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.active_experts import has_experts
-from sdp_deepspeed.config import KEY
 from sdp_deepspeed.masking.check import blocks_of_units
+from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.plan.plan import Plan
 
 _FLAG = "output_router_logits"

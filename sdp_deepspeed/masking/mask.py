@@ -140,8 +140,8 @@ class Mask:
     def _partial_tensors(self) -> dict[nn.Module, dict[str, str]]:
         names: dict[nn.Module, dict[str, str]] = {}
         for name in filter(self.is_partial, self.shapes):
-            owner, _, attribute = name.rpartition(".")
-            names.setdefault(self.model.get_submodule(owner), {})[attribute] = name
+            module_path, _, attribute = name.rpartition(".")
+            names.setdefault(self.model.get_submodule(module_path), {})[attribute] = name
         return names
 
     def tensors(self) -> list[torch.Tensor]:
@@ -185,7 +185,7 @@ class Mask:
         for name, gradient in self._gradients.items():
             self.parameters[name].grad = gradient
         self._gradients.clear()
-        for module in self.model.modules() if not self.plan.is_whole else ():
+        for module in self.model.modules() if not self.plan.is_dense else ():
             vars(module)[_MASKED] = self._partial.get(module, {})
         self.is_applied = True
 
@@ -250,7 +250,7 @@ class Mask:
                 self._masked.append(body)
             if coverage := self.scaled.get(branch.name):
                 self._masked += scale_outputs(self.model, branch, coverage, biases)
-        if not self.plan.is_whole:
+        if not self.plan.is_dense:
             for check in (refuse_cache, self._router_refusal):
                 if check is not None:
                     self._hooks.append(self.model.register_forward_pre_hook(check, with_kwargs=True))
@@ -296,19 +296,26 @@ class Mask:
             self._put(held, parameter, concatenate(held, parameter))
             self._put(frozen, rest)
             self._reshaped[name] = parameter.shape
-            owner, _, attribute = name.rpartition(".")
+            module_path, _, attribute = name.rpartition(".")
             ranges = Ranges(tuple(p.length for p, _ in pieces), tuple(int(not self.is_held(p)) for p, _ in pieces))
-            cuts[owner][attribute], rests[owner][attribute] = ParameterSplit(dim, ranges.merged()), rest
+            cuts[module_path][attribute] = ParameterSplit(dim, ranges.merged())
+            rests[module_path][attribute] = rest
         outputs = self.output_biases()
         for branch in self._cut_branches():
             assert branch.description.inner is not None
-            owners = dict.fromkeys(tensor.parameter.rpartition(".")[0] for tensor in branch.cut_tensors)
-            for owner in (owner for owner in owners if owner in cuts):
-                bias, is_sum = outputs.get(owner, ("", False))
-                module = self.model.get_submodule(owner)
+            for module_path in dict.fromkeys(tensor.parameter.rpartition(".")[0] for tensor in branch.cut_tensors):
+                if module_path not in cuts:
+                    continue
+                bias, is_sum = outputs.get(module_path, ("", False))
+                module = self.model.get_submodule(module_path)
                 compact = branch.description.inner.heads is None  # attention keeps its own output
-                held_and_frozen: tuple[dict[str, torch.Tensor], ...] = ({}, rests[owner])  # held: the module's own
-                split_layer(module, held_and_frozen, cuts[owner], output_bias=bias, is_sum=is_sum, compact=compact)
+                held_and_frozen: tuple[dict[str, torch.Tensor], ...] = (
+                    {},
+                    rests[module_path],
+                )  # held: the module's own
+                split_layer(
+                    module, held_and_frozen, cuts[module_path], output_bias=bias, is_sum=is_sum, compact=compact
+                )
                 self._masked.append(module)
 
     def output_biases(self) -> dict[str, tuple[str, bool]]:
@@ -318,9 +325,9 @@ class Mask:
         for branch in self.branches:
             for tensor in branch.cut_tensors:
                 if tensor.cut.is_output:
-                    owner, _, name = tensor.parameter.rpartition(".")
+                    module_path, _, name = tensor.parameter.rpartition(".")
                     is_parameter = tensor.cut.module.rpartition(".")[2] == name
-                    biases[owner] = (f"{name}_bias" if is_parameter else "bias", is_parameter)
+                    biases[module_path] = (f"{name}_bias" if is_parameter else "bias", is_parameter)
         return biases
 
     def _put(self, pieces: Sequence[Piece], tensor: torch.Tensor, data: torch.Tensor | None = None) -> None:

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch, branches_of_units
-from sdp_deepspeed.config import KEY
 from sdp_deepspeed.masking.check import blocks_of_units
 from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward, run_with
+from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.plan.plan import Plan
 
 

@@ -202,17 +202,28 @@ def default_subnetworks(given: Given, num_ranks: int, most: int) -> int:
         num_ranks: D; k is a divisor of it.
         most: maximum number of holders, if a divisor allows that.
     """
-    rules = given if isinstance(given, tuple) else ()
-    shares = [given] if isinstance(given, float) else [end for rule in rules for end in rule.ends]
-    shares = [share for share in shares if isinstance(share, float) and share < 1]
-    whole = [rule.flat for rule in rules if isinstance(rule, CoverageRule)] if rules else [given]
-    divisors = [k for k in range(num_ranks, 0, -1) if num_ranks % k == 0]
-    fits = [k for k in divisors if all(_is_whole(share, k) for share in whole if isinstance(share, float))]
-    few = [k for k in fits if all(round(share * k) <= most for share in shares)]
-    return next(iter([*few, *fits[-1:] * bool(shares)]), num_ranks)
+    limited: list[float] = []  # shares below 1, whose numbers of holders grow with k
+    exact: list[float] = []  # shares that must be an integer number of holders; those of a profile are rounded
+    for rule in given if isinstance(given, tuple) else (given,):
+        if isinstance(rule, float):
+            limited.append(rule)
+            exact.append(rule)
+        elif isinstance(rule, CoverageRule):
+            limited += rule.ends
+            if rule.coverage is not None:
+                exact.append(rule.coverage)
+    limited = [share for share in limited if share < 1]
+    smallest = num_ranks
+    for k in range(num_ranks, 0, -1):
+        if num_ranks % k == 0 and all(_is_integer(share, k) for share in exact):
+            smallest = k
+            if all(round(share * k) <= most for share in limited):
+                return k
+    return smallest
 
 
-def _is_whole(share: float, k: int) -> bool:
+def _is_integer(share: float, k: int) -> bool:
+    """Whether a share of k subnetworks is an integer number of holders, at least 1."""
     return round(share * k) >= 1 and abs(share - round(share * k) / k) <= _TOLERANCE
 
 

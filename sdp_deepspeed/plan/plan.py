@@ -83,14 +83,14 @@ class Plan:
         return len(self.holders[unit]) / self.num_subnetworks
 
     @property
-    def is_whole(self) -> bool:
+    def is_dense(self) -> bool:
         """Whether every subnetwork holds everything."""
         return all(len(holders) == self.num_subnetworks for holders in self.holders)
 
     @property
     def trains_subnetworks(self) -> bool:
         """Whether the training loss is that of a subnetwork, not of the dense model."""
-        return self.regime == "forward" and not self.is_whole
+        return self.regime == "forward" and not self.is_dense
 
     def holds(self, unit: int, subnetwork: int) -> bool:
         """Whether `subnetwork` holds the unit with index `unit`."""

@@ -16,7 +16,8 @@ from sdp_deepspeed.architectures import (
     unit_costs,
     units_of_branches,
 )
-from sdp_deepspeed.config import KEY, SubnetworkConfig
+from sdp_deepspeed.config import SubnetworkConfig
+from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.plan.assign import MAX_SETS_PER_RANK, assign, num_components
 from sdp_deepspeed.plan.coverage import Given, default_subnetworks, describe_holders, holders_of_units, whole_holders
 from sdp_deepspeed.plan.plan import Plan

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from sdp_deepspeed.checkpoint.files import LOCK, Reader
+from sdp_deepspeed.checkpoint.atomic_folder import LOCK
+from sdp_deepspeed.checkpoint.files import Reader
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, State, add_box
 from tests.helpers.models import config
 

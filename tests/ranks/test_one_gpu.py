@@ -139,7 +139,7 @@ def stores_what_the_plan_says(engine: Any, dense: nn.Module) -> None:
             assert kept == parameter.numel() - absent, name
         else:
             assert kept in (parameter.numel(), parameter.numel() - absent), name  # the rest is frozen
-    assert not plan.is_whole
+    assert not plan.is_dense
 
 
 def as_estimated(mode: Mode, stage: int, precision: str) -> weakref.ref[Any]:

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from sdp_deepspeed.checkpoint import files
+from sdp_deepspeed.checkpoint import atomic_folder, files
 from tests.helpers.checkpointed_runs import names_in, settings_of, stepped
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, engine_of, refusal, train
@@ -111,7 +111,7 @@ def test_what_one_rank_cannot_do(rank: Rank) -> None:
     save()
     for name, failing, call in (
         ("sdp_deepspeed.checkpoint.files.Reader.read", 1, load),
-        ("sdp_deepspeed.checkpoint.files.publish", 0, save),
+        ("sdp_deepspeed.checkpoint.atomic_folder.publish", 0, save),
         ("sdp_deepspeed.checkpoint.save_and_load.written_state", 1, save),
         ("sdp_deepspeed.checkpoint.files.Writer.write_data", 1, save),
     ):
@@ -143,7 +143,7 @@ def test_one_job_in_a_folder(rank: Rank) -> None:
     folder = str(rank.folder)
     first.save_checkpoint(folder, "tag")
     if rank.rank == 0:
-        files.filelock.FileLock._instances.clear()
+        atomic_folder.filelock.FileLock._instances.clear()
     refusal(ValueError, partial(second.save_checkpoint, folder, "tag"), "another job writes checkpoints")
     assert second.load_checkpoint(folder)[0] is not None
     first.checkpoints.close()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sdp_deepspeed.checkpoint.saved_tensors import written_state
-from sdp_deepspeed.engine.replan import rank_state
+from sdp_deepspeed.engine.plans import rank_state
 from tests.helpers.checkpointed_runs import dense_of, dense_tensors, settings_of
 from tests.helpers.models import batches
 from tests.helpers.ranks import Rank, run_ranks

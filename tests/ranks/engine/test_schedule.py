@@ -175,7 +175,7 @@ def test_draws_follow_the_interval(rank: Rank) -> None:
     assert len(hashes) > 1
     assert engine.phase == 0
     whole = start(GROWING | {"block": {"holders": 2, "redraw_interval": 1}})
-    with mock.patch("sdp_deepspeed.engine.replan.replan", side_effect=AssertionError("nothing to draw")):
+    with mock.patch("sdp_deepspeed.engine.plans.replan", side_effect=AssertionError("nothing to draw")):
         train_step(whole, samples_of(0, rank.size)[rank.rank])
 
 
@@ -204,6 +204,6 @@ def test_a_turn_that_fails_leaves_the_phase(rank: Rank) -> None:
     engine = start(GROWING)
     for steps in range(2):
         train_step(engine, samples_of(steps, rank.size)[rank.rank])
-    with mock.patch("sdp_deepspeed.engine.replan.plan_and_mask", side_effect=ValueError("no")):
+    with mock.patch("sdp_deepspeed.engine.plans.plan_and_mask", side_effect=ValueError("no")):
         refusal(ValueError, lambda: train_step(engine, samples_of(2, rank.size)[rank.rank]), "schedule[1]: no")
     assert (engine.phase, engine.zero_optimization_stage()) == (0, 1)

@@ -235,7 +235,7 @@ def test_a_schedule_ends_dense(rank: Rank) -> None:
     whole, again = of_run
     assert seen == [[0, 0, 1, 1, 2, 2], [2, 2]], "after each step that of the next one"
     engine, other = whole.model_wrapped, again.model_wrapped
-    assert engine.plan.is_whole
+    assert engine.plan.is_dense
     assert engine.plan == other.plan
     assert_identical(dense_state(engine), dense_state(other))
     logged = [[logs for logs in each.state.log_history if "phase" in logs] for each in of_run]

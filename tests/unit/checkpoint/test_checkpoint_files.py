@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from sdp_deepspeed.checkpoint import files
+from sdp_deepspeed.checkpoint import atomic_folder, files
 from sdp_deepspeed.checkpoint.planners import Boxes, LoadPlanner, add_box
 from sdp_deepspeed.parallel.boxes import row_major_boxes
 from tests.helpers.kills import kill_at
@@ -29,16 +29,16 @@ from tests.helpers.kills import kill_at
 
 def save(folder: Path, tag: str, content: str, **options: Any) -> None:
     """As rank 0 of one does."""
-    writer = files.Writer(files.create_unfinished(folder, tag))
+    writer = files.Writer(atomic_folder.create_unfinished(folder, tag))
     for name in ("data.distcp", files.INDEX):
         with writer.fs.create_stream(Path(writer.path) / name, "wb") as stream:
             stream.write(content.encode())
-    files.publish(folder, tag, writer.checksums, **{"latest": True, "keep_last": None} | options)
+    atomic_folder.publish(folder, tag, writer.checksums, **{"latest": True, "keep_last": None} | options)
 
 
 def content_of(folder: Path) -> str:
     """Of the checkpoint that a run would resume from."""
-    path = files.path_of(folder, files.tags_to_try(folder)[0])
+    path = atomic_folder.path_of(folder, atomic_folder.tags_to_try(folder)[0])
     found = files.read_checksums(path)["files"]
     assert set(found) == {"data.distcp", files.INDEX}
     assert [files.problem_of(path / name, expected) for name, expected in found.items()] == [None, None]
@@ -55,7 +55,7 @@ def test_killed_at_any_moment(tmp_path: Path, tags: tuple[str, ...]) -> None:
             save(folder, tag, str(index), keep_last=2)
         if os.fork() == 0:
             kill_at(number)
-            lock = files.lock_folder(folder)
+            lock = atomic_folder.lock_folder(folder)
             save(folder, tags[2], "2", keep_last=2)
             assert lock is not None
             os._exit(0)
@@ -64,16 +64,16 @@ def test_killed_at_any_moment(tmp_path: Path, tags: tuple[str, ...]) -> None:
         if not os.WIFSIGNALED(status):
             assert content_of(folder) == "2"
             break
-        files.lock_folder(folder)  # what the killed one left goes
+        atomic_folder.lock_folder(folder)  # what the killed one left goes
         save(folder, "next", "3", keep_last=2)
         assert content_of(folder) == "3"
         assert not [path.name for path in folder.iterdir() if path.suffix in (".tmp", ".old")]
-        assert len(files.complete_tags(folder)) == 2
+        assert len(atomic_folder.complete_tags(folder)) == 2
     assert number > 5
 
 
 def hold(folder: Path, pipe: Any) -> None:
-    lock = files.lock_folder(folder)
+    lock = atomic_folder.lock_folder(folder)
     pipe.send("held")
     pipe.recv()
     assert lock is not None
@@ -87,30 +87,30 @@ def test_two_jobs_in_one_folder(tmp_path: Path) -> None:
     process.start()
     here.recv()
     with pytest.raises(ValueError, match="another job writes checkpoints to"):
-        files.lock_folder(tmp_path)
+        atomic_folder.lock_folder(tmp_path)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    assert files.lock_folder(tmp_path) is not None
+    assert atomic_folder.lock_folder(tmp_path) is not None
 
 
 def test_newest_and_kept(tmp_path: Path) -> None:
     for tag in ("1", "2", "3"):
         save(tmp_path, tag, tag, latest=tag == "1")
-    assert files.tags_to_try(tmp_path) == ["1", "3", "2"]
+    assert atomic_folder.tags_to_try(tmp_path) == ["1", "3", "2"]
     save(tmp_path, "4", "4", latest=False, keep_last=1)
-    assert files.tags_to_try(tmp_path) == ["1", "4"]
+    assert atomic_folder.tags_to_try(tmp_path) == ["1", "4"]
     (tmp_path / "latest").unlink()
-    assert files.tags_to_try(tmp_path) == ["4", "1"]
+    assert atomic_folder.tags_to_try(tmp_path) == ["4", "1"]
 
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     with pytest.raises(ValueError, match="is not a checkpoint, and would be replaced"):
-        files.create_unfinished(tmp_path, "hf")
+        atomic_folder.create_unfinished(tmp_path, "hf")
     for tag in ("a/b", ".hidden", "latest", "", "a.tmp"):
         with pytest.raises(ValueError, match="expected the name of a folder"):
-            files.check_tag(tag)
+            atomic_folder.check_tag(tag)
 
 
 def test_damage_is_named(tmp_path: Path) -> None:

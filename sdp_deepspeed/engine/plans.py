@@ -21,13 +21,13 @@ from deepspeed.utils import log_dist
 from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.checkpoint.rank_state import RankState
 from sdp_deepspeed.checkpoint.state_transfer import collect_state, load_state
-from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.engine.monitor import announce
 from sdp_deepspeed.engine.refused_settings import refuse_config, refuse_local_optimizer
 from sdp_deepspeed.engine.tensor_parallel import refuse_stage
 from sdp_deepspeed.masking.check import check_trained
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.messages import quoted
+from sdp_deepspeed.messages import KEY, quoted
 from sdp_deepspeed.parallel.consistency import check_same_plan, gather_objects, gather_results, run_on_all_ranks
 from sdp_deepspeed.plan.nodes import Location, ranks_per_node
 from sdp_deepspeed.plan.plan import Plan
@@ -213,7 +213,7 @@ def follow_schedule(engine: SubnetworkEngine, steps: int) -> None:
     if schedule is None:
         return
     phase, draw = schedule.phase_after(steps), schedule.draw_after(steps)
-    is_other_draw = draw != engine.draw and not engine.plan.is_whole
+    is_other_draw = draw != engine.draw and not engine.plan.is_dense
     if phase != engine.phase or is_other_draw:
         with _prefixed_errors(schedule.path_of(phase)):
             replan(engine, schedule.config_after(steps), _stage_of(engine, phase))
