@@ -86,9 +86,12 @@ class Recording(TorchDispatchMode):
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name, arguments = func._schema.name, func._schema.arguments
         values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-        written = [values.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        targets = [self.ref(tensor) for tensor in tree_leaves(written) if isinstance(tensor, torch.Tensor)]
-        replaced = [ref for ref in targets if name in _REPLACING and self._is_whole(ref)]
+        targets = []
+        for argument in arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                leaves = tree_leaves(values.get(argument.name))
+                targets += [self.ref(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        replaced = [ref for ref in targets if name in _REPLACING and self._fills_storage(ref)]
         names = {argument.name for argument in arguments}
         if "device" in names:
             kwargs["device"] = "cpu"
@@ -98,8 +101,10 @@ class Recording(TorchDispatchMode):
         args, kwargs = tree_map_only(torch.Tensor, self._without_data, (args, kwargs))
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Ref)]
         known = {ref.storage for ref in inputs}
-        results = {i: self.ref(leaf) for i, leaf in enumerate(tree_leaves(result)) if isinstance(leaf, torch.Tensor)}
-        outputs = {position: ref for position, ref in results.items() if ref.storage not in known}
+        outputs = {}
+        for position, leaf in enumerate(tree_leaves(result)):
+            if isinstance(leaf, torch.Tensor) and (ref := self.ref(leaf)).storage not in known:
+                outputs[position] = ref
         if name in _BLANK:
             return
         reads = frozenset(ref.storage for ref in inputs if ref not in replaced)
@@ -109,7 +114,7 @@ class Recording(TorchDispatchMode):
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         self._operations.append(Operation(func, args, kwargs, outputs, reads, new, is_random))
 
-    def _is_whole(self, ref: Ref) -> bool:
+    def _fills_storage(self, ref: Ref) -> bool:
         num_bytes = torch.Size(ref.shape).numel() * ref.dtype.itemsize
         return num_bytes == self._storages[ref.storage].nbytes() and 0 not in ref.stride
 

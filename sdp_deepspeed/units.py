@@ -1,4 +1,4 @@
-"""Units and pieces: the smallest parts of a model that a rank holds or lacks as a whole.
+"""Units, the pieces of tensors of which they consist, and their costs.
 
 Pure data in the names and coordinates of the dense model, so that optimizer, norm, dense view and export do not depend
 on the strategy that made a unit.
@@ -63,7 +63,7 @@ Pieces = Mapping[str, Sequence[tuple[Piece, Holders]]]  # of each dense tensor, 
 
 @dataclass(frozen=True)
 class Unit:
-    """The smallest part of a model that a rank holds or lacks as a whole."""
+    """The smallest part of a model that is either fully present on a rank or absent."""
 
     name: str
     pieces: tuple[Piece, ...]

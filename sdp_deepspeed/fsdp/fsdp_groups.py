@@ -68,7 +68,9 @@ def modules_by_branch(mask: Mask) -> Iterator[BranchModules]:
                     f'layers; use "neuron" for {branch.description.name!r}, or DeepSpeed'
                 )
             names = {piece.parameter for piece in mask.plan.units[index].pieces if piece.kind == "parameter"}
-            outer = dict.fromkeys(path for member in blocks[index] for path in _outer(mask, member, names))
+            outer: dict[str, None] = {}
+            for member in blocks[index]:
+                outer |= dict.fromkeys(_outer(mask, member, names))
             paths = tuple(path for module in outer for path in _whole_modules(mask.model, module, names))
             yield BranchModules(branch, mask.plan.ranks_of(index), paths)
         elif any(tensor.parameter in cut for tensor in branch.cut_tensors):

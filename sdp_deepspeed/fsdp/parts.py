@@ -61,20 +61,19 @@ class Part:
         start, stop = self.rows(rank)
         first, is_written = 0, self.is_sharded or rank == 0
         for piece in self.pieces:
-            columns = [(0, size) for size in self.shape[1:]]
-            low, high = start, stop
-            if self.dim == 0:
-                low, high = max(start, first), min(stop, first + piece.length)
-            elif self.dim is not None:
-                columns[self.dim - 1] = (first, first + piece.length)
-            if low < high and all(a < b for a, b in columns):
-                offsets = list(piece.offsets(len(self.shape)))
-                offsets[0] += low - first if self.dim == 0 else low
-                ranges = ((low - start, high - start), *columns)
-                sizes = tuple(b - a for a, b in ranges)
-                inside = tuple(slice(a, b) for a, b in ranges)
+            bounds = [(start, stop), *((0, size) for size in self.shape[1:])]  # of the piece, within the part
+            offsets = list(piece.offsets(len(self.shape)))
+            if self.dim is not None:
+                low, high = bounds[self.dim]
+                bounds[self.dim] = (max(low, first), min(high, first + piece.length))
+            low, high = bounds[0]
+            offsets[0] += low - first if self.dim == 0 else low
+            inside = (slice(low - start, high - start), *(slice(*columns) for columns in bounds[1:]))
+            sizes = tuple(end - begin for begin, end in bounds)
+            if all(size > 0 for size in sizes):
                 yield Box(self.name, tuple(offsets), sizes, tensor, inside, is_stepped, is_written)
-            first += piece.length if self.dim is not None else 0
+            if self.dim is not None:
+                first += piece.length
 
 
 def chunk_range(length: int, position: int, number: int) -> tuple[int, int]:

@@ -18,7 +18,6 @@ fused projections, positions of heads) are unaffected, and a body runs once.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -64,13 +63,15 @@ class Ranges:
 
     def merged(self) -> Ranges:
         """Merge adjacent runs of the same portion."""
-        runs = [
-            (portion, sum(length for length, _ in group))
-            for portion, group in itertools.groupby(
-                zip(self.lengths, self.portions, strict=True), key=lambda run: run[1]
-            )
-        ]
-        return Ranges(tuple(length for _, length in runs), tuple(portion for portion, _ in runs))
+        lengths: list[int] = []
+        portions: list[int] = []
+        for length, portion in zip(self.lengths, self.portions, strict=True):
+            if portions and portions[-1] == portion:
+                lengths[-1] += length
+            else:
+                lengths.append(length)
+                portions.append(portion)
+        return Ranges(tuple(lengths), tuple(portions))
 
 
 @dataclass(frozen=True)
