@@ -8,7 +8,7 @@ parameters stay gathered until the backward pass.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -95,13 +95,13 @@ def fsdp2_tensors(
                 first[piece.parameter] = pieces_of["parameter", piece.parameter][0]
         if all(holders == everyone and piece.dim is None for piece, holders in first.values()):
             group_of |= dict.fromkeys(first, branch.name)
-        group_of |= {p.parameter: together[branch.name] for p in branch.pieces if p.parameter in group_of}
-    layers: dict[str, set[str]] = {}
-    for branch in branches:
-        layers.setdefault(together[branch.name], set()).add(branch.layer)
-    overlapping = {name for name, of_name in layers.items() if len(of_name) > 1}
-    cut = {name for (_, name), pieces in pieces_of.items() if pieces[0][0].dim is not None}
-    overlapping |= {group_of[name] for name in cut if name in group_of}
+        for piece in branch.pieces:
+            if piece.parameter in group_of:
+                group_of[piece.parameter] = together[branch.name]
+    overlapping = _overlapping(branches, together)
+    for info, pieces in zip(parameters, pieces_of.values(), strict=True):
+        if pieces[0][0].dim is not None and info.name in group_of:
+            overlapping.add(group_of[info.name])
     for info, pieces in zip(parameters, pieces_of.values(), strict=True):
         dim, by_holders = pieces[0][0].dim, Counter[tuple[int, ...]]()
         for piece, holders in pieces:
@@ -111,6 +111,14 @@ def fsdp2_tensors(
             name = group_of.get(info.name)
             group = None if name is None else (name, () if name in overlapping else holders)
             yield FSDP2Tensor(info.name, shape, holders, group, info.trainable)
+
+
+def _overlapping(branches: Sequence[LocatedBranch], together: Mapping[str, str]) -> set[str]:
+    """Names of groups of several layers, of which all holder sets are gathered at the same time."""
+    layers: dict[str, set[str]] = {}
+    for branch in branches:
+        layers.setdefault(together[branch.name], set()).add(branch.layer)
+    return {name for name, of_name in layers.items() if len(of_name) > 1}
 
 
 def names_in_units(parts: Sequence[FSDP2Tensor]) -> set[str]:
