@@ -381,11 +381,12 @@ class SubnetworkEngine(DeepSpeedEngine):
         was made since. Call it after the last step of a run. Collective, between two steps.
 
         Raises:
-            RuntimeError: on all ranks, if weights are not finite; inside `dense`; on the waiting ranks, if a rank
-                continues training instead.
+            RuntimeError: on all ranks, if weights are not finite, or gradients of an unfinished step exist; inside
+                `dense`; on the waiting ranks, if a rank continues training instead.
         """
         self._refuse_dense("engine.synchronize")
         if self._is_between_synchronizations:
+            run_on_all_ranks(lambda: self.optimizer.refuse_unfinished("engine.synchronize"), self._control)
             self._synchronize("engine.synchronize")
 
     @property
@@ -456,11 +457,13 @@ class SubnetworkEngine(DeepSpeedEngine):
 
         Raises:
             ValueError: client state of types that cannot be loaded safely.
-            RuntimeError: on all ranks, if the checkpoint cannot be written; earlier ones are intact. On the waiting
+            RuntimeError: on all ranks, if the checkpoint cannot be written; earlier ones are intact. On all ranks,
+                between two synchronizations, if gradients of an unfinished step exist (local steps). On the waiting
                 ranks, if a rank does not call it.
         """
         self._before_checkpoint("save_checkpoint")
         if self._is_between_synchronizations:
+            run_on_all_ranks(lambda: self.optimizer.refuse_unfinished("save_checkpoint"), self._control)
             log_dist(f"{KEY}: save_checkpoint synchronizes first, after step {self.global_steps}", ranks=[0])
             self._synchronize("save_checkpoint")
         options = {"latest": save_latest, "exclude_frozen": exclude_frozen_parameters}

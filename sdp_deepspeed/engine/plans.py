@@ -242,11 +242,7 @@ def _refuse_run(engine: SubnetworkEngine) -> None:
     engine._known_parameters.check()
     if engine.dense_view.is_resident:
         raise RuntimeError("engine.replan inside engine.dense(): leave the context first, on all ranks")
-    if engine.optimizer.has_gradients():
-        raise RuntimeError(
-            "engine.replan: gradients of an unfinished step exist; call it after engine.step() at the end of an "
-            "accumulation, or call engine.zero_grad() first"
-        )
+    engine.optimizer.refuse_unfinished("engine.replan")
     mask = engine.mask
     frozen = [n for n, p in mask.parameters.items() if mask.trainable[n] and p.numel() and not p.requires_grad]
     held = {piece.parameter for pieces in mask.pieces.values() for piece, _ in pieces if mask.is_held(piece)}

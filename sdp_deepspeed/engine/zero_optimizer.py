@@ -114,9 +114,13 @@ class SubnetworkOptimizer(ZeROOptimizer):
             self._wait("zero_grad")
         self.sharded.reducer.zero_grad(names)
 
-    def has_gradients(self) -> bool:
-        """Whether there are gradients of an unfinished step."""
-        return self.sharded.reducer.has_gradients()
+    def refuse_unfinished(self, call: str) -> None:
+        """Raise RuntimeError if there are gradients of an unfinished step."""
+        if self.sharded.reducer.has_gradients():
+            raise RuntimeError(
+                f"{call}: gradients of an unfinished step exist; call it after engine.step() at the end of an "
+                "accumulation, or call engine.zero_grad() first"
+            )
 
     # ---- loss scale ---------------------------------------------------------------------------------------------
 

@@ -264,13 +264,15 @@ class CallBarrier:
             try:
                 yield
             except RuntimeError as error:
+                if not _is_lost_connection(error):
+                    raise  # the others name this rank, unless all have the same error
                 self._store.set(keys[self._rank], "")
                 if absent := self._absent_after_grace(keys):
                     raise RuntimeError(
                         f"{what}: communication failed; rank {listed(absent)} has ended or still waits; look for an "
                         "error there"
                     ) from error
-                raise  # all ranks have the same error
+                raise
             self._store.set(keys[self._rank], "")
         except dist.DistNetworkError as error:
             raise RuntimeError(
@@ -324,3 +326,8 @@ class CallBarrier:
             if num_calls == self._num_calls and num_steps > self._num_steps:
                 ahead.append(rank)
         return ahead
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    """Whether another rank has caused the error of a collective."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)

@@ -91,6 +91,8 @@ class LocalOptimizer(ShardedOptimizer):
 
     def describe(self) -> str:
         """Text on rank 0: its team, and how often it sends how much."""
+        if self.team_size == self.groups.data_parallel.size:
+            return f"there is one team, so nothing is averaged every {self.local.settings.every} steps"
         team = f"{self.team_size} rank{'s' * (self.team_size > 1)}"
         sent = f"{self.bytes_per_synchronization / 1e6:.3g} MB to other teams each time"
         return f"teams of {team}, synchronized every {self.local.settings.every} steps; rank 0 sends {sent}"

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from benchmarks.common.traffic_counter import TrafficCounter
+from sdp_deepspeed.parallel import consistency
 from tests.helpers.models import batches, config, llama, loss_of
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
@@ -328,6 +329,32 @@ def test_resume_within_an_interval(rank: Rank) -> None:
         assert_identical(dense_state(plain), saved)
         assert not any("outer_momentum" in state for state in plain.optimizer.state.values())
         train(plain, num_steps=1, first=7)
+
+
+@pytest.mark.world(2)
+def test_an_unfinished_step_is_not_synchronized(rank: Rank) -> None:
+    engine = engine_of(local() | {"gradient_accumulation_steps": 2})
+    train(engine, num_steps=3, accumulation=1)
+    refusal(RuntimeError, engine.synchronize, "engine.synchronize: gradients of an unfinished step")
+    refusal(RuntimeError, partial(engine.save_checkpoint, f"{rank.folder}"), "save_checkpoint: gradients of an")
+    engine.zero_grad()
+    engine.synchronize()
+    assert engine.num_synchronizations == 1
+
+
+@pytest.mark.world(2)
+def test_a_rank_with_an_error_is_named_by_the_others(rank: Rank) -> None:
+    barrier = consistency.CallBarrier("failing")
+
+    def synchronize() -> None:
+        with barrier.wait_and_name("synchronize"):
+            raise torch.OutOfMemoryError("here") if rank.rank == 1 else RuntimeError("gloo: Connection closed by peer")
+
+    with mock.patch.object(consistency, "_GRACE", 0.1):
+        if rank.rank == 1:
+            refusal(torch.OutOfMemoryError, synchronize, "here")
+        else:
+            refusal(RuntimeError, synchronize, "synchronize: communication failed; rank 1 has ended or still waits")
 
 
 @pytest.mark.world(2)
