@@ -241,6 +241,8 @@ LOCAL = (
     Case(4, 2, "backward", "opposite", local=_OUTER, stage=2, precision="bf16+fp32", optimizer="SGD"),
     Case(4, 1, "backward", "neuron", replicas=2, local=_OUTER, model="gpt2", optimizer="SGD", overlap=True),
     Case(3, 2, local=_OUTER, model="resnet_bottleneck", optimizer="SGD"),
+    # Four holders send a quarter each of what teams of two own in halves.
+    Case(6, 2, "backward", "neuron", replicas=2, local=_OUTER, optimizer="SGD"),
     Case(4, 1, strategy="neuron", tensor_parallel=2, local=_OUTER, optimizer="SGD", stage=2),
     Case(4, 1, "backward", tensor_parallel=2, replicas=2, local=(2, 1.0, 0.0), optimizer="SGD"),
 )

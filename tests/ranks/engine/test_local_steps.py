@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from benchmarks.common.traffic_counter import TrafficCounter
-from sdp_deepspeed.parallel import consistency
+from sdp_deepspeed.parallel import consistency, local_optimizer
 from tests.helpers.models import batches, config, llama, loss_of
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
@@ -180,16 +180,28 @@ def test_two_process_groups_more(rank: Rank) -> None:
 
 
 @pytest.mark.world(2)
-def test_a_synchronization_sends_the_least(rank: Rank) -> None:
-    """Two teams of one: a step sends nothing. Of N parameters that both teams train an all-reduce of differences in
-    fp32 sends N per rank; in the backward regime of those that one team trains it sends the weights, to the other."""
+@pytest.mark.parametrize(
+    ("precision", "difference_bytes", "weight_bytes"),
+    [
+        ({}, 4, 4),
+        ({"bf16": {"enabled": True}}, 2, 2),
+        ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, 4, 2),
+    ],
+)
+def test_a_synchronization_sends_the_least(
+    precision: dict[str, Any], difference_bytes: int, weight_bytes: int, rank: Rank
+) -> None:
+    """Two teams of one: a step sends nothing. Of N parameters that both teams train an all-reduce of differences sends
+    N per rank; in the backward regime of those that one team trains it sends the weights, to the other."""
     blocks: list[dict[str, Any]] = [{}, {"regime": "backward"}, {"regime": "backward", "holders": 1}]
     for block in blocks:
-        engine = engine_of(local(every=2, strategy="neuron", **block))
-        num = sum(parameter.numel() for parameter in llama().parameters())
+        engine = engine_of(local(every=2, strategy="neuron", **block) | precision)
+        by_one = 0
         if "holders" in block:
             of_units = {piece for unit in engine.plan.units for piece in unit.pieces}
-            num -= sum(piece.num_elements(engine.mask.shapes[piece.parameter]) for piece in of_units) // 2
+            by_one = sum(piece.num_elements(engine.mask.shapes[piece.parameter]) for piece in of_units)
+        by_both = sum(parameter.numel() for parameter in llama().parameters()) - by_one
+        least = difference_bytes * by_both + weight_bytes * by_one // 2
         sent = []
         with TrafficCounter() as traffic:
             for step in range(4):
@@ -197,8 +209,37 @@ def test_a_synchronization_sends_the_least(rank: Rank) -> None:
                 train(engine, num_steps=1, first=step)
                 sent.append(traffic.total - before)
         assert sent[0] == sent[2] == 0
-        assert 4 * num <= sent[1] <= 4 * num + CONTROL_BYTES, (block, sent, num)
-        assert 4 * num <= engine.optimizer.sharded.bytes_per_synchronization <= sent[1]
+        assert least <= sent[1] <= least + CONTROL_BYTES, (block, sent, least)
+        assert least <= engine.optimizer.sharded.bytes_per_synchronization <= sent[1]
+
+
+@pytest.mark.world(4)
+def test_who_saves_alone_is_told_who_synchronizes(rank: Rank) -> None:
+    """Without waiting for ranks that may come later; the interval then ends as planned."""
+    engine = engine_of(local(every=2))
+    train(engine, num_steps=1)
+    word = torch.zeros(1)
+    if rank.rank == 0:
+        with pytest.raises(RuntimeError, match="rank 1 continued training"):
+            engine.save_checkpoint(str(rank.folder))
+        for other in (2, 3):
+            dist.send(word, other)
+    elif rank.rank != 1:
+        dist.recv(word, 0)
+    train(engine, num_steps=1, first=1)
+    assert engine.num_synchronizations == 1
+
+
+@pytest.mark.world(2)
+def test_anchors_and_momentum_move_to_the_host(rank: Rank) -> None:
+    """With the masters; on the CPU they are there already."""
+    engine = engine_of(local())
+    sharded = engine.optimizer.sharded
+    expected = {id(tensor) for tensor in (*sharded.local.anchors, *sharded.local.momenta)}
+    with mock.patch.object(local_optimizer, "move_to_host", return_value=[]) as move:
+        engine.offload_states()
+    assert len(expected) > 0
+    assert {id(tensor) for call in move.call_args_list for tensor in call.args[0]} == expected
 
 
 @pytest.mark.world(2)
