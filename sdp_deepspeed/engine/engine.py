@@ -386,7 +386,6 @@ class SubnetworkEngine(DeepSpeedEngine):
         """
         self._refuse_dense("engine.synchronize")
         if self._is_between_synchronizations:
-            run_on_all_ranks(lambda: self.optimizer.refuse_unfinished("engine.synchronize"), self._control)
             self._synchronize("engine.synchronize")
 
     @property
@@ -397,6 +396,7 @@ class SubnetworkEngine(DeepSpeedEngine):
     def _synchronize(self, call: str) -> None:
         begin = time.monotonic()
         with self._barrier.wait_and_name(call):
+            run_on_all_ranks(lambda: self.optimizer.refuse_unfinished(call), self._control)
             assert isinstance(self.optimizer.sharded, LocalOptimizer)
             self.optimizer.sharded.synchronize()
             average_running_statistics(self.mask, self.seq_data_parallel_group, self.device)
@@ -463,7 +463,6 @@ class SubnetworkEngine(DeepSpeedEngine):
         """
         self._before_checkpoint("save_checkpoint")
         if self._is_between_synchronizations:
-            run_on_all_ranks(lambda: self.optimizer.refuse_unfinished("save_checkpoint"), self._control)
             log_dist(f"{KEY}: save_checkpoint synchronizes first, after step {self.global_steps}", ranks=[0])
             self._synchronize("save_checkpoint")
         options = {"latest": save_latest, "exclude_frozen": exclude_frozen_parameters}
