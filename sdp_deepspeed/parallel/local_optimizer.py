@@ -1,6 +1,6 @@
-"""The sharded optimizer with local steps: a step is that of a team, and `synchronize` averages weights over teams.
+"""The sharded optimizer with local steps: a step is that of a team. Averages over teams are synchronizer.py's.
 
-The dense model is that of the anchors (synchronizer.py), in checkpoints as well.
+The dense model is that of the anchors, in checkpoints as well.
 """
 
 from __future__ import annotations
