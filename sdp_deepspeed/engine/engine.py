@@ -396,9 +396,8 @@ class SubnetworkEngine(DeepSpeedEngine):
     def _synchronize(self, call: str) -> None:
         begin = time.monotonic()
         with self._barrier.wait_and_name(call):
-            run_on_all_ranks(lambda: self.optimizer.refuse_unfinished(call), self._control)
             assert isinstance(self.optimizer.sharded, LocalOptimizer)
-            self.optimizer.sharded.synchronize()
+            self.optimizer.sharded.synchronize(call)
             average_running_statistics(self.mask, self.seq_data_parallel_group, self.device)
         seconds = time.monotonic() - begin
         self.num_synchronizations += 1

@@ -242,7 +242,7 @@ def _refuse_run(engine: SubnetworkEngine) -> None:
     engine._known_parameters.check()
     if engine.dense_view.is_resident:
         raise RuntimeError("engine.replan inside engine.dense(): leave the context first, on all ranks")
-    engine.optimizer.refuse_unfinished("engine.replan")
+    engine.optimizer.sharded.refuse_unfinished("engine.replan")
     mask = engine.mask
     frozen = [n for n, p in mask.parameters.items() if mask.trainable[n] and p.numel() and not p.requires_grad]
     held = {piece.parameter for pieces in mask.pieces.values() for piece, _ in pieces if mask.is_held(piece)}

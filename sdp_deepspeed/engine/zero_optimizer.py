@@ -114,14 +114,6 @@ class SubnetworkOptimizer(ZeROOptimizer):
             self._wait("zero_grad")
         self.sharded.reducer.zero_grad(names)
 
-    def refuse_unfinished(self, call: str) -> None:
-        """Raise RuntimeError if there are gradients of an unfinished step."""
-        if self.sharded.reducer.has_gradients():
-            raise RuntimeError(
-                f"{call}: gradients of an unfinished step exist; call it after engine.step() at the end of an "
-                "accumulation, or call engine.zero_grad() first"
-            )
-
     # ---- loss scale ---------------------------------------------------------------------------------------------
 
     @property

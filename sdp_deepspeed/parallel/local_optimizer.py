@@ -67,17 +67,24 @@ class LocalOptimizer(ShardedOptimizer):
             )
 
     @torch.no_grad()
-    def synchronize(self) -> None:
+    def synchronize(self, call: str) -> None:
         """Average weights over teams, take the outer step, and gather weights as after a step without local steps.
         Collective of all ranks, between two steps.
 
+        Args:
+            call: name of the call, for messages.
+
         Raises:
-            RuntimeError: on all ranks, if weights are not finite.
+            RuntimeError: on all ranks, if weights are not finite, or gradients of an unfinished step exist.
         """
-        subnetwork = self.mask.plan.subnetwork_of_rank[self.groups.rank]
+
+        def check() -> None:
+            self.refuse_unfinished(call)
+            self.local.check_finite(self.mask.plan.subnetwork_of_rank[self.groups.rank])
+
         self._refuse_offloaded("synchronize()")
         self._restore_views()
-        run_on_all_ranks(lambda: self.local.check_finite(subnetwork), self.groups.control)
+        run_on_all_ranks(check, self.groups.control)
         self.local.synchronize()
         self._gather()
 

@@ -235,6 +235,14 @@ class ShardedOptimizer:
         self.reducer.zero_grad()
         return True
 
+    def refuse_unfinished(self, call: str) -> None:
+        """Raise RuntimeError if there are gradients of an unfinished step."""
+        if self.reducer.has_gradients():
+            raise RuntimeError(
+                f"{call}: gradients of an unfinished step exist; call it after engine.step() at the end of an "
+                "accumulation, or call engine.zero_grad() first"
+            )
+
     def _step_clipped_updates(self, gradients: Sequence[torch.Tensor], loss_scale: float) -> None:
         """Step by clipped updates (muon.py); sets `norm` to theirs."""
         assert self.norm is not None
