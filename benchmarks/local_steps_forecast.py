@@ -146,7 +146,10 @@ def step_of(clock: Clock, subject: Subject, passes: float) -> dict[str, Any]:
     depth = clock.shape["num_hidden_layers"]
     sent, flops = _estimate(clock, depth * subject.size.depth // REFERENCE.depth, subject.block or {"coverage": 1.0})
     _, dense = _estimate(clock, depth, {"coverage": 1.0})
-    sent *= passes / (subject.local_steps.every if subject.local_steps else 1)
+    sent *= passes
+    if subject.local_steps is not None:
+        synchronous = subject.synchronous_first + subject.synchronous_last
+        sent *= synchronous + (1 - synchronous) / subject.local_steps.every
     seconds = {link: clock.seconds * flops / dense + 8 * sent / rate for link, rate in LINKS.items()}
     return {"sent": sent, "seconds": seconds}
 

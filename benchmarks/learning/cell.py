@@ -135,7 +135,7 @@ class _Training:
         if subject.small_outputs:
             _, plan = next(self.planner.plans(self.num_steps))
             scale_outputs(self.model, plan)
-        self.reference = self._make_reference()
+        self.reference = self._make_reference(is_local=self._trains_locally)
         self.average = AveragedModel(self.model)  # of the last tenth of the steps
         torch.manual_seed(cell.seed)  # of dropout
 
@@ -171,7 +171,7 @@ class _Training:
         state: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         self.step, self.flops, self.curve = state["step"], state["flops"], state["curve"]
         self.model.load_state_dict(state["weights"])
-        self.reference = self._make_reference()
+        self.reference = self._make_reference(is_local=state["outer"] is not None)
         for own, kept in zip(self._references, state["references"], strict=True):
             own.model.load_state_dict(kept["weights"])
             own.reset_masters()
@@ -217,6 +217,8 @@ class _Training:
 
     def train_step(self, plan: Plan) -> None:
         step, seed = self.step, self.cell.seed
+        if isinstance(self.reference, LocalReference) != self._trains_locally:
+            self._change_reference()
         for reference in self._references:
             reference.plan = plan
             for group in reference.optimizer.param_groups:
@@ -243,7 +245,34 @@ class _Training:
         """Of the teams, or the only one."""
         return self.reference.teams if isinstance(self.reference, LocalReference) else [self.reference]
 
-    def _make_reference(self) -> BatchedReference | LocalReference:
+    @property
+    def _trains_locally(self) -> bool:
+        """Whether teams train weights of their own in the next step."""
+        if self.subject.local_steps is None:
+            return False
+        first = round(self.num_steps * self.subject.synchronous_first)
+        return first <= self.step < self.num_steps - round(self.num_steps * self.subject.synchronous_last)
+
+    @torch.no_grad()
+    def _change_reference(self) -> None:
+        """Begin or end local steps: weights and moments continue from their means over the teams that hold them."""
+        before, teams = self.reference, self._references
+        if isinstance(before, LocalReference):
+            before.finish()
+        self.reference = self._make_reference(is_local=self._trains_locally)
+        if isinstance(self.reference, LocalReference):
+            self.reference.num_steps = self.step
+        for name in teams[0].masters:
+            states = [team.optimizer.state[team.masters[name]] for team in teams]
+            mean = dict(states[0])
+            if isinstance(before, LocalReference):
+                held = torch.stack([held_by_team[name] for held_by_team in before.held])
+                for key in ("exp_avg", "exp_avg_sq"):
+                    mean[key] = (torch.stack([state[key] for state in states]) * held).sum(0) / held.sum(0)
+            for own in self._references:
+                own.optimizer.state[own.masters[name]] = {key: value.clone() for key, value in mean.items()}
+
+    def _make_reference(self, *, is_local: bool) -> BatchedReference | LocalReference:
         config, plan = next(self.planner.plans(self.num_steps))
         is_scaled = config.branch_scale == "training"
 
@@ -251,8 +280,10 @@ class _Training:
             arguments = (model, plan, self._optimizer, self._losses, self.study.clip)
             return BatchedReference(*arguments, is_scaled=is_scaled, ranks=ranks)
 
-        local_steps = self.subject.local_steps
-        return LocalReference(self.model, plan, local_steps, make) if local_steps else make(self.model)
+        if not is_local:
+            return make(self.model)
+        assert self.subject.local_steps is not None
+        return LocalReference(self.model, plan, self.subject.local_steps, make)
 
     def _optimizer(self, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         matrices = [parameter for parameter in named.values() if parameter.dim() > 1]

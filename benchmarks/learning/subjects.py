@@ -66,6 +66,8 @@ class Subject:
         is_banded: whether each subnetwork has one layer's unit of each kind in every band of 1/C adjacent layers.
         decay: share of the steps, at the end, in which the learning rate falls to zero; None for all after the warm-up.
         local_steps: of teams that train weights of their own, under one plan and without dropping; None: no team does.
+        synchronous_first, synchronous_last: shares of the steps, at the beginning and at the end, that average
+            gradients in place of local steps; a change of the two averages moments.
     """
 
     size: Size = REFERENCE
@@ -79,6 +81,8 @@ class Subject:
     is_banded: bool = False
     decay: float | None = None
     local_steps: LocalSteps | None = None
+    synchronous_first: float = 0.0
+    synchronous_last: float = 0.0
 
     @property
     def ends(self) -> Size:
@@ -185,7 +189,7 @@ def _local_steps() -> dict[str, Subject]:
     scaled = _scales()
     subjects = {"C=1": Subject(), "64x4": Subject(Size(64, 4))}
     subjects |= {name: scaled[f"{name}, whole ends, scaled in training"] for name in ("C=1/2", "C=1/4")}
-    return {
+    local = {
         f"{name}, H={every}, outer {rate:g}/{momentum:g}": replace(
             subject, local_steps=LocalSteps(every, rate, momentum)
         )
@@ -193,6 +197,11 @@ def _local_steps() -> dict[str, Subject]:
         for every in (5, 10, 30, 100)
         for rate, momentum in OUTER
     }
+    mixed = {}
+    for name, subject in local.items():
+        mixed[f"{name}, first 10% synchronous"] = replace(subject, synchronous_first=0.1)
+        mixed[f"{name}, last 20% synchronous"] = replace(subject, synchronous_last=0.2)
+    return local | mixed
 
 
 def _rivals() -> dict[str, Subject]:

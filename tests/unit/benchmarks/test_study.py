@@ -48,8 +48,13 @@ LOCAL, RATE = LocalSteps(4, 0.7, 0.6), 0.5
 
 @pytest.mark.parametrize(
     "subject",
-    [Subject(SIZE, HALF), Subject(SIZE, dropout=0.1), Subject(SIZE, {"coverage": 0.5}, local_steps=LOCAL)],
-    ids=["SDP", "dropout", "local steps"],
+    [
+        Subject(SIZE, HALF),
+        Subject(SIZE, dropout=0.1),
+        Subject(SIZE, {"coverage": 0.5}, local_steps=LOCAL),
+        Subject(SIZE, {"coverage": 0.5}, local_steps=LOCAL, synchronous_first=0.3, synchronous_last=0.3),
+    ],
+    ids=["SDP", "dropout", "local steps", "local steps in between"],
 )
 def test_a_cell_in_pieces_is_the_straight_one_bit_for_bit(
     subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -127,6 +132,47 @@ def test_local_steps_are_those_of_the_reference(block: dict[str, Any] | None, mo
     assert_equal(training.model, reference.model)
     for team, expected, held in zip(training.reference.teams, reference.teams, reference.held, strict=True):
         assert_equal(team.model, expected.model, held if plan.regime == "forward" else None)
+
+
+def test_weights_and_moments_continue_where_local_steps_begin_and_end() -> None:
+    """Four steps, of which the second and the third are local, without a synchronization between them."""
+    subject = Subject(
+        SIZE, {"coverage": 0.5}, local_steps=LocalSteps(100, 1.0, 0.0), synchronous_first=0.25, synchronous_last=0.25
+    )
+    training = _Training(Cell("tiny", "any", 0, 2, 1e-2), STUDY, subject, Resources())
+    training.num_steps = 4
+    _, plan = next(training.planner.plans(4))
+
+    def state(reference: Reference, name: str) -> dict[str, torch.Tensor]:
+        master = reference.masters[name]
+        return {"weight": master.detach(), **reference.optimizer.state[master]}
+
+    def step() -> None:
+        training.train_step(plan)
+        training.step += 1
+
+    step()
+    (alone,) = training._references
+    training._change_reference()
+    assert isinstance(training.reference, LocalReference)
+    assert len(training._references) == plan.num_subnetworks
+    for team in training._references:
+        for name in team.masters:
+            torch.testing.assert_close(state(team, name), state(alone, name), rtol=0, atol=0)
+    step()
+    step()
+    local, teams = training.reference, training._references
+    changed = {name: [state(team, name) for team in teams] for name in teams[0].masters}
+    changed = {name: [{key: value.clone() for key, value in one.items()} for one in of] for name, of in changed.items()}
+    training._change_reference()
+    (alone,) = training._references
+    assert not isinstance(training.reference, LocalReference)
+    for name, states in changed.items():
+        masks = [held[name] for held in local.held]
+        for key in ("weight", "exp_avg", "exp_avg_sq"):
+            mean = sum(one[key] * mask for one, mask in zip(states, masks, strict=True)) / sum(masks)
+            torch.testing.assert_close(state(alone, name)[key], mean)
+        assert float(state(alone, name)["step"]) == 3
 
 
 def assert_equal(model: nn.Module, expected: nn.Module, held: dict[str, torch.Tensor] | None = None) -> None:
