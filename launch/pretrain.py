@@ -42,12 +42,6 @@ class ResumableTrainer(Trainer):
             self._save_checkpoint(self.model, trial=None)
             self.callback_handler.on_save(self.args, self.state, self.control)
 
-    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
-        synchronize = getattr(self.model_wrapped, "synchronize", None)
-        if synchronize is not None and self.state.global_step >= self.state.max_steps:
-            synchronize()  # local steps: the last evaluation is of the exported weights
-        super()._maybe_log_save_evaluate(*arguments, **options)
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         self.saved_step = self.state.global_step

@@ -69,7 +69,7 @@ class LocalSteps(BaseModel):
     every: int = Field(
         ge=2,
         title="an integer, at least 2",
-        description="Steps between two synchronizations, H.",
+        description="Optimizer steps between two synchronizations, H.",
     )
     outer_lr: float = Field(
         default=1.0,

@@ -33,6 +33,7 @@ Order of a training step; methods with an underscore, and `allreduce_gradients`,
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -567,6 +568,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             if dist.get_rank() == 0:
                 save_pretrained(self.module, Path(folder), tokenizer, **state, **options)
 
+        self._warn_between("save_pretrained")
         with self.dense_view.resident("save_pretrained"), self._state_dicts.whole():
             run_on_all_ranks(write, self._control)
 
@@ -575,9 +577,15 @@ class SubnetworkEngine(DeepSpeedEngine):
     ) -> bool:
         """As in DeepSpeed, for the dense model; collective."""
         save = super().save_16bit_model
+        self._warn_between("save_16bit_model")
         with self.dense_view.resident("save_16bit_model"), self._state_dicts.whole():
             run_on_all_ranks(lambda: save(save_dir, save_filename, exclude_frozen_parameters), self._control)
         return True
+
+    def _warn_between(self, call: str) -> None:
+        if self._is_between_synchronizations:
+            text = f"{KEY}: {call} exports the weights of the last synchronization, without the steps since; call "
+            log_dist(f"{text}engine.synchronize() first to include them", ranks=[0], level=logging.WARNING)
 
     def reestimate_batch_norm(self, batches: Iterable[Any], *, num_batches: int) -> int:
         """See `sdp_deepspeed.reestimate_batch_norm`."""

@@ -51,7 +51,7 @@ def ranks_per_node(locations: Sequence[Location], members: Sequence[int], path: 
     remedy = "or give the number of subnetworks"
     if unknown:
         raise ValueError(
-            f'{path}: "nodes", but rank {listed(unknown)} does not know the number of ranks per node; set '
+            f'{path}: "nodes", but the number of ranks per node is unknown on rank {listed(unknown)}; set '
             f"LOCAL_WORLD_SIZE, {remedy}"
         )
     size = sizes[0]

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from benchmarks.common.traffic_counter import TrafficCounter
+from sdp_deepspeed.engine import engine as engine_module
 from sdp_deepspeed.parallel import consistency, local_optimizer
 from tests.helpers.models import batches, config, llama, loss_of
 from tests.helpers.ranks import Rank
@@ -280,6 +281,19 @@ def test_the_dense_model_is_that_of_the_anchors(rank: Rank) -> None:
             train(looking, num_steps=1, first=8)
             train(other, num_steps=1, first=8)
             assert_identical(dense_state(looking), dense_state(other))
+
+
+@pytest.mark.world(2)
+def test_an_export_without_the_last_steps_says_so(rank: Rank) -> None:
+    engine = engine_of(local())
+    for num_steps in (1, 2):  # then it synchronizes
+        train(engine, num_steps=num_steps)
+        with mock.patch.object(engine_module, "log_dist") as log:
+            engine.save_pretrained(rank.folder / "hf")
+            engine.save_16bit_model(str(rank.folder / "hf"))
+        texts = [str(call.args[0]) for call in log.call_args_list]
+        assert len(texts) == (2 if num_steps == 1 else 0)
+        assert all("call engine.synchronize() first" in text for text in texts), texts
 
 
 @pytest.mark.world(2)
