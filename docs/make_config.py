@@ -63,7 +63,7 @@ A phase of `schedule` contains keys of the block that change, and its end. The l
 
 {local_steps}
 
-Refused with fp16, Muon, and optimizers that evaluate other weights than they train; and by the
+Refused with fp16, and optimizers that evaluate other weights than they train; and by the
 Trainer, unless `average_tokens_across_devices` is false. See [the guide](guide.md#over-slow-links).
 
 ## What is refused

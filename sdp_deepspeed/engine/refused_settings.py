@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from sdp_deepspeed.messages import KEY, listed, quoted
-from sdp_deepspeed.parallel.optimizer_kinds import groups_of_whole_tensors
 
 if TYPE_CHECKING:
     from sdp_deepspeed.engine.engine import SubnetworkEngine
@@ -185,8 +184,6 @@ def between_synchronizations(config: Mapping[str, Any], args: Any, num_steps: in
 def refuse_local_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for optimizers that local steps do not support."""
     kind = type(optimizer).__name__
-    if groups_of_whole_tensors(optimizer):
-        raise ValueError(f"{KEY}.local_steps: {kind} updates whole matrices; use AdamW")
     if callable(getattr(optimizer, "eval", None)):
         raise ValueError(f"{KEY}.local_steps: {kind} evaluates other weights than it trains; use AdamW")
 

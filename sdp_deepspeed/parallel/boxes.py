@@ -63,7 +63,7 @@ def shard_boxes(bucket: Bucket, rank: int) -> Iterator[Box]:
     for item, start, stop in layout.owned(position):
         piece = item.piece
         origin = piece.offsets(len(item.shape))
-        if layout.stepping_rank is not None:  # whole tensors
+        if layout.stepping_position is not None:  # whole tensors
             stepped = bucket.parameters[layout.slices.index(item)]
             yield Box(piece.parameter, origin, item.shape, stepped, is_stepped=True, is_written=is_written)
             continue

@@ -57,8 +57,8 @@ class BucketLayout:
         dtype: dtype of the weights.
         is_cut: whether the slices are parts of cut tensors, not whole tensors.
         is_tp_replicated: whether all tensor-parallel ranks have the same values.
-        stepping_rank: data-parallel index of the holder that steps the bucket, for an optimizer of whole tensors; None
-            if each holder steps a shard.
+        stepping_position: position in `shard_ranks` of the rank that steps the bucket, for an optimizer of whole
+            tensors; None if each steps a shard.
         slices: slices in the order in which their gradients become ready.
     """
 
@@ -69,7 +69,7 @@ class BucketLayout:
     dtype: torch.dtype
     is_cut: bool
     is_tp_replicated: bool
-    stepping_rank: int | None
+    stepping_position: int | None
     slices: tuple[Slice, ...]
 
     @cached_property
@@ -84,12 +84,12 @@ class BucketLayout:
 
     @property
     def num_shards(self) -> int:
-        return 1 if self.stepping_rank is not None else len(self.shard_ranks)
+        return 1 if self.stepping_position is not None else len(self.shard_ranks)
 
     @property
     def senders(self) -> Holders:
         """Ranks that send equal parts of the weights to all ranks in the backward regime."""
-        return self.holders if self.stepping_rank is None else (self.stepping_rank,)
+        return self.holders if self.stepping_position is None else (self.shard_ranks[self.stepping_position],)
 
     @cached_property
     def size(self) -> int:
@@ -99,8 +99,8 @@ class BucketLayout:
 
     def shard_range(self, position: int) -> tuple[int, int]:
         """Range of elements that the holder at `position` (of its team) owns, including padding."""
-        if self.stepping_rank is not None:
-            return 0, self.size if self.shard_ranks[position] == self.stepping_rank else 0
+        if self.stepping_position is not None:
+            return 0, self.size if position == self.stepping_position else 0
         size = self.size // self.num_shards
         return position * size, (position + 1) * size
 
@@ -138,7 +138,8 @@ def plan_buckets(
         stepped_whole: tensors that must be stepped as a whole by one rank; none of them is cut.
         teams: with local steps, the team of each data-parallel rank, over which its buckets are sharded.
     """
-    stepping_ranks = _deal({name: pieces[name][0] for name in pieces if name in param_groups and name in stepped_whole})
+    whole = {name: pieces[name][0] for name in pieces if name in param_groups and name in stepped_whole}
+    stepping_positions = _deal(whole, teams)
     backward_order = [name for name in reversed([*pieces]) if name in param_groups]
     layouts: list[BucketLayout] = []
     for depth_range, names in enumerate(_depth_ranges(backward_order, pieces, shapes, bucket_size)):
@@ -152,7 +153,7 @@ def plan_buckets(
                     dtype=dtypes[name],
                     is_cut=piece.dim is not None,
                     is_tp_replicated=name in tp_replicated,
-                    stepping_rank=stepping_ranks.get(name),
+                    stepping_position=stepping_positions.get(name),
                 )
                 pieces_of[kind].append(piece)
                 last_depth[kind] = depth
@@ -172,7 +173,7 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     is_cut: bool
     is_tp_replicated: bool
-    stepping_rank: int | None
+    stepping_position: int | None
 
 
 def _depth_ranges(
@@ -197,14 +198,20 @@ def _depth_ranges(
     return ranges
 
 
-def _deal(tensors: Mapping[str, tuple[Piece, Holders]]) -> dict[str, int]:
-    """The rank that steps each whole tensor: the largest first, the holder with the fewest elements so far."""
+def _deal(tensors: Mapping[str, tuple[Piece, Holders]], teams: Sequence[Holders]) -> dict[str, int]:
+    """Position of the rank that steps each whole tensor, in `shard_ranks`: the largest tensor first, the position of
+    the holder, or with local steps of the holders in all teams, with the fewest elements so far."""
     load: defaultdict[int, int] = defaultdict(int)
-    ranks = {}
+    positions = {}
     for name, (piece, holders) in sorted(tensors.items(), key=lambda item: -item[1][0].length):
-        ranks[name] = min(holders, key=lambda rank: (load[rank], rank))
-        load[ranks[name]] += piece.length
-    return ranks
+        ranks_at: list[set[int]] = [{rank} for rank in holders]
+        if teams:
+            ranks_at = [{teams[rank][position] for rank in holders} for position in range(len(teams[0]))]
+        most = [max(load[rank] for rank in ranks) for ranks in ranks_at]
+        positions[name] = most.index(min(most))
+        for rank in ranks_at[positions[name]]:
+            load[rank] += piece.length
+    return positions
 
 
 def _slices(pieces: Sequence[Piece], shapes: Mapping[str, Sequence[int]]) -> tuple[Slice, ...]:

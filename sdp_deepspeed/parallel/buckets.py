@@ -39,7 +39,7 @@ class Bucket:
         parameters: what the optimizer steps: the shard, or whole tensors.
         places: where each slice is; set by `held_tensors`.
         shard: flat fp32 parameter of the optimizer: a view of `weights` of whole fp32 tensors, otherwise a copy. Empty
-            on holders other than `stepping_rank` (Muon).
+            on holders at other positions than `stepping_position` (Muon).
         average: [shard size] averaged gradient of `shard`, in `step_dtype`; None until it is available.
         offloaded: host memory of `shard` and `average` with CPU offload.
     """
@@ -148,8 +148,8 @@ class Bucket:
             is_view = not self.layout.is_cut and dtype == values.dtype
             self.shard = nn.Parameter(values if is_view else values.to(dtype, copy=True))
         self.parameters = [self.shard]
-        if self.layout.stepping_rank is not None:
-            self.parameters = [nn.Parameter(tensor) for tensor in self._stepped_tensors(self.shard.detach())]
+        if self.layout.stepping_position is not None:
+            self.parameters = [nn.Parameter(tensor) for tensor in self.stepped(self.shard.detach())]
 
     def add_average(self, average: torch.Tensor) -> None:
         """Store an averaged gradient of the shard in `average`, or add it to that of earlier micro-steps."""
@@ -171,17 +171,14 @@ class Bucket:
 
     def set_gradients(self, gradient: torch.Tensor | None) -> None:
         """Set the gradient of `shard` for the optimizer; None removes it."""
-        if gradient is None:
-            for parameter in self.parameters:
-                parameter.grad = None
-        elif self.layout.stepping_rank is None:
-            self.parameters[0].grad = gradient
-        else:
-            for parameter, view in zip(self.parameters, self._stepped_tensors(gradient), strict=True):
-                parameter.grad = view
+        gradients = [None] * len(self.parameters) if gradient is None else self.stepped(gradient)
+        for parameter, value in zip(self.parameters, gradients, strict=True):
+            parameter.grad = value
 
-    def _stepped_tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the whole tensors in what this rank steps: all of the bucket's, or none."""
+    def stepped(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """What belongs to each of `parameters` in a tensor like `shard`: all of it, or views of whole tensors."""
+        if self.layout.stepping_position is None:
+            return [flat]
         return self._views(flat) if flat.numel() else []
 
     @property
@@ -318,7 +315,7 @@ def sent_together(buckets: Sequence[Bucket], bucket_size: int, *, gathers: bool 
     for bucket in buckets:
         group = bucket.shard_group
         is_direct = group.gathers_directly if gathers else group.scatters_directly
-        is_alone = not is_direct or bucket.layout.stepping_rank is not None
+        is_alone = not is_direct or bucket.layout.stepping_position is not None
         count = group.num_received(bucket.layout.size)
         is_full = num_received + count > bucket_size
         if together and (is_alone or is_full or bucket.layout.dtype != together[0].layout.dtype):

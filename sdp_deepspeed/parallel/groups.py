@@ -260,11 +260,8 @@ def all_gather(flats: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], gr
 
 
 def reduce(output: torch.Tensor, flat: torch.Tensor, group: RankGroup, target: int) -> None:
-    """Reduce (sum) `flat` to `output` of the target; other outputs are empty. `flat` is overwritten.
-
-    Args:
-        target: data-parallel index.
-    """
+    """Reduce (sum) `flat` to `output` of the rank at the position `target`; other outputs are empty. `flat` is
+    overwritten."""
     if group.size > 1:
         group.comm.reduce(flat, _global_rank(group, target), group=group.process_group)
     if output.numel() and output.data_ptr() != flat.data_ptr():
@@ -272,11 +269,11 @@ def reduce(output: torch.Tensor, flat: torch.Tensor, group: RankGroup, target: i
 
 
 def broadcast(flat: torch.Tensor, group: RankGroup, source: int) -> None:
-    """Broadcast `flat` of the source, a data-parallel index, to all ranks of the group."""
+    """Broadcast `flat` of the rank at the position `source` to all ranks of the group."""
     if group.size > 1:
         group.comm.broadcast(flat, _global_rank(group, source), group=group.process_group)
 
 
-def _global_rank(group: RankGroup, rank: int) -> int:
+def _global_rank(group: RankGroup, position: int) -> int:
     assert group.process_group is not None
-    return dist.get_global_rank(group.process_group, group.ranks.index(rank))
+    return dist.get_global_rank(group.process_group, position)

@@ -145,7 +145,10 @@ class LocalOptimizer(ShardedOptimizer):
 
     def dense_values(self, bucket: Bucket, parameter: torch.Tensor) -> torch.Tensor:
         """The anchor of a parameter of a bucket that the optimizer steps."""
-        return parameter if self.local.are_shown else self.local.anchors[self.held.index(bucket)]
+        if self.local.are_shown:
+            return parameter
+        anchors = bucket.stepped(self.local.anchors[self.held.index(bucket)])
+        return next(anchor for each, anchor in zip(bucket.parameters, anchors, strict=True) if each is parameter)
 
     def refresh_shards(self) -> None:
         """As in `ShardedOptimizer`; sets the anchors, too.

@@ -290,9 +290,9 @@ class ShardedOptimizer:
                 assert bucket.weights is not None
                 flats.append(bucket.weights)
                 shards.append(bucket.shard_of(bucket.weights))
-            stepping_rank = together[0].layout.stepping_rank
-            if stepping_rank is not None:
-                broadcast(flats[0], groups[0], stepping_rank)
+            stepping_position = together[0].layout.stepping_position
+            if stepping_position is not None:
+                broadcast(flats[0], groups[0], stepping_position)
             else:
                 all_gather(flats, shards, groups)
             for bucket in together:
@@ -376,7 +376,9 @@ class ShardedOptimizer:
         """Move optimizer state and fp32 copies of weights to host memory, until `reload_states`. Copies that are
         stepped as whole tensors stay, since those are views."""
         tensors = [value for state in self.optimizer.state.values() for value in state.values()] if states else []
-        copies = [bucket for bucket in self.held if not bucket.steps_in_place and bucket.layout.stepping_rank is None]
+        copies = [
+            bucket for bucket in self.held if not bucket.steps_in_place and bucket.layout.stepping_position is None
+        ]
         tensors += [bucket.shard for bucket in copies] if masters else []
         self._moved += move_to_host(filter(torch.is_tensor, tensors), pin_memory=pin_memory)
         self._is_offloaded |= states or masters

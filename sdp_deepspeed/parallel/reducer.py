@@ -234,9 +234,9 @@ class Reducer:
                 groups = [bucket.shard_group for bucket in together]
                 flats = self._to_wire(together)
                 averages = [self._memory_of_average(bucket) for bucket in together]
-                stepping_rank = together[0].layout.stepping_rank
-                if stepping_rank is not None:
-                    reduce(averages[0], flats[0], groups[0], stepping_rank)
+                stepping_position = together[0].layout.stepping_position
+                if stepping_position is not None:
+                    reduce(averages[0], flats[0], groups[0], stepping_position)
                 else:
                     reduce_scatter(averages, flats, groups)
                 for bucket, flat, average in zip(together, flats, averages, strict=True):

@@ -11,7 +11,7 @@ outer SGD, which changes the anchor; all holders continue from it. The dense mod
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -119,12 +119,13 @@ class Synchronizer:
     @torch.no_grad()
     def average_moments(self, optimizer: torch.optim.Optimizer) -> None:
         """Set moments to their fp32 means over peers, so that all holders have the same optimizer state. Collective."""
-        for index, shard in enumerate(self._shards()):
-            state = optimizer.state.get(shard, {})
-            for key in sorted(state):
-                moment = state[key]
-                if torch.is_tensor(moment) and moment.shape == shard.shape:
-                    moment.copy_(self._mean(index, moment.float(), None))
+        for index, bucket in enumerate(self._buckets):
+            for parameter in bucket.parameters:
+                state = optimizer.state.get(parameter, {})
+                for key in sorted(state):
+                    moment = state[key]
+                    if torch.is_tensor(moment) and moment.shape == parameter.shape:
+                        moment.copy_(self._mean(index, moment.float(), None))
 
     def _mean(self, index: int, values: torch.Tensor, wire_dtype: torch.dtype | None) -> torch.Tensor:
         """Mean over the peers of a bucket.
@@ -134,7 +135,7 @@ class Synchronizer:
             wire_dtype: communication dtype; None for fp32.
         """
         peers, device = self._peers[index], self._buckets[index].device
-        if peers.size == 1:
+        if peers.size == 1 or not values.numel():
             return values
         sent = values.to(device, wire_dtype or values.dtype)
         peers.comm.all_reduce(sent, group=peers.process_group)
@@ -151,8 +152,8 @@ class Synchronizer:
     @torch.no_grad()
     def load_momenta(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the outer momentum to that in the optimizer's state, or to zero."""
-        for shard, momentum in zip(self._shards(), self.momenta, strict=bool(self.momenta)):
-            loaded = optimizer.state.get(shard, {}).get(OUTER_MOMENTUM)
+        for parameter, momentum in self._momenta_of_parameters():
+            loaded = optimizer.state.get(parameter, {}).get(OUTER_MOMENTUM)
             if loaded is None:
                 momentum.zero_()
             else:
@@ -160,8 +161,12 @@ class Synchronizer:
 
     def add_momenta(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the outer momentum beside the moments of the optimizer, for checkpoints and re-planning."""
-        for shard, momentum in zip(self._shards(), self.momenta, strict=bool(self.momenta)):
-            optimizer.state[shard][OUTER_MOMENTUM] = momentum
+        for parameter, momentum in self._momenta_of_parameters():
+            optimizer.state[parameter][OUTER_MOMENTUM] = momentum
+
+    def _momenta_of_parameters(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        for bucket, momentum in zip(self._buckets, self.momenta, strict=bool(self.momenta)):
+            yield from zip(bucket.parameters, bucket.stepped(momentum), strict=True)
 
     @torch.no_grad()
     def show(self) -> None:

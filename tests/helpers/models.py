@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from safetensors.torch import save_file
 from torch import nn
 from transformers import (
@@ -232,3 +233,15 @@ def two_groups(named: dict[str, nn.Parameter], decay: float = 0.1) -> list[dict[
     matrices = [p for p in named.values() if p.dim() > 1]
     rest = [p for p in named.values() if p.dim() <= 1]
     return [{"params": matrices, "weight_decay": decay}, {"params": rest, "weight_decay": 0.0}]
+
+
+def muon(named: dict[str, nn.Parameter], is_matrix: Callable[[str, nn.Parameter], bool]) -> torch.optim.Optimizer:
+    """DeepSpeed's, which has Adam for other tensors."""
+    matrices = [parameter for name, parameter in named.items() if is_matrix(name, parameter)]
+    others = [parameter for name, parameter in named.items() if not is_matrix(name, parameter)]
+    options = [
+        {"params": matrices, "use_muon": True, "lr": 0.02},
+        {"params": others, "use_muon": False, "lr": 1e-2, "eps": 1e-2},
+    ]
+    made: torch.optim.Optimizer = MuonWithAuxAdam(options, adam_optimizer=torch.optim.AdamW)
+    return made

@@ -21,9 +21,11 @@ from torch.distributed import distributed_c10d
 from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.engine import engine as engine_module
 from sdp_deepspeed.parallel import consistency, local_optimizer
-from tests.helpers.models import batches, config, llama, loss_of
+from sdp_deepspeed.reference.local_steps import LocalReference, LocalSteps
+from sdp_deepspeed.reference.virtual_workers import Reference
+from tests.helpers.models import batches, config, llama, loss_of, muon
 from tests.helpers.ranks import Rank
-from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
+from tests.helpers.training import assert_identical, dense_state, engine_of, micro_step, refusal, train
 
 KEY = "subnetwork_data_parallel"
 CONTROL_BYTES = 2000  # at most, of small objects that ranks exchange
@@ -386,6 +388,53 @@ def test_resume_within_an_interval(rank: Rank) -> None:
         train(plain, num_steps=1, first=7)
 
 
+@pytest.mark.world(4)
+@pytest.mark.parametrize(("regime", "holders"), [("forward", 2), ("forward", 1), ("backward", 1)])
+def test_muon(regime: str, holders: int, rank: Rank) -> None:
+    """In each team one rank steps the whole of a matrix, the same position in all teams. Its iteration is in
+    fp32, as in test_optimizers.py."""
+    settings = local(every=2, stage=0, subnetworks=2, holders=holders, regime=regime)
+    del settings["optimizer"]
+    make = partial(muon, is_matrix=lambda name, parameter: "layers" in name and parameter.dim() == 2)
+
+    def started() -> Any:
+        model = llama(3)
+        return engine_of(settings, model, optimizer=make(dict(model.named_parameters())))
+
+    def assert_near(state: dict[str, torch.Tensor]) -> None:
+        for name, anchor in reference.anchors.items():
+            moved = (anchor - start[name]).norm()
+            assert (state[name] - anchor).norm() <= 1e-3 * moved + 1e-6 * anchor.norm(), (name, moved)
+
+    engine, dense = started(), llama(3)
+    start = {name: parameter.detach().clone() for name, parameter in dense.named_parameters()}
+    reference = LocalReference(
+        dense,
+        engine.plan,
+        LocalSteps(2, 0.8, 0.5),
+        lambda model, ranks: Reference(model, engine.plan, make, loss_of, clip=engine.gradient_clipping(), ranks=ranks),
+    )
+    in_fp32 = mock.patch("deepspeed.runtime.zero.muon.original_muon.ns_compute_dtype", return_value=torch.float32)
+    with torch.compiler.set_stance("force_eager"), in_fp32:
+        for number, step in enumerate(islice(batches(rank.size, 1), 5)):
+            losses, _ = reference.step(step)
+            assert micro_step(engine, step[rank.rank][0]) == pytest.approx(losses[rank.rank][0], abs=1e-4)
+            if number % 2:
+                assert_near(dense_state(engine))
+        anchor = safe_get_full_fp32_param(engine.module.get_parameter("model.layers.0.mlp.up_proj.weight"))
+        torch.testing.assert_close(anchor, reference.anchors["model.layers.0.mlp.up_proj.weight"], rtol=0, atol=1e-4)
+        engine.save_checkpoint(f"{rank.folder}")
+        reference.synchronize()
+        assert_near(dense_state(engine))
+        resumed = started()
+        resumed.load_checkpoint(f"{rank.folder}")
+        for each in (engine, resumed):
+            train(each, num_steps=3, first=5)
+    assert_identical(dense_state(resumed), dense_state(engine))
+    stepped = [id(p) for p in engine.optimizer.param_groups[0]["params"]]
+    assert 0 < len(stepped) < sum("layers" in name and p.dim() == 2 for name, p in dense.named_parameters())
+
+
 @pytest.mark.world(2)
 def test_an_unfinished_step_is_not_synchronized(rank: Rank) -> None:
     engine = engine_of(local() | {"gradient_accumulation_steps": 2})
@@ -446,15 +495,22 @@ def test_weights_that_are_not_finite_are_not_averaged(rank: Rank) -> None:
 
 @pytest.mark.world(2)
 def test_refusals(rank: Rank) -> None:
-    def with_muon(settings: dict[str, Any]) -> Any:
-        model = llama()
-        model.requires_grad_(False)
-        weight: Any = model.get_parameter("lm_head.weight").requires_grad_()
-        del settings["optimizer"]
-        return engine_of(settings, model, optimizer=torch.optim.Muon([weight]))
+    class Averaging(torch.optim.SGD):
+        """Evaluates other weights than it trains."""
 
-    refusal(ValueError, partial(with_muon, local()), "local_steps", "whole matrices")
+        def train(self) -> None: ...
+
+        def eval(self) -> None: ...
+
+    def averaging(settings: dict[str, Any]) -> Any:
+        model = llama()
+        del settings["optimizer"]
+        return engine_of(
+            settings | {"zero_allow_untested_optimizer": True}, model, optimizer=Averaging(model.parameters(), lr=0.1)
+        )
+
+    refusal(ValueError, partial(averaging, local()), "local_steps", "evaluates other weights")
     refusal(ValueError, partial(engine_of, local() | {"fp16": {"enabled": True}}), "local_steps", "fp16")
     refusal(ValueError, partial(engine_of, local() | {"communication_data_type": "fp16"}), "communication_data_type")
-    engine = with_muon(config(holders=2))
-    refusal(ValueError, partial(engine.replan, {"local_steps": {"every": 2}}), "local_steps", "whole matrices")
+    engine = averaging(config(holders=2))
+    refusal(ValueError, partial(engine.replan, {"local_steps": {"every": 2}}), "local_steps", "evaluates other weights")

@@ -14,11 +14,10 @@ from unittest import mock
 import pytest
 import torch
 from deepspeed.ops.adam import fused_adam
-from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from torch import nn
 
 from sdp_deepspeed.reference.virtual_workers import Reference
-from tests.helpers.models import batches, config, family, llama, loss_of, two_groups, without_block
+from tests.helpers.models import batches, config, family, llama, loss_of, muon, two_groups, without_block
 from tests.helpers.ranks import Rank
 from tests.helpers.training import (
     assert_identical,
@@ -169,18 +168,6 @@ def test_clipped_muon(rank: Rank) -> None:
             assert float(norms[0]) == pytest.approx(float(norms[1]), rel=0.1 if is_half else 1e-4)
         if not is_half:
             torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
-
-
-def muon(named: Named, is_matrix: Callable[[str, nn.Parameter], bool]) -> torch.optim.Optimizer:
-    """DeepSpeed's, which has Adam for other tensors."""
-    matrices = [parameter for name, parameter in named.items() if is_matrix(name, parameter)]
-    others = [parameter for name, parameter in named.items() if not is_matrix(name, parameter)]
-    options = [
-        {"params": matrices, "use_muon": True, "lr": 0.02},
-        {"params": others, "use_muon": False, "lr": 1e-2, "eps": 1e-2},
-    ]
-    made: torch.optim.Optimizer = MuonWithAuxAdam(options, adam_optimizer=torch.optim.AdamW)
-    return made
 
 
 def test_muon_of_blocks(rank: Rank) -> None:
