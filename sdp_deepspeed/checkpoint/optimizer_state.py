@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState
+from sdp_deepspeed.parallel.synchronizer import OUTER_MOMENTUM
 
 logger = logging.getLogger("sdp_deepspeed")
 
@@ -161,8 +162,9 @@ def restore_optimizer(state: RankState, moments: Moments, facts: OptimizerFacts)
     for index, parameter in enumerate(parameters):
         group = facts["groups"].get(name_of.get(parameter, ""))
         numbers = {} if group is None else facts["scalars"][group]
-        if numbers or moments.get(parameter):
-            states[index] = moments.get(parameter, {}) | _as_kept(optimizer, numbers)
+        of_optimizer = {key: value for key, value in moments.get(parameter, {}).items() if key != OUTER_MOMENTUM}
+        if numbers or of_optimizer:  # before the first step there is none
+            states[index] = of_optimizer | _as_kept(optimizer, numbers)
     groups = optimizer.param_groups
     optimizer.load_state_dict({"state": states, "param_groups": _options(state, facts)})
     for kept, loaded in zip(groups, optimizer.param_groups, strict=True):  # keep keys that the checkpoint lacks

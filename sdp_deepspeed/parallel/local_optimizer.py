@@ -174,16 +174,17 @@ class LocalOptimizer(ShardedOptimizer):
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Context in which weights are loaded: what a file lacks has the values of the last synchronization then, not
-        those of this rank's team. If nothing is loaded, nothing changes."""
-        if not self.local.is_between:
-            yield
-            return
-        self.local.show()
+        those of this rank's team; the outer momentum stays, unless optimizer state is loaded. If nothing is loaded,
+        nothing changes."""
+        self.local.add_momenta(self.optimizer)
+        if self.local.is_between:
+            self.local.show()
         try:
             yield
         finally:
             if self.local.are_shown:
                 self.local.hide()
+            drop_momenta(self.optimizer)
 
     @contextmanager
     def whole_state(self) -> Iterator[None]:
