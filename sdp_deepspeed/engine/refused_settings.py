@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _AVERAGE = "gradients are averaged over their holders; remove the key"
 _MASTERS = "masters and optimizer state are fp32; remove the key"
 _FORMAT = "checkpoints have their own format; remove the key"
+# Values of the Trainer's arguments with which ranks do not communicate in every step.
+_OF_TRAINER = {"average_tokens_across_devices": False, "include_num_input_tokens_seen": "no"}
 
 
 class Refusal(NamedTuple):
@@ -152,11 +154,13 @@ def _lookup(tree: Any, path: str) -> Any:
 
 def refuse_arguments_of_trainer(config: Mapping[str, Any], args: Any) -> None:
     """Raise ValueError for arguments of Transformers' Trainer that local steps do not support."""
-    if uses_local_steps(config) and getattr(args, "average_tokens_across_devices", False):
-        raise ValueError(
-            "average_tokens_across_devices: got True, for which all ranks communicate in every step; set it to False "
-            f"with {KEY}.local_steps"
-        )
+    for name, expected in _OF_TRAINER.items() if uses_local_steps(config) else ():
+        value = getattr(args, name, expected)
+        if value and value != expected:
+            raise ValueError(
+                f"{name}: got {value!r}, for which all ranks communicate in every step; set it to {expected!r} with "
+                f"{KEY}.local_steps"
+            )
 
 
 def between_synchronizations(config: Mapping[str, Any], args: Any, num_steps: int) -> str | None:

@@ -14,7 +14,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 import sdp_deepspeed  # noqa: F401  patches both
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.engine.refused_settings import between_synchronizations
+from sdp_deepspeed.engine.refused_settings import between_synchronizations, refuse_arguments_of_trainer
 from sdp_deepspeed.engine.trainer_hook import note_step, patch_trainer
 
 FRACTIONS = [{"until": 0.5, "coverage": 0.5}, {"coverage": 1.0}]
@@ -145,3 +145,13 @@ def test_evaluations_and_saves_between_two_synchronizations_are_told_once(
         assert (text is None) == (words is None), text
         assert words is None or words in str(text)
     assert between_synchronizations({KEY: {"coverage": 1.0}}, args, 100) is None
+
+
+def test_a_trainer_that_communicates_in_every_step_is_refused_with_local_steps(tmp_path: Path) -> None:
+    local = {KEY: {"coverage": 1.0, "local_steps": {"every": 10}}}
+    args = TrainingArguments(str(tmp_path), use_cpu=True, average_tokens_across_devices=False)
+    refuse_arguments_of_trainer(local, args)
+    args.include_num_input_tokens_seen = "all"
+    refuse_arguments_of_trainer({KEY: {"coverage": 1.0}}, args)
+    with pytest.raises(ValueError, match="include_num_input_tokens_seen: got 'all', for which all ranks"):
+        refuse_arguments_of_trainer(local, args)
