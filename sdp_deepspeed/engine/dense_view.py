@@ -98,9 +98,13 @@ class DenseView:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Make the module this rank's subnetwork again, with its current weights."""
+        """Make the module this rank's subnetwork again, with its current weights. Collective between two
+        synchronizations of local steps."""
         self._is_evaluating = False
         if self.is_resident:
+            local = self._optimizer.local
+            if local is not None and local.are_shown:
+                self._wait("leaving the dense model")
             self.mask.apply()
             self._optimizer.leave_dense()
 
