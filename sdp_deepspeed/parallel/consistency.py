@@ -215,6 +215,7 @@ class CallBarrier:
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._rank, self._size, self._name = dist.get_rank(), dist.get_world_size(), name
         self._num_steps = self._num_calls = 0
+        self._last_keys = list[str]()  # keys of the last call that this rank deletes, once all ranks make the next one
         self._store.set(f"{name}/{self._rank}", "0 0")
 
     def record_step(self) -> None:
@@ -244,6 +245,10 @@ class CallBarrier:
         self._wait_for_all(what, prefix, keys)
         self._num_calls += 1
         self._num_steps = 0
+        for key in self._last_keys:
+            self._store.delete_key(key)
+        self._last_keys = [keys[self._rank], self._key_of_left(self._rank)]
+        self._last_keys += [prefix, f"{prefix}/{what}"] if self._rank == 0 else []
         if self._store.add(f"{prefix}/{what}", 0) < self._size:
             calls = dict.fromkeys(call.decode() for call in self._store.multi_get(keys))
             raise RuntimeError(f"ranks made different calls: {'; '.join(calls)}; make each call on all ranks together")
@@ -260,7 +265,7 @@ class CallBarrier:
         """
         try:
             self.wait(what)
-            keys = [f"{self._name}/left/{self._num_calls}/{rank}" for rank in range(self._size)]
+            keys = [self._key_of_left(rank) for rank in range(self._size)]
             try:
                 yield
             except RuntimeError as error:
@@ -278,6 +283,10 @@ class CallBarrier:
             raise RuntimeError(
                 f"{what}: the store of the process groups is gone; rank 0, or the launcher that has it, has ended"
             ) from error
+
+    def _key_of_left(self, rank: int) -> str:
+        """Key that says that a rank has left the context of the last call."""
+        return f"{self._name}/left/{self._num_calls}/{rank}"
 
     def _absent_after_grace(self, keys: Sequence[str]) -> list[int]:
         end = time.monotonic() + _GRACE

@@ -25,7 +25,7 @@ from sdp_deepspeed.reference.local_steps import LocalReference, LocalSteps
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import batches, config, llama, loss_of, muon
 from tests.helpers.ranks import Rank
-from tests.helpers.training import assert_identical, dense_state, engine_of, micro_step, refusal, train
+from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, micro_step, refusal, train
 
 KEY = "subnetwork_data_parallel"
 CONTROL_BYTES = 2000  # at most, of small objects that ranks exchange
@@ -299,6 +299,27 @@ def test_an_export_without_the_last_steps_says_so(rank: Rank) -> None:
 
 
 @pytest.mark.world(2)
+def test_who_ends_an_evaluation_waits_for_all_and_names_them(rank: Rank) -> None:
+    engine = engine_of(local())
+    train(engine, num_steps=1)
+    engine.eval()
+    with torch.no_grad():
+        engine(input_ids=torch.ones(1, 4, dtype=torch.long))
+    store: Any = distributed_c10d._get_default_store()
+    warnings: list[str] = []
+
+    def record(message: str, *values: object) -> None:
+        warnings.append(message % values)
+        store.set("the end of an evaluation", "")
+
+    with mock.patch.multiple(consistency, PATIENCE=0.0), mock.patch.object(consistency.logger, "warning", record):
+        if rank.rank == 1:
+            store.wait(["the end of an evaluation"])
+        engine.train()
+    assert gathered(warnings) == [["leaving the dense model: waiting for rank 1; call it on all ranks"], []]
+
+
+@pytest.mark.world(2)
 def test_a_copy_gives_its_state_dict_at_any_time(rank: Rank) -> None:
     engine = engine_of(local())
     with engine.dense():
@@ -327,6 +348,12 @@ def test_a_load_ends_the_interval(rank: Rank) -> None:
         engine.optimizer.sharded.gather_weights()  # a load of nothing
     assert torch.equal(engine.module.lm_head.weight, anchors["lm_head.weight"])
     assert not torch.equal(running, anchors["lm_head.weight"])
+    momenta = [momentum.clone() for momentum in engine.optimizer.sharded.local.momenta]
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    assert_identical(dense_state(engine), saved)
+    assert any(bool(momentum.any()) for momentum in momenta)
+    assert all(map(torch.equal, momenta, engine.optimizer.sharded.local.momenta)), "without optimizer state they stay"
+    train(engine, num_steps=1, first=4)
     engine.load_checkpoint(folder)
     assert_identical(dense_state(engine), saved)
     assert not any(bool(momentum.any()) for momentum in engine.optimizer.sharded.local.momenta)
@@ -436,6 +463,21 @@ def test_muon(regime: str, holders: int, rank: Rank) -> None:
 
 
 @pytest.mark.world(2)
+def test_a_checkpoint_of_before_the_first_step(rank: Rank) -> None:
+    """Has outer momentum, but no state of the optimizer; it loads with and without local steps."""
+    engine = engine_of(local(every=2))
+    engine.save_checkpoint(str(rank.folder))
+    train(engine, num_steps=3)
+    again = engine_of(local(every=2), llama(seed=1))
+    again.load_checkpoint(str(rank.folder))
+    train(again, num_steps=3)
+    assert_identical(dense_state(again), dense_state(engine))
+    plain = engine_of(config(holders=2), llama(seed=1))
+    plain.load_checkpoint(str(rank.folder))
+    train(plain, num_steps=1)
+
+
+@pytest.mark.world(2)
 def test_an_unfinished_step_is_not_synchronized(rank: Rank) -> None:
     engine = engine_of(local() | {"gradient_accumulation_steps": 2})
     train(engine, num_steps=3, accumulation=1)
@@ -444,6 +486,20 @@ def test_an_unfinished_step_is_not_synchronized(rank: Rank) -> None:
     engine.zero_grad()
     engine.synchronize()
     assert engine.num_synchronizations == 1
+
+
+@pytest.mark.world(2)
+def test_the_store_does_not_grow_with_the_number_of_calls(rank: Rank) -> None:
+    barrier = consistency.CallBarrier("counted")
+    store: Any = distributed_c10d._get_default_store()
+    counts = []
+    for _ in range(4):
+        with barrier.wait_and_name("synchronize"):
+            pass
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    assert counts[1] == counts[2] == counts[3], counts
 
 
 @pytest.mark.world(2)
