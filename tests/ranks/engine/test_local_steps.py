@@ -372,19 +372,23 @@ def test_teams_never_skip_a_step(rank: Rank) -> None:
 
 
 @pytest.mark.world(2)
-def test_changes_from_outside_set_the_anchors(rank: Rank) -> None:
-    engine = engine_of(local(holders=1))
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
+def test_changes_from_outside_set_the_anchors(precision: dict[str, Any], rank: Rank) -> None:
+    engine = engine_of(local(holders=1) | precision)
     train(engine, num_steps=3)
     with engine.dense(), torch.no_grad():
         engine.module.model.norm.weight.fill_(0.5)
     train(engine, num_steps=1, first=3)
     weight = engine.module.lm_head.weight
-    assert torch.equal(safe_get_full_fp32_param(weight), dense_state(engine)["lm_head.weight"])
+    anchor = safe_get_full_fp32_param(weight)
+    assert torch.equal(anchor.to(weight.dtype), dense_state(engine)["lm_head.weight"])
     safe_set_full_fp32_param(weight, torch.full_like(safe_get_full_fp32_param(weight), 0.25))
     state = dense_state(engine)
     assert bool((state["lm_head.weight"] == 0.25).all())
     assert bool((state["model.norm.weight"] == 0.5).all())
     assert bool((weight == 0.25).all())
+    train(engine, num_steps=1, first=4)
+    assert bool((weight - 0.25).abs().max() < 0.1), "the team goes on from the new values"
 
 
 @pytest.mark.world(4)
@@ -478,6 +482,30 @@ def test_a_checkpoint_of_before_the_first_step(rank: Rank) -> None:
 
 
 @pytest.mark.world(2)
+def test_moments_are_averaged_in_fp32(rank: Rank) -> None:
+    """Also where differences of weights are sent in 16 bits."""
+    engine = engine_of(local() | {"bf16": {"enabled": True}})
+    train(engine, num_steps=1)
+    states = list(engine.optimizer.state.values())
+    means = [state["exp_avg_sq"].clone() for state in states]
+    for mean in means:
+        dist.all_reduce(mean)
+        mean /= rank.size
+    engine.save_checkpoint(str(rank.folder))
+    for state, mean in zip(states, means, strict=True):
+        torch.testing.assert_close(state["exp_avg_sq"], mean, rtol=1e-6, atol=0)
+
+
+@pytest.mark.world(2)
+def test_agreement_is_checked_at_synchronizations(rank: Rank) -> None:
+    engine = engine_of(local(every=2, check_agreement=True))
+    train(engine, num_steps=3)
+    if rank.rank == 1:
+        engine.optimizer.sharded.local.anchors[0] += 1
+    refusal(RuntimeError, partial(train, engine, num_steps=1, first=3), "training has diverged")
+
+
+@pytest.mark.world(2)
 def test_an_unfinished_step_is_not_synchronized(rank: Rank) -> None:
     engine = engine_of(local() | {"gradient_accumulation_steps": 2})
     train(engine, num_steps=3, accumulation=1)
@@ -540,11 +568,14 @@ def test_a_schedule_ends_local_steps(rank: Rank) -> None:
 
 @pytest.mark.world(2)
 def test_weights_that_are_not_finite_are_not_averaged(rank: Rank) -> None:
-    engine = engine_of(local(every=2))
-    train(engine, num_steps=1)
-    if rank.rank == 1:
-        with torch.no_grad():
-            engine.module.lm_head.weight[0, 0] = float("nan")
+    for is_shared in (True, False):  # else this team alone trains it
+        engine = engine_of(local(every=2, holders=1))
+        train(engine, num_steps=1)
+        unit = engine.plan.units[engine.plan.units_of(1)[0]]
+        name = "lm_head.weight" if is_shared else unit.pieces[0].parameter
+        if rank.rank == 1:
+            engine.module.get_parameter(name).data.view(-1)[0] = float("nan")
+        refusal(RuntimeError, engine.synchronize, "subnetwork 1", "infinite or NaN", "[on rank 1]")
     step = partial(train, engine, num_steps=1, first=1)
     refusal(RuntimeError, step, "subnetwork 1", "infinite or NaN", "[on rank 1]")
 
