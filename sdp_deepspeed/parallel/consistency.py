@@ -215,7 +215,7 @@ class CallBarrier:
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._rank, self._size, self._name = dist.get_rank(), dist.get_world_size(), name
         self._num_steps = self._num_calls = 0
-        self._last_keys = list[str]()  # keys of the last call that this rank deletes, once all ranks make the next one
+        self._last_keys = list[str]()  # keys of calls that this rank deletes, once all ranks make a later one
         self._store.set(f"{name}/{self._rank}", "0 0")
 
     def record_step(self) -> None:
@@ -225,11 +225,13 @@ class CallBarrier:
             self._num_steps += 1
             self._store.set(f"{self._name}/{self._rank}", f"{self._num_calls} {self._num_steps}")
 
-    def wait(self, what: str) -> None:
+    def wait(self, what: str, *, then_collective: bool = False) -> None:
         """Wait for all ranks.
 
         Args:
             what: name of the call, for messages.
+            then_collective: whether to wait no longer than `PATIENCE` seconds, since a collective over gloo follows. It
+                waits as well, and fails at once if a rank has ended.
 
         Raises:
             RuntimeError: a rank continues training, makes a different call, or does not arrive within the store's
@@ -242,14 +244,16 @@ class CallBarrier:
         self._store.set(keys[self._rank], what)
         self._store.add(f"{prefix}/{what}", 1)
         self._store.add(prefix, 1)
-        self._wait_for_all(what, prefix, keys)
+        have_arrived = self._wait_for_all(what, prefix, keys, then_collective)
         self._num_calls += 1
         self._num_steps = 0
-        for key in self._last_keys:
-            self._store.delete_key(key)
-        self._last_keys = [keys[self._rank], self._key_of_left(self._rank)]
+        if have_arrived:
+            for key in self._last_keys:
+                self._store.delete_key(key)
+            self._last_keys.clear()
+        self._last_keys += [keys[self._rank], self._key_of_left(self._rank)]
         self._last_keys += [prefix, f"{prefix}/{what}"] if self._rank == 0 else []
-        if self._store.add(f"{prefix}/{what}", 0) < self._size:
+        if have_arrived and self._store.add(f"{prefix}/{what}", 0) < self._size:
             calls = dict.fromkeys(call.decode() for call in self._store.multi_get(keys))
             raise RuntimeError(f"ranks made different calls: {'; '.join(calls)}; make each call on all ranks together")
 
@@ -264,7 +268,7 @@ class CallBarrier:
             RuntimeError: see `wait`; communication failed.
         """
         try:
-            self.wait(what)
+            self.wait(what, then_collective=True)
             keys = [self._key_of_left(rank) for rank in range(self._size)]
             try:
                 yield
@@ -290,11 +294,17 @@ class CallBarrier:
 
     def _absent_after_grace(self, keys: Sequence[str]) -> list[int]:
         end = time.monotonic() + _GRACE
-        while (absent := self._absent(keys)) and time.monotonic() < end:
+        absent = self._absent(keys)
+        while absent and time.monotonic() < end:
             time.sleep(0.1)
+            try:
+                absent = self._absent(keys)
+            except dist.DistNetworkError:  # rank 0 has the store, and has ended with the same error
+                break
         return absent
 
-    def _wait_for_all(self, what: str, prefix: str, keys: Sequence[str]) -> None:
+    def _wait_for_all(self, what: str, prefix: str, keys: Sequence[str], then_collective: bool) -> bool:
+        """Whether all ranks have arrived; always, without a collective that follows."""
         begin, pause, has_warned = time.monotonic(), 0.001, False  # seconds
         longest_pause = 0.1 * max(1.0, self._size / 64)  # rank 0 serves the requests of all ranks
         while self._store.add(prefix, 0) < self._size:
@@ -309,6 +319,8 @@ class CallBarrier:
                 absent = self._absent(keys)
                 if absent and self._rank == min(set(range(self._size)).difference(absent)):
                     logger.warning("%s: waiting for rank %s; call it on all ranks", what, listed(absent))
+                if then_collective:
+                    return False
             time.sleep(pause)
             pause = min(2 * pause, longest_pause)
             if pause >= 0.1 and (ahead := self._ahead()):
@@ -319,6 +331,7 @@ class CallBarrier:
                     f"{what}: rank {listed(ahead)} continued training while rank {self._rank} waits; call it on all "
                     "ranks"
                 )
+        return True
 
     def _absent(self, keys: Sequence[str]) -> list[int]:
         """Ranks that have not set their key."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from sdp_deepspeed.parallel import consistency
 from tests.helpers.models import config
 from tests.helpers.ports import free_port
 from tests.helpers.ranks import forkserver_context
@@ -30,11 +31,12 @@ def run_rank(rank: int, size: int, port: int, folder: Path, killed: int, moment:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     store = dist.TCPStore("localhost", port, size, is_master=rank == 0, timeout=PATIENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    consistency.PATIENCE = 1.0  # seconds, until they wait in a collective, where it fails
     engine = engine_of(config(holders=size, local_steps={"every": 2}))
     local = engine.optimizer.sharded.local
     if rank == killed:
 
-        def die(*_: Any) -> None:
+        def die(*_: Any, **__: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         where, method = {
@@ -53,7 +55,7 @@ def run_rank(rank: int, size: int, port: int, folder: Path, killed: int, moment:
 @pytest.mark.parametrize(
     ("size", "killed", "moment"),
     [
-        (2, 1, "before it"),
+        (3, 1, "before it"),
         (2, 1, "before the first collective"),
         (2, 0, "before the first difference"),
         (3, 2, "before the first difference"),
@@ -72,3 +74,4 @@ def test_a_rank_is_killed(size: int, killed: int, moment: str, tmp_path: Path) -
         text = (tmp_path / f"error_{rank}").read_text()
         assert text.startswith("engine.step: "), text
         assert f"rank {killed}" in text, text
+        assert killed == 0 or "communication failed" in text, text
