@@ -24,6 +24,7 @@ from sdp_deepspeed.parallel import consistency, local_optimizer
 from sdp_deepspeed.reference.local_steps import LocalReference, LocalSteps
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import batches, config, llama, loss_of, muon
+from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, micro_step, refusal, train
 
@@ -503,6 +504,27 @@ def test_agreement_is_checked_at_synchronizations(rank: Rank) -> None:
     if rank.rank == 1:
         engine.optimizer.sharded.local.anchors[0] += 1
     refusal(RuntimeError, partial(train, engine, num_steps=1, first=3), "training has diverged")
+
+
+@pytest.mark.world(2)
+def test_data_that_was_replaced_is_synchronized(rank: Rank) -> None:
+    engines = [engine_of(local()) for _ in range(2)]
+    for engine in engines:
+        train(engine, num_steps=1)
+        for parameter in engine.module.parameters() if engine is engines[0] else ():
+            parameter.data = parameter.data.clone()
+        engine.synchronize()
+    assert_identical(*(engine.module.state_dict() for engine in engines))
+
+
+@pytest.mark.world(2)
+def test_running_statistics_are_averaged_at_synchronizations(rank: Rank) -> None:
+    engine = engine_of(local(every=2), ALL_SPECIMENS["resnet_bottleneck"].build())
+    for is_synchronized in (False, True):
+        train(engine, num_steps=1)
+        means = [buffer.tolist() for name, buffer in engine.module.named_buffers() if name.endswith("running_mean")]
+        first, second = gathered(means)
+        assert (first == second) == is_synchronized
 
 
 @pytest.mark.world(2)
