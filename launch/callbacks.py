@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from sdp_deepspeed.config import parse
+from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.schedule import blocks_of_phases
 
 
 class StopSignal:
@@ -66,15 +67,18 @@ def _outlive_a_stop(worker: int, then: Callable[[int], None] | None) -> None:
 
 
 class StopTogether(TrainerCallback):
-    """When one rank is asked to stop, all ranks finish the step, save, and stop; with local steps, the interval.
+    """When one rank is asked to stop, all ranks finish the step, save, and stop. With local steps in any phase, they
+    finish the interval.
 
     Args:
         config: the DeepSpeed config; None without DeepSpeed.
     """
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:
-        block = parse(config or {})
-        self.every = block.local_steps.every if block is not None and block.local_steps is not None else 1
+        self.every = 1
+        if config is not None and parse(config) is not None:
+            phases = [phase for _, phase in blocks_of_phases(config[KEY])]
+            self.every = max(phase["local_steps"]["every"] if phase.get("local_steps") else 1 for phase in phases)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
         self.signal = StopSignal(args.device)
