@@ -29,7 +29,7 @@ REFUSED_KEYS = {
     "regime": 'FSDP2 gathers a unit only among its holders, but all ranks would run it; use "forward", or DeepSpeed',
     "schedule": _FIXED,
     "redraw_interval": _FIXED,
-    "local_steps": "FSDP2 shards a unit over all its holders, so that every step needs them; use DeepSpeed",
+    "local_steps": "FSDP2 shards a unit over all its holders, so every step needs them; use DeepSpeed, stage 1 or 2",
 }
 
 
@@ -111,9 +111,11 @@ def check_same_settings(config: SubnetworkConfig, options: str, control: dist.Pr
 
 def refused_of_block(config: SubnetworkConfig) -> Iterator[str]:
     """Keys of the block that FSDP2 does not support, one line each."""
+    given = config.model_dump(exclude_unset=True)
     for name, why in REFUSED_KEYS.items():
-        value = getattr(config, name)
-        if value != SubnetworkConfig.model_fields[name].default:
+        default = SubnetworkConfig.model_fields[name].default
+        value = given.get(name, default)
+        if value != default:
             yield f"{KEY}.{name}: got {value!r}, which is not supported with FSDP2: {why}"
 
 
