@@ -27,7 +27,7 @@ def test_ranks_per_node() -> None:
         (nodes(1), range(1), "all 1 ranks are on one node"),
         (nodes(8, 4), range(12), "nodes have 4 and 8 of the 12 ranks"),
         (nodes(4, 2, local_size=4), range(6), "nodes have 4 of the 6 ranks"),
-        (nodes(None, None), range(2), "rank 0, 1 does not know the number of ranks per node; set LOCAL_WORLD_SIZE"),
+        (nodes(None, None), range(2), "the number of ranks per node is unknown on rank 0, 1; set LOCAL_WORLD_SIZE"),
         (nodes(2, 2)[::2] + nodes(2, 2)[1::2], range(4), "ranks 0 and 1 of a node with 2 ranks are on different hosts"),
         (nodes(4, 4, 4), range(0, 12, 3), "a tensor-parallel group has ranks of two nodes"),
         (nodes(2, 2), range(2), "a tensor-parallel group has ranks of two nodes"),
