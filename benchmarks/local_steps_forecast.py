@@ -6,7 +6,8 @@ Loss by steps is that of the learning study (0.41M parameters, eight workers): t
 runs, interpolated over the logarithm of the steps. Two clocks, on eight nodes of one rank: the study's model, and a
 Llama of 134M parameters, which is assumed to need as many steps. A step takes the measured seconds of a dense step's
 compute, times its share of the FLOPs, plus the seconds for its bytes on the link of a node, without overlap. Bytes are
-those of `sdp estimate`; plain ZeRO-1's, 1.5 times those of SDP at C = 1.
+those of `sdp estimate`, with local steps the mean over the steps of a run; plain ZeRO-1's, 1.5 times those of SDP at
+C = 1.
 """
 
 from __future__ import annotations

@@ -53,15 +53,15 @@ def patch_trainer() -> None:
             self.model_wrapped.synchronize()  # local steps: what is saved is the dense model after all steps
         return save(self, *args, **kwargs)
 
-    end_step = host.Trainer._maybe_log_save_evaluate
+    evaluate = host.Trainer.evaluate
 
-    @wraps(end_step)
-    def synchronized_end(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @wraps(evaluate)
+    def synchronized_evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_ours(self.model_wrapped) and self.state.global_step >= self.state.max_steps:
             self.model_wrapped.synchronize()  # local steps: the last evaluation is of the weights that are saved
-        return end_step(self, *args, **kwargs)
+        return evaluate(self, *args, **kwargs)
 
-    host.Trainer.save_model, host.Trainer._maybe_log_save_evaluate = synchronized_save, synchronized_end
+    host.Trainer.save_model, host.Trainer.evaluate = synchronized_save, synchronized_evaluate
     host.Trainer.log, host.get_model_param_count = labelled_log, dense_count
     host.Trainer.training_step = noted_step
     _patch_config()
