@@ -1,0 +1,608 @@
+"""Small models of plain PyTorch that belong to no library, with what must be derived of each.
+
+Each is one way of writing residual layers. `HAND_WRITTEN` has an example of inputs and the expected branches of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WIDTH, HEADS, NEURONS, TOKENS, VOCABULARY = 12, 3, 20, 5, 17
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HandWritten:
+    """A model, an example of its inputs, and its branches.
+
+    Args:
+        make: the model, with PyTorch's initial values.
+        example: positional arguments of its forward.
+        branches: names of the submodules and parameters of each branch, in the order of the additions, by name of the
+            layer. Whatever is named nowhere is shared. Empty: no layer adds to a stream, and the model is refused.
+        is_random: whether its training forward draws random numbers.
+    """
+
+    make: Callable[[], nn.Module]
+    example: Callable[[], tuple[Any, ...]]
+    branches: Mapping[str, tuple[Names, ...]] = field(default_factory=dict)
+    is_random: bool = False
+
+    def build(self) -> Any:
+        """The same weights each time; no bias is zero and no norm is one."""
+        torch.manual_seed(0)
+        model = self.make()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.15 * torch.randn_like(parameter))
+        return model.train()
+
+
+def stream() -> tuple[Tensor]:
+    return (torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)),)
+
+
+def tokens() -> tuple[Tensor]:
+    return (torch.arange(2 * TOKENS).view(2, TOKENS) * 7 % VOCABULARY,)
+
+
+def images() -> tuple[Tensor]:
+    return (torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1)),)
+
+
+class Attention(nn.Module):
+    """Causal, with fused queries, keys and values."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.resid_dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.c_attn(x).split(WIDTH, dim=-1))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.resid_dropout(self.c_proj(out.transpose(1, 2).flatten(2)))
+
+
+class Mlp(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.c_fc, self.gelu, self.c_proj = nn.Linear(WIDTH, NEURONS), nn.GELU(), nn.Linear(NEURONS, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+
+
+class Layer(nn.Module):
+    """Pre-norm; the others differ in their forward."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(WIDTH), Attention(dropout)
+        self.ln_2, self.mlp = nn.LayerNorm(WIDTH), Mlp(dropout)
+
+    def forward(self, x: Tensor) -> Any:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+PRE_NORM: tuple[Names, ...] = (("ln_1", "attn"), ("ln_2", "mlp"))
+
+
+class Stack(nn.Module):
+    """Layers one after the other, with a norm and a projection at the end."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(layers)
+        self.ln_f, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.h:
+            x = layer(x)
+        return self.head(self.ln_f(x))
+
+
+def in_each(*branches: Names, layers: int = 3, prefix: str = "h") -> dict[str, tuple[Names, ...]]:
+    """The same branches in all layers."""
+    return {f"{prefix}.{index}": branches for index in range(layers)}
+
+
+def stacked(layer: Callable[..., nn.Module], *branches: Names, is_random: bool = False) -> HandWritten:
+    """Three layers of a class that adds these branches to its input."""
+    return HandWritten(lambda: Stack(*(layer() for _ in range(3))), stream, in_each(*branches), is_random)
+
+
+class NanoGPT(nn.Module):
+    """Embeddings, a dict of modules, and tied weights; returns logits and a loss that may be None."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(VOCABULARY, WIDTH),
+                "wpe": nn.Embedding(TOKENS, WIDTH),
+                "drop": nn.Dropout(dropout),
+                "h": nn.ModuleList([Layer(dropout) for _ in range(3)]),
+                "ln_f": nn.LayerNorm(WIDTH),
+            }
+        )
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.transformer["wte"].weight = self.lm_head.weight
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x = self.transformer["wte"](idx) + self.transformer["wpe"](torch.arange(idx.shape[1]))
+        x = self.transformer["drop"](x)
+        for block in self.transformer["h"]:  # type: ignore[attr-defined]  # a ModuleList
+            x = block(x)
+        logits = self.lm_head(self.transformer["ln_f"](x))
+        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def torch_encoder(*, norm_first: bool) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, NEURONS, 0.0, batch_first=True, norm_first=norm_first)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+
+def torch_decoder() -> nn.Module:
+    layer = nn.TransformerDecoderLayer(WIDTH, HEADS, NEURONS, 0.0, batch_first=True, norm_first=True)
+    return nn.TransformerDecoder(layer, 3)
+
+
+def with_memory() -> tuple[Tensor, Tensor]:
+    """A stream of the decoder, and the output of an encoder, with another number of tokens."""
+    return (*stream(), torch.randn(2, TOKENS + 2, WIDTH, generator=torch.Generator().manual_seed(2)))
+
+
+class ResidualBlock(nn.Module):
+    """`out += x`, then a ReLU on the stream. With a stride its shortcut is a convolution, so it can be no unit."""
+
+    def __init__(self, channels: int, stride: int = 1) -> None:
+        super().__init__()
+        inside = channels * stride
+        self.conv1 = nn.Conv2d(channels, inside, 3, stride, 1, bias=False)
+        self.bn1, self.relu = nn.BatchNorm2d(inside), nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(inside, inside, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(inside)
+        self.downsample = nn.Sequential(nn.Conv2d(channels, inside, 1, stride), nn.BatchNorm2d(inside))
+        if stride == 1:
+            self.downsample = None  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x if self.downsample is None else self.downsample(x)
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += identity
+        return self.relu(out)
+
+
+def residual_net() -> nn.Module:
+    blocks = nn.Sequential(ResidualBlock(6), ResidualBlock(6), ResidualBlock(6, stride=2), ResidualBlock(12))
+    stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True))
+    return nn.Sequential(stem, blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 5))
+
+
+RESIDUAL: tuple[Names, ...] = (("conv1", "bn1", "conv2", "bn2"),)
+
+
+class Parallel(Layer):
+    """Both branches read the stream before either is added, through one norm: neither's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.ln_1(x)
+        return x + self.attn(normed) + self.mlp(normed)
+
+
+class ParallelWithNorms(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.attn(self.ln_1(x)) + self.mlp(self.ln_2(x)))
+
+
+class Sandwich(Layer):
+    """A norm before and after each branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.post_1, self.post_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.post_1(self.attn(self.ln_1(x)))
+        return x + self.post_2(self.mlp(self.ln_2(x)))
+
+
+class LayerScale(Layer):
+    """Parameters of the layer itself multiply what a branch adds; a constant multiplies it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma_1, self.gamma_2 = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.gamma_1 * self.attn(self.ln_1(x))
+        return x + 0.5 * self.gamma_2 * self.mlp(self.ln_2(x))
+
+
+class DeepNorm(Layer):
+    """Post-norm; the stream is multiplied by a constant before something is added to it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.ln_1(1.5 * x + self.attn(x))
+        return self.ln_2(1.5 * x + self.mlp(x))
+
+
+class RawParameters(nn.Module):
+    """Weights that are the layer's own, used in its forward without a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln = nn.LayerNorm(WIDTH)
+        self.w_in = nn.Parameter(0.3 * torch.randn(WIDTH, NEURONS))
+        self.b_in = nn.Parameter(torch.zeros(NEURONS))
+        self.w_out = nn.Parameter(0.3 * torch.randn(NEURONS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.ln(x) @ self.w_in + self.b_in) @ self.w_out
+
+
+class MlpThatAdds(Mlp):
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]  # on purpose
+        return residual + super().forward(x)
+
+
+class AttentionThatAdds(nn.Module):
+    """The addition is in an output module of the body, as BERT has it, without BERT's norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self, self.output = Attention(), MlpThatAdds()
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.output(self.self(x), residual)
+
+
+class AddsInside(nn.Module):
+    """The modules of both branches get the stream and add to it themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(WIDTH), AttentionThatAdds()
+        self.ln_2, self.mlp = nn.LayerNorm(WIDTH), MlpThatAdds()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attn(self.ln_1(x), x)
+        return self.mlp(self.ln_2(x), residual=x)
+
+
+class BertOutput(nn.Module):
+    """Adds what its module's caller got, then a norm, if it has one."""
+
+    def __init__(self, width: int, *, is_post_norm: bool) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, WIDTH)
+        self.LayerNorm = nn.LayerNorm(WIDTH) if is_post_norm else None
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        x = self.dense(x) + residual
+        return x if self.LayerNorm is None else self.LayerNorm(x)
+
+
+class BertAttention(nn.Module):
+    def __init__(self, *, is_post_norm: bool) -> None:
+        super().__init__()
+        self.ln = nn.Identity() if is_post_norm else nn.LayerNorm(WIDTH)
+        self.self, self.output = Attention(), BertOutput(WIDTH, is_post_norm=is_post_norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.self(self.ln(x)), x)
+
+
+class Bert(nn.Module):
+    """BERT's modules: both branches end inside an output module, one of them two levels below the layer. The norms are
+    after the additions, or before the branches as in Megatron's."""
+
+    def __init__(self, *, is_post_norm: bool) -> None:
+        super().__init__()
+        self.attention = BertAttention(is_post_norm=is_post_norm)
+        self.ln = nn.Identity() if is_post_norm else nn.LayerNorm(WIDTH)
+        self.intermediate = nn.Linear(WIDTH, NEURONS)
+        self.output = BertOutput(NEURONS, is_post_norm=is_post_norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x)
+        return self.output(F.gelu(self.intermediate(self.ln(x))), x)
+
+
+class AttentionWithWeights(nn.Module):
+    """`nn.MultiheadAttention`, which holds raw parameters and returns (output, weights or None)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None, tuple[Tensor, int]]:
+        return self.inner(x, x, x, need_weights=False)[0], None, (x.mean(), 1)
+
+
+class ReturnsTuples(nn.Module):
+    """Layer and attention return more than the stream; the layer's extra output reads its branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(WIDTH), AttentionWithWeights()
+        self.ln_2, self.mlp = nn.LayerNorm(WIDTH), Mlp()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, int]]:
+        attended, _, extra = self.attn(self.ln_1(x))
+        x = x + attended
+        return x + self.mlp(self.ln_2(x)), extra
+
+
+class StackOfTuples(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.h:
+            x, _ = layer(x)
+        return self.head(self.ln_f(x))
+
+
+class Mixture(nn.Module):
+    """Two of four experts per token; which depends on the data. One more runs for all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.shared_expert = nn.Linear(WIDTH, 4, bias=False), Mlp()
+        self.experts = nn.ModuleList([Mlp() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weights, chosen = self.router(rows).softmax(-1).topk(2)
+        out = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            token, slot = (chosen == index).nonzero(as_tuple=True)
+            out.index_add_(0, token, expert(rows[token]) * weights[token, slot, None])
+        return out.view_as(x) + self.shared_expert(x)
+
+
+class MixtureLayer(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mixture()  # type: ignore[assignment]
+
+
+class StateSpace(nn.Module):
+    """Gated, with a short causal convolution and a recurrence along the tokens, as in Mamba."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj, self.out_proj = nn.Linear(WIDTH, 2 * NEURONS, bias=False), nn.Linear(NEURONS, WIDTH, bias=False)
+        self.conv1d = nn.Conv1d(NEURONS, NEURONS, 3, padding=2, groups=NEURONS)
+        self.A_log, self.D = nn.Parameter(torch.zeros(NEURONS)), nn.Parameter(torch.ones(NEURONS))
+        self.norm = nn.RMSNorm(NEURONS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside, gate = self.in_proj(x).chunk(2, dim=-1)
+        inside = F.silu(self.conv1d(inside.mT)[..., : x.shape[1]].mT)
+        state, states = torch.zeros_like(inside[:, 0]), []
+        for token in inside.unbind(1):
+            state = torch.exp(-torch.exp(self.A_log)) * state + token
+            states.append(state + self.D * token)
+        return self.out_proj(self.norm(torch.stack(states, 1)) * F.silu(gate))
+
+
+class StateSpaceLayer(nn.Module):
+    """One branch per layer; the stream is kept in another dtype (`residual_in_fp32`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mixer = nn.RMSNorm(WIDTH), StateSpace()
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x.to(torch.float64)
+        return (residual + self.mixer(self.norm(x))).to(x.dtype)
+
+
+class Forms(nn.Module):
+    """Several forms of one class: attention, state space, or neither; with or without a norm after the addition."""
+
+    def __init__(self, mixer: nn.Module | None, *, is_post_norm: bool = False) -> None:
+        super().__init__()
+        self.mixer, self.is_post_norm = mixer, is_post_norm
+        self.ln_1, self.ln_2, self.mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_post_norm:
+            x = x if self.mixer is None else self.ln_1(x + self.mixer(x))
+            return self.ln_2(x + self.mlp(x))
+        x = x if self.mixer is None else x + self.mixer(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+def stack_of_forms() -> nn.Module:
+    kinds = (Attention, StateSpace)
+    return Stack(*(Forms(kind(), is_post_norm=post) for kind in kinds for post in (False, True)), Forms(None))
+
+
+FORMS: dict[str, tuple[Names, ...]] = {
+    **dict.fromkeys(("h.0", "h.2"), (("ln_1", "mixer"), ("ln_2", "mlp"))),
+    **dict.fromkeys(("h.1", "h.3"), (("mixer",), ("mlp",))),  # the norms are on the stream
+    "h.4": (("ln_2", "mlp"),),
+}
+
+
+class Skipping(Layer):
+    """The model tells the layer whether its MLP runs."""
+
+    def forward(self, x: Tensor, with_mlp: bool = True) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x)) if with_mlp else x
+
+
+class StackThatSkips(Stack):
+    """The MLP of the second layer never runs: no branch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.h):
+            x = layer(x, with_mlp=index != 1)
+        return self.head(self.ln_f(x))
+
+
+class StochasticDepth(Layer):
+    """A training forward skips each branch by chance: one pass need not see all of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, body in ((self.ln_1, self.attn), (self.ln_2, self.mlp)):
+            if not self.training or torch.rand(()) < 0.5:
+                x = x + body(norm(x))
+        return x
+
+
+class CommonMlp(Layer):
+    """The same MLP runs in both branches. With what is left to a branch zero, it adds the MLP's biases: no branch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mlp(self.attn(self.ln_1(x)))
+        return x + self.mlp(self.ln_2(x))
+
+
+def one_mlp_for_all() -> nn.Module:
+    """The norm before the shared MLP is shared, too: the MLP of zeros is not zero."""
+    layers = [Layer() for _ in range(3)]
+    for layer in layers:
+        layer.mlp = layers[0].mlp
+    return Stack(*layers)
+
+
+class Recurrent(Stack):
+    """One layer that runs three times: absent, it adds nothing in all of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            for layer in self.h:
+                x = layer(x)
+        return self.head(self.ln_f(x))
+
+
+@dataclass
+class State:
+    hidden: Tensor
+    position: int = 0
+
+
+class InDict(Layer):
+    def forward(self, x: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]  # on purpose
+        return {**x, "hidden": super().forward(x["hidden"])}
+
+
+class InState(Layer):
+    def forward(self, x: State) -> State:  # type: ignore[override]  # on purpose
+        return State(super().forward(x.hidden), x.position + 1)
+
+
+class StackOfDicts(Stack):
+    """The stream is an entry of a dict, whose first tensor is another of the same shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"first": torch.ones_like(x), "hidden": x}
+        for layer in self.h:
+            state = layer(state)
+        return self.head(self.ln_f(state["hidden"]))
+
+
+class StackOfStates(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        state = State(x)
+        for layer in self.h:
+            state = layer(state)
+        return self.head(self.ln_f(state.hidden))
+
+
+class TransposedMixer(nn.Module):
+    """An MLP over tokens and one over channels (MLP-Mixer); the first sees the transposed stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2, self.mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), Mlp()
+        self.over_tokens = nn.Sequential(nn.Linear(TOKENS, NEURONS), nn.GELU(), nn.Linear(NEURONS, TOKENS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.over_tokens(self.ln_1(x).mT).mT
+        return x + self.mlp(self.ln_2(x))
+
+
+class Highway(nn.Module):
+    """Multiplies the stream by a gate that depends on the data: adds to no stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.mlp = nn.Linear(WIDTH, WIDTH), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.sigmoid(self.gate(x))
+        return gate * self.mlp(x) + (1 - gate) * x
+
+
+class Plain(Layer):
+    """Without skip connections."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.ln_2(self.attn(self.ln_1(x))))
+
+
+_TORCH_MLP = ("linear1", "linear2")
+_SANDWICH = (("ln_1", "attn", "post_1"), ("ln_2", "mlp", "post_2"))
+_SCALED = (("ln_1", "attn", "gamma_1"), ("ln_2", "mlp", "gamma_2"))
+_MEGATRON = (("attention.ln", "attention.self", "attention.output"), ("ln", "intermediate", "output"))
+_NANO_GPT = in_each(*PRE_NORM, prefix="transformer.h")
+
+HAND_WRITTEN: dict[str, HandWritten] = {
+    "nano_gpt": HandWritten(NanoGPT, tokens, _NANO_GPT),
+    "nano_gpt_with_dropout": HandWritten(lambda: NanoGPT(0.3), tokens, _NANO_GPT, is_random=True),
+    "encoder_pre_norm": HandWritten(
+        lambda: torch_encoder(norm_first=True),
+        stream,
+        in_each(("norm1", "self_attn"), ("norm2", *_TORCH_MLP), prefix="layers"),
+    ),
+    "encoder_post_norm": HandWritten(
+        lambda: torch_encoder(norm_first=False), stream, in_each(("self_attn",), _TORCH_MLP, prefix="layers")
+    ),
+    "decoder_with_cross_attention": HandWritten(
+        torch_decoder,
+        with_memory,
+        in_each(("norm1", "self_attn"), ("norm2", "multihead_attn"), ("norm3", *_TORCH_MLP), prefix="layers"),
+    ),
+    "resnet": HandWritten(residual_net, images, dict.fromkeys(("1.0", "1.1", "1.3"), RESIDUAL)),
+    "parallel": stacked(Parallel, ("attn",), ("mlp",)),
+    "parallel_with_norms": stacked(ParallelWithNorms, *PRE_NORM),
+    "sandwich": stacked(Sandwich, *_SANDWICH),
+    "layer_scale": stacked(LayerScale, *_SCALED),
+    "deep_norm": stacked(DeepNorm, ("attn",), ("mlp",)),
+    "raw_parameters": stacked(RawParameters, ("ln", "w_in", "b_in", "w_out")),
+    "adds_inside": stacked(AddsInside, *PRE_NORM),
+    "bert": stacked(
+        lambda: Bert(is_post_norm=True), ("attention.self", "attention.output.dense"), ("intermediate", "output.dense")
+    ),
+    "bert_pre_norm": stacked(lambda: Bert(is_post_norm=False), *_MEGATRON),
+    "tuples": HandWritten(lambda: StackOfTuples(*(ReturnsTuples() for _ in range(3))), stream, in_each(*PRE_NORM)),
+    "mixture": stacked(MixtureLayer, *PRE_NORM),
+    "state_space": stacked(StateSpaceLayer, ("norm", "mixer")),
+    "forms": HandWritten(stack_of_forms, stream, FORMS),
+    "skipping": HandWritten(
+        lambda: StackThatSkips(*(Skipping() for _ in range(3))),
+        stream,
+        {"h.0": PRE_NORM, "h.1": PRE_NORM[:1], "h.2": PRE_NORM},
+    ),
+    "stochastic_depth": stacked(StochasticDepth, *PRE_NORM, is_random=True),
+    "common_mlp": HandWritten(lambda: Stack(*(CommonMlp() for _ in range(3))), stream),
+    "one_mlp_for_all": HandWritten(one_mlp_for_all, stream, in_each(PRE_NORM[0])),
+    "recurrent": HandWritten(lambda: Recurrent(Layer()), stream, in_each(*PRE_NORM, layers=1)),
+    "dicts": HandWritten(lambda: StackOfDicts(*(InDict() for _ in range(3))), stream, in_each(*PRE_NORM)),
+    "dataclasses": HandWritten(lambda: StackOfStates(*(InState() for _ in range(3))), stream, in_each(*PRE_NORM)),
+    "mixer": stacked(TransposedMixer, ("ln_1", "over_tokens"), ("ln_2", "mlp")),
+    "highway": HandWritten(lambda: Stack(*(Highway() for _ in range(3))), stream),
+    "plain": HandWritten(lambda: Stack(*(Plain() for _ in range(3))), stream),
+}
