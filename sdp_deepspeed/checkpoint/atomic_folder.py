@@ -31,6 +31,14 @@ def check_tag(tag: str) -> None:
         )
 
 
+def output_folder(folder: str | Path, argument: str = "save_dir") -> Path:
+    """The folder that a caller named. Raises ValueError, as DeepSpeed does, for None and "", which would be the working
+    directory."""
+    if not folder:
+        raise ValueError(f"{argument} must be a non-empty string, got {folder!r}; pass the path of a folder")
+    return Path(folder)
+
+
 def lock_folder(folder: Path) -> filelock.BaseFileLock | None:
     """Create the folder and lock it, so that no other job writes to it until the lock is released or this process ends.
 

@@ -48,6 +48,7 @@ from deepspeed.utils import log_dist
 from torch import nn
 
 from sdp_deepspeed.architectures import unit_costs
+from sdp_deepspeed.checkpoint.atomic_folder import output_folder
 from sdp_deepspeed.checkpoint.hugging_face import load_pretrained, save_pretrained
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.checkpoint.save_and_load import Checkpointer
@@ -56,7 +57,7 @@ from sdp_deepspeed.engine.dense_view import DenseView
 from sdp_deepspeed.engine.earlier_engines import make_whole, record_engine
 from sdp_deepspeed.engine.full_access import install_full_access
 from sdp_deepspeed.engine.monitor import StepEvents, announce
-from sdp_deepspeed.engine.optimizer_options import loss_scaler, sharded_options, skips_overflow
+from sdp_deepspeed.engine.optimizer_options import check_bucket_size, loss_scaler, sharded_options, skips_overflow
 from sdp_deepspeed.engine.plans import (
     Replanned,
     check_schedule,
@@ -222,6 +223,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         return ZERO_OPTIMIZATION  # our optimizer serves every stage and precision
 
     def _configure_zero_optimizer(self, optimizer: Any) -> SubnetworkOptimizer:
+        check_bucket_size(self)
         given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         frozen = [name for name, p in self.mask.parameters.items() if id(p) in given and not self.mask.trainable[name]]
         self._known_parameters = KnownParameters(self.module, self.mask.parameters, frozen)
@@ -456,18 +458,22 @@ class SubnetworkEngine(DeepSpeedEngine):
         With the option `checkpoint.asynchronous` it returns once the state has been copied to host memory.
 
         Raises:
-            ValueError: client state of types that cannot be loaded safely.
+            ValueError: no folder, tags that differ between ranks, or client state that cannot be loaded safely.
+            AssertionError: tags that differ, with `checkpoint.tag_validation` "Fail".
             RuntimeError: on all ranks, if the checkpoint cannot be written; earlier ones are intact. On all ranks,
                 between two synchronizations, if gradients of an unfinished step exist (local steps). On the waiting
                 ranks, if a rank does not call it.
         """
         self._before_checkpoint("save_checkpoint")
+        folder = run_on_all_ranks(lambda: output_folder(save_dir), self._control)
+        if self.checkpoint_tag_validation_fail():
+            self._checkpoint_tag_validation(str(tag))
         if self._is_between_synchronizations:
             log_dist(f"{KEY}: save_checkpoint synchronizes first, after step {self.global_steps}", ranks=[0])
             self._synchronize("save_checkpoint")
         options = {"latest": save_latest, "exclude_frozen": exclude_frozen_parameters}
         with self.optimizer.sharded.whole_state():
-            save_engine(self, Path(save_dir), tag, client_state or {}, **options)
+            save_engine(self, folder, tag, client_state or {}, **options)
         return True
 
     def load_checkpoint(
@@ -565,8 +571,9 @@ class SubnetworkEngine(DeepSpeedEngine):
         def write() -> None:
             is_divided = self.tensor_parallel.group is not None
             state = {"state_dict": self.module.state_dict()} if is_divided else {}  # a collective
+            to = output_folder(folder, "folder")
             if dist.get_rank() == 0:
-                save_pretrained(self.module, Path(folder), tokenizer, **state, **options)
+                save_pretrained(self.module, to, tokenizer, **state, **options)
 
         self._warn_between("save_pretrained")
         with self.dense_view.resident("save_pretrained"), self._state_dicts.whole():

@@ -20,7 +20,7 @@ def sharded_options(engine: SubnetworkEngine) -> dict[str, Any]:
     sums_in_fp32 = accumulation_dtype == torch.float32 and model_dtype != torch.float32
     stage = int(engine.zero_optimization_stage())
     offloads = offload is not None and offload.device == "cpu"
-    in_bf16_optimizer = stage == 1 and model_dtype == torch.bfloat16 and sums_in_fp32 and not offloads
+    in_bf16_optimizer = uses_bf16_optimizer(engine)
     return {
         "stage": max(1, stage),  # 0 sends the same as 1, and has the same results
         "clip": float(engine.gradient_clipping() or 0),
@@ -32,6 +32,23 @@ def sharded_options(engine: SubnetworkEngine) -> dict[str, Any]:
         "offload": offloads,
         "pin_memory": offload is not None and offload.pin_memory,
     }
+
+
+def uses_bf16_optimizer(engine: SubnetworkEngine) -> bool:
+    """Whether DeepSpeed would build its `BF16_Optimizer`, not that of ZeRO stages 1 and 2."""
+    is_stage_1 = engine.zero_optimization_stage() == 1 and not engine.zero_cpu_offload()
+    return bool(is_stage_1) and engine.get_data_types() == (torch.bfloat16, torch.float32)
+
+
+def check_bucket_size(engine: SubnetworkEngine) -> None:
+    """Raise AssertionError where DeepSpeed does: ZeRO stages 1 and 2 need an even `allgather_bucket_size`, which has no
+    effect here."""
+    size = engine.zero_allgather_bucket_size()
+    if size % 2 and engine.zero_optimization_stage() > 0 and not uses_bf16_optimizer(engine):
+        raise AssertionError(
+            f"zero_optimization.allgather_bucket_size: got {size}, which must be a multiple of 2 "
+            "(nccl_start_alignment_factor); use an even number"
+        )
 
 
 def skips_overflow(engine: SubnetworkEngine) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sdp_deepspeed.checkpoint.atomic_folder import output_folder
 from sdp_deepspeed.checkpoint.hugging_face import load_pretrained
 from sdp_deepspeed.checkpoint.optimizer_state import NUMBER, group_facts
 from sdp_deepspeed.checkpoint.rank_state import RankState
@@ -165,12 +166,13 @@ class CheckpointManager:
             exclude_frozen_parameters: whether to leave out parameters that do not require gradients.
 
         Raises:
-            ValueError: on all ranks, if the client state has types that cannot be loaded safely, or the optimizer's
-                state does not have one value per element.
+            ValueError: on all ranks, if there is no folder, the client state has types that cannot be loaded safely,
+                or the optimizer's state does not have one value per element.
             RuntimeError: on all ranks, if the checkpoint cannot be written; earlier ones are intact. On the waiting
                 ranks, if a rank does not call it.
         """
         state = self._state("save_checkpoint")
+        folder = run_on_all_ranks(lambda: output_folder(save_dir), self._sharded.groups.control)
         common = {
             "counters": {"global_steps": self.global_steps, "global_samples": 0, "skipped_steps": 0},
             "lr_scheduler": None if self._lr_scheduler is None else self._lr_scheduler.state_dict(),
@@ -179,7 +181,7 @@ class CheckpointManager:
         }
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         options = {"latest": save_latest, "exclude_frozen": exclude_frozen_parameters}
-        self._checkpointer.save(Path(save_dir), name, state, common, **options)
+        self._checkpointer.save(folder, name, state, common, **options)
 
     def load_checkpoint(
         self,

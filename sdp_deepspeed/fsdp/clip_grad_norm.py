@@ -17,15 +17,19 @@ from sdp_deepspeed.parallel.norm import gradient_norm, scale_gradients
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], max_norm: float, *, error_if_nonfinite: bool = False
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Clip gradients by the L2 norm of the averaged gradient of the dense model (parallel/norm.py).
+    """Clip gradients by the norm of the averaged gradient of the dense model (parallel/norm.py).
 
     Collective, for the same parameters of the dense model on all ranks.
 
     Args:
         parameters: a model that `fully_shard` returned, or some of its parameters. With tensor parallelism: the model.
         max_norm: maximum norm, above 0; infinity does not clip.
+        norm_type: p of the norm, above 0; infinity: the largest absolute value.
         error_if_nonfinite: whether to raise if the norm is not finite.
 
     Returns:
@@ -38,6 +42,8 @@ def clip_grad_norm_(
     """
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm_: max_norm: got {max_norm}, expected a number above 0, or infinity")
+    if not norm_type > 0:
+        raise ValueError(f"clip_grad_norm_: norm_type: got {norm_type}, expected a number above 0, or infinity")
     if is_sharded(parameters):
         sharded_model_of(parameters).reshard()  # type: ignore[arg-type]  # gradients belong to shards
     if isinstance(parameters, torch.Tensor):
@@ -55,7 +61,7 @@ def clip_grad_norm_(
     owned = [shard for shard, parameter in zip(local, trained, strict=True) if id(parameter) not in elsewhere]
     meshes = [parameter.device_mesh for parameter in named if isinstance(parameter, DTensor)]
     device = torch.device(meshes[0].device_type if meshes else device_type())  # offloaded gradients are elsewhere
-    norm = gradient_norm(owned, device)
+    norm = gradient_norm(owned, device, norm_type=float(norm_type))
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is non-finite ({norm.item()})")
     if not math.isinf(max_norm):

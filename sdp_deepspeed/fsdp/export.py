@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sdp_deepspeed.checkpoint import hugging_face
+from sdp_deepspeed.checkpoint.atomic_folder import output_folder
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.fsdp.checkpoint_manager import state_of
 from sdp_deepspeed.fsdp.sharded_model import sharded_model_of
@@ -60,7 +61,7 @@ def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None
         options: passed to the model's `save_pretrained`, such as `max_shard_size`.
 
     Raises:
-        RuntimeError: on all ranks, if rank 0 cannot write.
+        RuntimeError, ValueError: on all ranks, if rank 0 cannot write, or there is no folder.
     """
     state = full_state_dict(module)
     sharded = sharded_model_of(module)
@@ -68,7 +69,8 @@ def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None
     def write() -> None:
         if dist.get_rank() == 0:
             model: Any = sharded.dense.module  # of the original class, which the config names
-            save = partial(hugging_face.save_pretrained, model, Path(folder), tokenizer, **options)
+            to = output_folder(folder, "folder")
+            save = partial(hugging_face.save_pretrained, model, to, tokenizer, **options)
             of_model = getattr(model, "save_pretrained", None)
             try:
                 if of_model is None or "state_dict" in signature(of_model).parameters:

@@ -1,14 +1,15 @@
 """The gradient norm of the dense model, and clipping.
 
 The norm is that of the averaged gradient. Every parameter counts once, whatever its number of holders, replicas and
-tensor-parallel ranks. Each rank sums the squares of the shards that it owns; of tensors that are equal on all
-tensor-parallel ranks only the first of these ranks does. One all-reduce over all ranks adds these sums; with local
-steps, one over the team and one over the tensor-parallel ranks. An infinite or NaN gradient anywhere makes the norm
-infinite or NaN on every rank, before any weight is updated.
+tensor-parallel ranks. Each rank sums the squares (or other powers) of the shards that it owns; of tensors that are
+equal on all tensor-parallel ranks only the first of these ranks does. One all-reduce over all ranks adds these sums;
+with local steps, one over the team and one over the tensor-parallel ranks. An infinite or NaN gradient anywhere makes
+the norm infinite or NaN on every rank, before any weight is updated.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import reduce
 
@@ -17,27 +18,38 @@ import torch.distributed as dist
 
 
 def gradient_norm(
-    owned: Sequence[torch.Tensor], device: torch.device, groups: Sequence[dist.ProcessGroup] | None = None
+    owned: Sequence[torch.Tensor],
+    device: torch.device,
+    groups: Sequence[dist.ProcessGroup] | None = None,
+    norm_type: float = 2.0,
 ) -> torch.Tensor:
-    """L2 norm over all ranks, or with local steps over a team; collective.
+    """Norm over all ranks, or with local steps over a team; collective.
 
     Args:
         owned: averaged gradients of this rank's shards, without those that other ranks count; all on one device.
         device: device of collectives.
         groups: those over which sums are added, one after the other. Default: all ranks.
+        norm_type: p of the norm, above 0; infinity: the largest absolute value.
 
     Returns:
         float64 scalar, the same on all these ranks.
     """
-    squares = torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.zeros(1, dtype=torch.float64, device=device)
     if owned:
         dtype = reduce(torch.promote_types, (gradient.dtype for gradient in owned), torch.float32)
-        squares += torch.stack(torch._foreach_norm([*owned], 2, dtype)).double().square().sum().to(device)
+        norms = torch.stack(torch._foreach_norm([*owned], norm_type, dtype)).double().to(device)
+    if is_maximum := math.isinf(norm_type):  # backends differ in the maximum of a NaN
+        total = torch.stack([norms.nan_to_num(posinf=math.inf).max(), norms.isnan().any()])
+    else:
+        total = norms.pow(norm_type).sum()
+    operation = dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM
     if groups is None and dist.get_world_size() > 1:
-        dist.all_reduce(squares)
+        dist.all_reduce(total, operation)
     for group in groups or ():
-        dist.all_reduce(squares, group=group)
-    return squares.sqrt()
+        dist.all_reduce(total, operation, group=group)
+    if is_maximum:
+        return torch.where(total[1] > 0, math.nan, total[0])
+    return total.pow(1 / norm_type)
 
 
 def scale_gradients(gradients: Sequence[torch.Tensor], norm: torch.Tensor, clip: float, loss_scale: float) -> None:

@@ -131,10 +131,21 @@ def test_calls_that_differ(rank: Rank) -> None:
     calls = [partial(save, "a"), partial(engine.load_checkpoint, folder, tag="a")]
     refusal(RuntimeError, calls[rank.rank], "ranks made different calls: save_checkpoint; load_checkpoint")
     refusal(ValueError, partial(save, "a/b"), "expected the name of a folder")
+    for nothing in ("", None):
+        theirs = nothing if rank.rank == 0 else folder
+        refusal(ValueError, partial(engine.save_checkpoint, theirs), "save_dir must be a non-empty string")
+    refusal(ValueError, partial(engine.save_pretrained, ""), "folder must be a non-empty string")
     for strange in (nn.Linear(1, 1), Path("x"), lambda: None):
         mine = {"strange": strange if rank.rank == 0 else 1}
         refusal(ValueError, partial(save, "a", client_state=mine), "tensors, numbers")
     assert not list(rank.folder.glob("*/.metadata"))
+
+
+def test_tags_that_differ_where_that_is_to_fail(rank: Rank) -> None:
+    """As in DeepSpeed."""
+    engine = engine_of(settings_of() | {"checkpoint": {"tag_validation": "Fail"}})
+    refusal(AssertionError, lambda: engine.save_checkpoint(str(rank.folder), f"of_{rank.rank}"), "not consistent")
+    engine.save_checkpoint(str(rank.folder), "of_all")
 
 
 def test_one_job_in_a_folder(rank: Rank) -> None:

@@ -25,6 +25,8 @@ def test_what_is_not_possible(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config(coverage=0.4)), "subnetwork_data_parallel.coverage", "0.5 (holders 1)")
     refusal(ValueError, lambda: engine_of(config(holders=1, subnetworks=3)), "do not divide")
     refusal(ValueError, lambda: engine_of(config(holders=1) | {"zero_optimization": {"stage": 3}}), "stage")
+    odd = {"stage": 2, "allgather_bucket_size": 1001}  # as DeepSpeed refuses it
+    refusal(AssertionError, lambda: engine_of(config(holders=1) | {"zero_optimization": odd}), "allgather_bucket_size")
     refusal(ValueError, lambda: engine_of(config() | {"sdp": {"holders": 1}}), "sdp")
     refusal(ValueError, lambda: engine_of(config(holders=1, strategy={"ff": "neuron"})), "'ff' is not a branch type")
     refusal(ValueError, lambda: engine_of(config(holders=1, granularity="layer"), llama(1)), "unit")

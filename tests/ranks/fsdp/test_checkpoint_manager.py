@@ -259,6 +259,7 @@ def test_what_is_refused(rank: Rank) -> None:
     save = run.checkpoints.save_checkpoint
     refusal(ValueError, lambda: save(folder, f"tag{rank.rank}"), "make the same call on all")
     refusal(ValueError, lambda: save(folder, client_state={"of": object()}), "client_state")
+    refusal(ValueError, lambda: save(""), "save_dir must be a non-empty string")
     save(folder)
     other = ShardedRun(llama(3, tied=True))
     refusal(ValueError, lambda: other.checkpoints.load_checkpoint(folder), "of another model", "layers.2")

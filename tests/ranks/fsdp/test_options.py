@@ -28,7 +28,7 @@ from tests.helpers.models import TOKENS, VOCABULARY, Diffusing, Wrapped, family,
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import Rank
 from tests.helpers.sharded import check_against_reference, gathered_state, sharded
-from tests.helpers.training import assert_identical, refusal
+from tests.helpers.training import assert_identical, gathered, refusal
 
 SIZE = 2
 pytestmark = pytest.mark.world(SIZE)
@@ -166,6 +166,23 @@ def test_steps_with_multi_tensor_kernels(rank: Rank) -> None:
     assert all(not torch.equal(before[name], value) for name, value in gathered_state(model).items())
     next(p for p in model.parameters() if p.grad is not None).grad.fill_(float("nan"))
     refusal(RuntimeError, lambda: clip_grad_norm_(model, 1.0, error_if_nonfinite=True), "non-finite")
+
+
+@pytest.mark.parametrize("norm_type", [1, 2.5, float("inf")])
+def test_clips_other_norms(norm_type: float, rank: Rank) -> None:
+    """Of the dense model's gradient, in which every parameter counts once; NaN on one rank is NaN on all."""
+    model = sharded(llama(), ONE)
+    loss_of(model, TOKENS).backward()
+    held = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    dense = {name: gradient.flatten() for each in gathered(held) for name, gradient in each.items()}
+    assert len(dense) > len(held)
+    expected = torch.linalg.vector_norm(torch.cat([*dense.values()]), norm_type)
+    torch.testing.assert_close(clip_grad_norm_(model, 0.01, norm_type), expected)
+    torch.testing.assert_close(clip_grad_norm_(model, 1.0, norm_type=norm_type), torch.tensor(0.01), rtol=1e-3, atol=0)
+    refusal(ValueError, lambda: clip_grad_norm_(model, 1.0, -norm_type), "norm_type", "above 0")
+    if rank.rank == 1:
+        next(p for p in model.parameters() if p.grad is not None).grad.to_local().view(-1)[0] = float("nan")
+    assert clip_grad_norm_(model, 1.0, norm_type).isnan()
 
 
 def test_is_exported(rank: Rank) -> None:
