@@ -18,7 +18,7 @@ OF_UNITS, OF_SHARED = ("sdp_holders",), ("sdp_shared",)
 def holder_meshes(
     holder_sets: AbstractSet[Holders], groups: Groups, mesh: DeviceMesh, *, is_divided: bool
 ) -> dict[Holders, DeviceMesh]:
-    """A mesh for each holder set of this rank.
+    """A mesh for each holder set of this rank. Collective.
 
     Args:
         mesh: mesh of all data-parallel ranks, which is also that of the set of all ranks.
@@ -26,10 +26,12 @@ def holder_meshes(
     """
     everyone = tuple(range(mesh.size()))
     meshes = {everyone: with_axes(mesh, OF_UNITS) if is_divided else mesh}
+    alone = group_of_one() if groups.some_hold_alone else None  # on all ranks, also where it is not used
     for holders in sorted(holder_sets - {everyone}):
         holder_group = groups.of(holders)
         assert holder_group is not None
-        group = holder_group.process_group or group_of_one()
+        group = holder_group.process_group or alone
+        assert group is not None
         axes = OF_UNITS if is_divided else None
         meshes[holders] = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=axes)
     return meshes

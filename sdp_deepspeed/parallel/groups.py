@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,7 @@ class Groups:
         tensor_parallel_rank: index of the list in `ranks` that contains this rank.
         tensor_parallel_size: number of lists in `ranks`.
         control: gloo group of all ranks, for barriers and objects.
+        some_hold_alone: whether a holder set, of any rank, is a single rank.
         num_groups: number of process groups of this rank, with control, without the default group.
     """
 
@@ -99,6 +101,7 @@ class Groups:
         if nodes is None:
             nodes = [""] * len(everyone)
             dist.all_gather_object(nodes, socket.gethostname(), group=self.control)
+        self.some_hold_alone = any(len(holders) == 1 for holders in holder_sets)
         self._groups: dict[Holders, RankGroup] = {}
         for tensor_parallel_rank, members in enumerate(self.ranks):
             all_indices = tuple(range(len(members)))
@@ -153,14 +156,20 @@ def _rank_group(
 
 
 def group_of_one() -> dist.ProcessGroup:
-    """A process group of this rank alone, created once per default group, for APIs that require a group."""
-    known = dist.distributed_c10d._world.pg_map
-    if not (_of_one and _of_one[-1] in known):
-        _of_one.append(dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc=HOLDERS))
-    return _of_one[-1]
+    """A process group of this rank alone, created once per default group, for APIs that require a group.
+
+    All ranks must call it, though no group has two of them: PyTorch 2.14 names later groups by a count that goes up
+    only where a group is created, so ranks that differ in it wait for each other for ever.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    if default not in _of_one:
+        ranks = [dist.get_rank()]
+        _of_one[default] = dist.new_group(ranks, use_local_synchronization=True, group_desc=HOLDERS)
+    return _of_one[default]
 
 
-_of_one: list[dist.ProcessGroup] = []
+_of_one = WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]()
 
 
 def default_group_timeout() -> timedelta | None:
