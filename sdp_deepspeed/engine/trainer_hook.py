@@ -45,6 +45,16 @@ def patch_trainer() -> None:
         note_step(self)
         return step(self, *args, **kwargs)
 
+    train = host.Trainer.train
+
+    @wraps(train)
+    def synchronized_train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = train(self, *args, **kwargs)
+        if is_ours(engine := self.model_wrapped) and engine.block.local_steps is not None:
+            engine.zero_grad()  # of a step that a callback has ended
+            engine.synchronize()  # so that all that follows is of the same weights
+        return result
+
     save = host.Trainer.save_model
 
     @wraps(save)
@@ -63,7 +73,7 @@ def patch_trainer() -> None:
 
     host.Trainer.save_model, host.Trainer.evaluate = synchronized_save, synchronized_evaluate
     host.Trainer.log, host.get_model_param_count = labelled_log, dense_count
-    host.Trainer.training_step = noted_step
+    host.Trainer.training_step, host.Trainer.train = noted_step, synchronized_train
     _patch_config()
 
 

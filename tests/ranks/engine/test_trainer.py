@@ -269,6 +269,31 @@ def test_local_steps(rank: Rank) -> None:
 
 
 @pytest.mark.world(4)
+def test_local_steps_that_a_callback_ends(rank: Rank) -> None:
+    """Within an interval, and within a step: everything that follows is of the same weights."""
+    from transformers import TrainerCallback
+
+    class Stops(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 3
+
+    block = {"coverage": 1.0, "local_steps": {"every": 2}}
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False}
+    options |= {"max_steps": 6, "eval_strategy": "no", "save_strategy": "no", "callbacks": [Stops()]}
+    trainer = trainer_of(rank.folder / "run", block, **options)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    dense = dense_state(trainer.model_wrapped)
+    evaluated, predicted = trainer.evaluate()["eval_loss"], trainer.predict(rows(7)).metrics["test_loss"]
+    assert_identical(trainer.model.state_dict(), dense)
+    trainer.save_model(str(rank.folder / "saved"))
+    gathered(None)  # rank 0 wrote it
+    saved = loaded(rank.folder / "saved")
+    assert_identical(saved.state_dict(), dense)
+    assert evaluated == predicted == pytest.approx(mean_loss(saved, rows(7)), abs=1e-5)
+
+
+@pytest.mark.world(4)
 def test_tensor_parallel(rank: Rank) -> None:
     """TP x DP: what is saved is whole in both directions."""
     config = {**ADAMW, "tensor_parallel": {"autotp_size": 2}}
