@@ -28,6 +28,7 @@ import sdp_deepspeed.architectures.small_image_resnet  # registers its model typ
 from callbacks import StopTogether
 from output_folder import hold
 from pretrain import SECTIONS, ResumableTrainer, run
+from published_images import PUBLISHED, load_published
 from recipe import Recipe, fail, initialization, model_config, read_recipe, section_of, training_arguments
 
 STATISTICS_BATCHES = 16  # batches per rank to estimate the batch norm statistics of the dense model
@@ -38,9 +39,11 @@ class Images:
     """The section `data` of a recipe.
 
     Args:
-        path: argument of `load_dataset` (the name of a dataset, a folder of images or parquet files), or "digits".
+        path: fashion_mnist, cifar10, cifar100, svhn or digits; or the argument of `load_dataset` (the name of a dataset
+            on the hub, a folder of images or parquet files).
         size: height and width of the model's input, in pixels.
-        name: configuration of the dataset.
+        folder: with the published files of the first four. By default they are loaded from the hub.
+        name: configuration of another dataset on the hub.
         padding: black pixels added on each side before a random crop. None: a random resized crop, as for ImageNet.
         flip: whether to mirror half of the training images.
         mean, std: normalization of pixel values between 0 and 1.
@@ -48,6 +51,7 @@ class Images:
 
     path: str
     size: int
+    folder: str | None = None
     name: str | None = None
     train_split: str = "train"
     test_split: str = "test"
@@ -58,8 +62,19 @@ class Images:
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
+    def __post_init__(self) -> None:
+        if self.folder is not None and self.path not in PUBLISHED:
+            raise ValueError(f"folder: got path {self.path!r}, expected one of {', '.join(PUBLISHED)}; remove folder")
+
     def load(self) -> tuple[Dataset, Dataset]:
-        splits = digits() if self.path == "digits" else load_dataset(self.path, self.name)
+        """Training and test images; exits with a message if they cannot be loaded."""
+        try:
+            if self.path in PUBLISHED:
+                splits = load_published(self.path, self.folder)
+            else:
+                splits = digits() if self.path == "digits" else load_dataset(self.path, self.name)
+        except (ValueError, OSError) as error:
+            fail(f"data: {error}")
         return splits[self.train_split], splits[self.test_split]
 
     def processor(self) -> BitImageProcessorPil:
@@ -168,10 +183,7 @@ def build_trainer(recipe: Recipe) -> VisionTrainer:
     data, args = section_of(Images, recipe.data, "data"), training_arguments(recipe)
     hold(args.output_dir)
     with args.main_process_first(local=args.save_on_each_node, desc="preparing the data"):
-        try:
-            train, test = data.load()
-        except (ValueError, OSError) as error:
-            fail(error)
+        train, test = data.load()
     labels = train.features[data.label_column]
     names = labels.names if isinstance(labels, ClassLabel) else [*map(str, range(max(train[data.label_column]) + 1))]
     config = model_config(recipe, id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})

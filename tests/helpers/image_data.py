@@ -1,13 +1,19 @@
-"""Small sets of images as `datasets` has them."""
+"""Small sets of images as `datasets` has them, and as their authors publish them."""
 
 from __future__ import annotations
 
+import gzip
+import io
+import pickle
+import struct
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 from PIL import Image
+from scipy.io import savemat
 
 CLASSES = ("plane", "cat", "ship")
 
@@ -36,3 +42,75 @@ def write_folders(folder: Path, num_train: int = 12, num_test: int = 7, **shape:
             place.mkdir(parents=True, exist_ok=True)
             image.save(place / f"{index:03d}.png")
     return folder
+
+
+def write_fashion_mnist(
+    folder: Path, num_train: int = 12, num_test: int = 7
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The published files, compressed ones for training; the images of a split, uint8, with labels."""
+    folder.mkdir(parents=True, exist_ok=True)
+    splits = {"train": arrays(num_train, (28, 28)), "test": arrays(num_test, (28, 28), seed=1)}
+    for (pixels, labels), prefix in zip(splits.values(), ("train", "t10k"), strict=True):
+        for array, name in ((pixels, "images-idx3-ubyte"), (labels, "labels-idx1-ubyte")):
+            header = struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+            content = header + array.astype(np.uint8).tobytes()
+            if prefix == "train":
+                (folder / f"{prefix}-{name}.gz").write_bytes(gzip.compress(content))
+            else:
+                (folder / f"{prefix}-{name}").write_bytes(content)
+    return splits
+
+
+def write_cifar10(folder: Path, num_train: int = 15, num_test: int = 7) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The unpacked archive for Python."""
+    splits = {"train": arrays(num_train, (32, 32, 3)), "test": arrays(num_test, (32, 32, 3), seed=1)}
+    files = {
+        "batches.meta": {"label_names": [f"class {label}" for label in range(10)]},
+        "test_batch": _batch(*splits["test"]),
+    }
+    parts = (np.array_split(array, 5) for array in splits["train"])
+    for number, (pixels, labels) in enumerate(zip(*parts, strict=True), start=1):
+        files[f"data_batch_{number}"] = _batch(pixels, labels)
+    for name, content in files.items():
+        path = folder / "cifar-10-batches-py" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(pickle.dumps(content, protocol=2))
+    return splits
+
+
+def write_cifar100(folder: Path, num_train: int = 15, num_test: int = 7) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The archive for Python."""
+    folder.mkdir(parents=True, exist_ok=True)
+    splits = {"train": arrays(num_train, (32, 32, 3)), "test": arrays(num_test, (32, 32, 3), seed=1)}
+    files = {split: _batch(*found, key="fine_labels") for split, found in splits.items()}
+    files["meta"] = {"fine_label_names": [f"class {label}" for label in range(100)]}
+    with tarfile.open(folder / "cifar-100-python.tar.gz", "w:gz") as archive:
+        for name, content in files.items():
+            data = pickle.dumps(content, protocol=2)
+            member = tarfile.TarInfo(f"cifar-100-python/{name}")
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return splits
+
+
+def write_svhn(folder: Path, num_train: int = 12, num_test: int = 7) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """MATLAB files, in which the digit 0 is 10."""
+    folder.mkdir(parents=True, exist_ok=True)
+    splits = {"train": arrays(num_train, (32, 32, 3)), "test": arrays(num_test, (32, 32, 3), seed=1)}
+    for split, (pixels, labels) in splits.items():
+        digits = np.where(labels == 0, 10, labels)[:, None].astype(np.uint8)
+        savemat(folder / f"{split}_32x32.mat", {"X": pixels.transpose(1, 2, 3, 0), "y": digits}, do_compression=True)
+    return splits
+
+
+def arrays(num: int, shape: tuple[int, ...], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Images of noise, uint8, with the labels 0 to 9 in turn, which are also their first pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (num, *shape), dtype=np.uint8)
+    labels = np.arange(num) % 10
+    pixels.reshape(num, -1)[:, 0] = labels
+    return pixels, labels
+
+
+def _batch(pixels: np.ndarray, labels: np.ndarray, key: str = "labels") -> dict[str, Any]:
+    rows = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)).reshape(len(pixels), -1)
+    return {"data": rows, key: labels.tolist(), "batch_label": "of a test"}

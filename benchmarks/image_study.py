@@ -1,0 +1,158 @@
+"""Loss and error on images after many epochs: data parallelism, its rivals and SDP at equal FLOPs.
+
+    python benchmarks/image_study.py --data FOLDER --minutes 60
+    python benchmarks/image_study.py --data FOLDER --only "18 blocks" "C = 1/2.*" --images 20000 --epochs 60 --seeds 0 1
+
+FOLDER has the files of Fashion-MNIST (Debian: dataset-fashion-mnist). Virtual workers run under the product's masks in
+one process. A cell is one JSON file; cells that exist are not repeated, so a call that was ended goes on where it was.
+Learning rates are chosen for each subject, number of images and of epochs, on training images that are held out, with a
+seed of their own. Without --only, all stages run in the order in which they answer most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "launch"))
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
+from benchmarks.common.provenance import provenance
+from benchmarks.images.cell import Cell, Data, Settings, identity, run
+from benchmarks.images.pictures import read_examples
+from benchmarks.images.subjects import STAGES, SUBJECTS, Stage
+from sdp_deepspeed.atomic_files import write_text
+
+TUNING_SEED = 99  # only for choosing learning rates; excluded from figures
+RATES = (0.1, 0.2, 0.05)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    end = datetime.now(tz=UTC) + timedelta(minutes=min(options.minutes, 1e6))
+    os.environ["OMP_NUM_THREADS"] = "1"  # which the figures name
+    torch.set_num_threads(1)
+    store = Store(options.output)
+    try:
+        stages = STAGES if options.only is None else [_asked(options)]
+        for stage in stages:
+            data = Data(*read_examples(options.data, stage.images))
+            for cell in cells(stage, store):
+                if datetime.now(tz=UTC) >= end:
+                    return
+                result = run(cell, SUBJECTS[cell.subject], data)
+                store.add(result)
+                last = result["curve"][-1] if result["curve"] else {}
+                print(json.dumps(asdict(cell) | last | {"cpu_seconds": result["cpu_seconds"]}), flush=True)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"interrupted: {options.output} has all finished cells")
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    results = Path(__file__).parent / "results" / "images"
+    add("--data", type=Path, required=True, help="folder of the published files of Fashion-MNIST")
+    add("--output", type=Path, default=results, help="folder of cells (default: benchmarks/results/images)")
+    add("--only", nargs="+", help="regular expressions of whole names of subjects, in place of all stages")
+    add("--images", type=int, default=4_000, help="training images with --only (default: 4000)")
+    add("--epochs", type=int, default=120, help="budget with --only, in epochs of all blocks (default: 120)")
+    add(
+        "--seeds", type=int, nargs="*", default=[0], help=f"with --only; none: only tune, on {TUNING_SEED} (default: 0)"
+    )
+    add("--minutes", type=float, default=math.inf, help="time after which no cell begins (default: none)")
+    return parser.parse_args(arguments)
+
+
+def _asked(options: argparse.Namespace) -> Stage:
+    named: dict[str, None] = {}
+    for pattern in options.only:
+        found = [name for name in SUBJECTS if re.fullmatch(pattern, name)]
+        if not found:
+            raise ValueError(f"--only: no subject is named {pattern!r}; possible: {', '.join(SUBJECTS)}")
+        named |= dict.fromkeys(found)
+    if TUNING_SEED in options.seeds:
+        raise ValueError(f"--seeds: {TUNING_SEED} is the seed of learning rates, which no figure has")
+    return Stage(tuple(named), options.images, options.epochs, tuple(options.seeds))
+
+
+def cells(stage: Stage, store: Store) -> Iterator[Cell]:
+    """Unfinished cells: one learning rate of all subjects after the other, then the same with seeds."""
+    todo = [*stage.subjects]
+    while todo:
+        rates = {subject: next_rate(store.tuning(subject, stage)) for subject in todo}
+        todo = [subject for subject in todo if rates[subject] is not None]
+        yield from (Cell(name, stage.images, stage.epochs, TUNING_SEED, rate) for name, rate in rates.items() if rate)
+    for seed in stage.seeds:
+        for subject in stage.subjects:
+            tried = store.tuning(subject, stage)
+            cell = Cell(subject, stage.images, stage.epochs, seed, min(tried, key=lambda rate: tried[rate]))
+            if not store.has(cell):
+                yield cell
+
+
+def next_rate(tried: dict[float, float]) -> float | None:
+    """A learning rate to try: those of the grid, then beyond its ends while the best is at one; None if it is chosen.
+
+    Args:
+        tried: loss on held-out images of each learning rate.
+    """
+    for rate in RATES:
+        if rate not in tried:
+            return rate
+    best = min(tried, key=lambda rate: tried[rate])
+    if best == max(tried):
+        return 2 * best
+    return best / 2 if best == min(tried) else None
+
+
+class Store:
+    """Cells, one JSON file each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._provenance = provenance()  # of the code that runs; commits may follow
+        found = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json")))
+        self.results: list[dict[str, Any]] = [result for result in found if _is_current(result)]
+
+    def add(self, result: dict[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        parts = (result["subject"], f"{result['images']} x {result['epochs']}", f"{result['rate']:g}", result["seed"])
+        name = re.sub(r"[^a-z0-9.]+", "_", " ".join(map(str, parts)).lower())
+        text = json.dumps({"what": "image_study", **result, "provenance": self._provenance}, indent=1) + "\n"
+        write_text(self.folder / f"{name}.json", text)
+        self.results.append(result)
+
+    def has(self, cell: Cell) -> bool:
+        return any(all(result[key] == value for key, value in asdict(cell).items()) for result in self.results)
+
+    def tuning(self, subject: str, stage: Stage) -> dict[float, float]:
+        """Loss on held-out images by learning rate."""
+        key = (subject, stage.images, stage.epochs, TUNING_SEED)
+        found = [r for r in self.results if (r["subject"], r["images"], r["epochs"], r["seed"]) == key]
+        return {r["rate"]: math.inf if r["diverged"] else r["curve"][-1]["held_out_loss"] for r in found}
+
+
+def _is_current(result: dict[str, Any]) -> bool:
+    """Whether the subject and the settings of a cell are today's."""
+    if result["subject"] not in SUBJECTS:
+        return False
+    cell = Cell(*(result[key] for key in ("subject", "images", "epochs", "seed", "rate")))
+    facts = json.loads(json.dumps(identity(cell, SUBJECTS[cell.subject], Settings())))
+    return all(result[key] == value for key, value in facts.items())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""One cell of the image study: a subject that trains until a budget of operations is spent."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.images.dropping import StochasticDepth, add_dropout
+from benchmarks.images.pictures import NUM_CLASSES, Augmented, Examples
+from benchmarks.images.subjects import DEEP, Subject
+from benchmarks.images.workers import Workers
+from sdp_deepspeed.architectures.small_image_resnet import (
+    SmallImageResNetConfig,
+    SmallImageResNetForImageClassification,
+)
+from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.masking.running_statistics import estimate_statistics, write_statistics
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.schedule import Schedule
+
+STATISTICS_BATCHES = 16  # of training images, to estimate the batch norm statistics of the dense model
+_STATISTICS_SEED = 1_000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all cells have in common.
+
+    Args:
+        workers: k.
+        rows: images of a worker in a step.
+        warm_up: share of the steps in which the learning rate rises linearly; then it falls as a cosine.
+        points: of the curve, the last after the last step.
+    """
+
+    workers: int = 4
+    rows: int = 32
+    widths: tuple[int, ...] = (8, 16, 32)
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    warm_up: float = 0.05
+    points: int = 4
+
+
+@dataclass(frozen=True)
+class Cell:
+    """
+    Args:
+        subject: its name in the tables.
+        images: training images.
+        epochs: the budget, in epochs of data parallelism with all blocks.
+        seed: of weights, data and plans.
+        rate: the highest learning rate.
+    """
+
+    subject: str
+    images: int
+    epochs: int
+    seed: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class Data:
+    train: Examples
+    held_out: Examples
+    test: Examples
+
+
+def build(subject: Subject, seed: int, settings: Settings = Settings()) -> nn.Module:
+    """A ResNet whose stages halve each side of the images."""
+    torch.manual_seed(seed)
+    sizes = list(settings.widths)
+    model = SmallImageResNetForImageClassification(
+        SmallImageResNetConfig(
+            num_channels=1,
+            embedding_size=sizes[0],
+            stage_sizes=sizes,
+            depths=[subject.num_blocks // len(sizes)] * len(sizes),
+            downsample_in_first_stage=True,
+            num_labels=NUM_CLASSES,
+        )
+    )
+    return model.train().to(memory_format=torch.channels_last)
+
+
+def configs(subject: Subject, seed: int) -> Iterator[SubnetworkConfig]:
+    """The block of each step, as the engine has it; draws of a seed have the seeds after it."""
+    block = {**(subject.block or {"coverage": 1.0}), "seed": seed * 1_000_003}
+    schedule = Schedule.of({KEY: block})
+    step, draw, config = 0, -1, None
+    while True:
+        now = schedule.draw_after(step) if schedule else 0
+        if now != draw:
+            draw, config = now, parse(schedule.config_after(step) if schedule else {KEY: block})
+        assert config is not None
+        yield config
+        step += 1
+
+
+class Training:
+    """The parts of a run, which `run` puts together."""
+
+    def __init__(self, subject: Subject, data: Data, seed: int, settings: Settings) -> None:
+        self.subject, self.data, self.seed, self.settings = subject, data, seed, settings
+        self.model = build(subject, seed, settings)
+        self.batches = Augmented(data.train, settings.workers * settings.rows, seed)
+        self.configs = configs(subject, seed)
+        self.config = next(self.configs)
+        self.workers = Workers(self.model, self._plan(), is_scaled=self.config.branch_scale == "training")
+        self.depth = StochasticDepth(self.workers, subject.dropped) if subject.dropped else None
+        self.step = 0
+        if subject.dropout:
+            add_dropout(self.workers, subject.dropout)
+
+    def _plan(self) -> Plan:
+        return plan_model(self.model, self.config, self.settings.workers)[0]
+
+    def flops_per_image(self) -> float:
+        pixels, labels = self.batches.batch(0)
+        batch = (pixels[:2], labels[:2])
+        return self.depth.flops_per_image(self.workers, batch) if self.depth else self.workers.flops_per_image(batch)
+
+    def backward(self) -> float:
+        """Gradients of the next step; returns the mean loss of the workers."""
+        if self.depth:
+            self.depth.draw((self.seed + 700) * 1_000_003 + self.step)
+        pixels, labels = self.batches.batch(self.step)
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
+        losses = self.workers.backward(
+            [*zip(pixels.chunk(len(self.workers.copies)), labels.chunk(len(self.workers.copies)), strict=True)]
+        )
+        self.step += 1
+        config = next(self.configs)
+        if config is not self.config:
+            self.config = config
+            self.workers.replan(self._plan())
+        return sum(losses) / len(losses)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Losses and errors of the dense model, with statistics of training images."""
+        batches = Augmented(self.data.train, self.settings.workers * self.settings.rows, _STATISTICS_SEED)
+        write_statistics(estimate_statistics(self.model, [batches.batch(i)[0] for i in range(STATISTICS_BATCHES)]))
+        self.model.eval()
+        found: dict[str, float] = {}
+        for name, examples in (("held_out", self.data.held_out), ("test", self.data.test)):
+            loss = wrong = 0.0
+            for pixels, labels in examples.batches(250):
+                logits = self.model(pixel_values=pixels.contiguous(memory_format=torch.channels_last)).logits
+                loss += cross_entropy(logits, labels, reduction="sum").item()
+                wrong += (logits.argmax(-1) != labels).sum().item()
+            found |= {f"{name}_loss": loss / len(examples.labels), f"{name}_error": wrong / len(examples.labels)}
+        self.model.train()
+        return found
+
+
+def num_steps(cell: Cell, flops_per_image: float, data: Data, settings: Settings) -> int:
+    """As many as the budget has."""
+    deep = Training(Subject(DEEP), data, 0, settings)
+    return round(cell.epochs * deep.batches.steps_per_epoch * deep.flops_per_image() / flops_per_image)
+
+
+def run(cell: Cell, subject: Subject, data: Data, settings: Settings = Settings()) -> dict[str, Any]:
+    """Train, and return the figures as JSON."""
+    before, began = time.process_time(), time.monotonic()
+    training = Training(subject, data, cell.seed, settings)
+    flops = training.flops_per_image()
+    steps = num_steps(cell, flops, data, settings)
+    optimizer = torch.optim.SGD(
+        training.model.parameters(),
+        lr=cell.rate,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+        nesterov=True,
+        foreach=True,
+    )
+    torch.manual_seed(cell.seed)  # of dropout
+    ends = [round(steps * (point + 1) / settings.points) for point in range(settings.points)]
+    curve: list[dict[str, float]] = []
+    losses: list[float] = []
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = cell.rate * rate_share(step, steps, settings.warm_up)
+        losses.append(training.backward())
+        optimizer.step()
+        if not math.isfinite(losses[-1]):
+            break
+        if step + 1 in ends:
+            curve.append({"step": step + 1, "training_loss": sum(losses) / len(losses), **training.evaluate()})
+            losses.clear()
+    return identity(cell, subject, settings) | {
+        "steps": steps,
+        "flops_per_image": flops,
+        "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
+        "diverged": not (curve and curve[-1]["step"] == steps),
+        "curve": curve,
+        "cpu_seconds": round(time.process_time() - before, 1),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def identity(cell: Cell, subject: Subject, settings: Settings) -> dict[str, Any]:
+    """All that decides a cell's figures, but for the code."""
+    return {**asdict(cell), "described": subject.described(), "settings": asdict(settings)}
+
+
+def rate_share(step: int, steps: int, warm_up: float) -> float:
+    """Of the highest learning rate."""
+    rising = max(1, round(warm_up * steps))
+    if step < rising:
+        return (step + 1) / rising
+    return 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
