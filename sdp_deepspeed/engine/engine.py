@@ -233,7 +233,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             run_on_all_ranks(lambda: refuse_local_optimizer(optimizer), self._control)
         self._param_group_of = agreed_param_groups(optimizer, self.mask, self._frozen_before, self._control)
         return SubnetworkOptimizer(
-            self._apply(self.block, self.plan, self.mask, optimizer),
+            self._shard(self.block, self.plan, self.mask, optimizer),
             loss_scaler(self),
             skips_overflow=skips_overflow(self),
             reports_norm=bool(self.zero_compute_grad_norm()),
@@ -242,7 +242,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             before_mode=self._before_mode,
         )
 
-    def _apply(
+    def _shard(
         self, block: SubnetworkConfig, plan: Plan, mask: Mask, optimizer: torch.optim.Optimizer
     ) -> ShardedOptimizer:
         """Reduce the dense module to this rank's subnetwork, and make the optimizer step this rank's shards."""
@@ -288,7 +288,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         for handle in self._partial_sums:
             handle.remove()
         self.optimizer.state.clear()
-        self.optimizer.sharded = self._apply(block, plan, mask, self.optimizer.optimizer)
+        self.optimizer.sharded = self._shard(block, plan, mask, self.optimizer.optimizer)
         # A backward pass through a graph of the earlier plan would be silently incomplete: let autograd refuse it.
         torch.autograd.graph.increment_version(list(mask.parameters.values()))
 
@@ -354,7 +354,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             self._before_boundary()
         before = self.global_steps
         super().step(lr_kwargs)
-        are_equal = self._step_applied  # whether the holders' weights have changed, and are equal
+        are_equal = self.was_step_applied()  # whether the holders' weights have changed, and are equal
         if (local := self.block.local_steps) is not None:
             are_equal = self.global_steps > before and self.global_steps % local.every == 0
             if are_equal:

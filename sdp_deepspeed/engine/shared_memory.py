@@ -35,12 +35,13 @@ def unlink_segments() -> None:
     """
     import torch.distributed as dist
 
+    from sdp_deepspeed.parallel.groups import default_store
+
     maps = Path("/proc/self/maps")
     lines = maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.exists() else []
     segments = {line[line.index(SEGMENTS) :] for line in lines if SEGMENTS in line and not line.endswith(" (deleted)")}
     if not segments:
         return
-    store: Any = dist.distributed_c10d._get_default_store()
-    if store.add("sdp_deepspeed/mapped_segments", 1) == dist.get_world_size():
+    if default_store().add("sdp_deepspeed/mapped_segments", 1) == dist.get_world_size():
         for segment in segments:
             Path(segment).unlink(missing_ok=True)
