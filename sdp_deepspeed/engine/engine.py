@@ -306,9 +306,9 @@ class SubnetworkEngine(DeepSpeedEngine):
         """As in DeepSpeed.
 
         Raises:
-            RuntimeError: `.data` of a parameter was replaced outside `dense`.
+            RuntimeError: a Parameter, or outside `dense` its `.data`, was replaced.
         """
-        self.mask.check_shapes()
+        self._check_parameters()
         return super().forward(*inputs, **kwargs)
 
     def backward(
@@ -317,9 +317,10 @@ class SubnetworkEngine(DeepSpeedEngine):
         """As in DeepSpeed.
 
         Raises:
-            RuntimeError: inside `dense`.
+            RuntimeError: inside `dense`; a Parameter was replaced.
         """
         self._refuse_dense("backward")
+        self._check_parameters()
         if self.optimizer.sharded.stage == 2 and self.block.local_steps is None:
             self._barrier.record_step()
         self._step_events.note(loss, is_share=not scale_wrt_gas)
@@ -376,8 +377,12 @@ class SubnetworkEngine(DeepSpeedEngine):
             if by_caller and self.optimizer.sharded.stage == 2:  # the number of backward passes may differ
                 self._barrier.wait("engine.step")
             self._barrier.record_step()
-        self._known_parameters.check()
+        self._check_parameters()
         refuse_frozen(self)
+
+    def _check_parameters(self) -> None:
+        self._known_parameters.check()
+        self.mask.check_shapes()
 
     def synchronize(self) -> None:
         """With local steps, average weights over subnetworks now, in addition to every H-th step; nothing, if no step
@@ -532,7 +537,7 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     def _before_checkpoint(self, call: str) -> None:
         self._refuse_dense(call)
-        self._known_parameters.check()
+        self._check_parameters()
         self._barrier.wait(call)
         average_running_statistics(self.mask, self.seq_data_parallel_group, self.device)
 
