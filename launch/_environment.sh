@@ -5,20 +5,19 @@
 
 say() { printf '==> %s\n' "$*"; }
 
-# DeepSpeed compiles two C++ operators for CPU ranks on first use. Building them here keeps ranks from waiting.
-build_cpu_operators() {
+# DeepSpeed compiles its Adam for CPUs on first use, without "torch_adam". Building it here keeps tests from waiting.
+build_cpu_adam() {
   if ! command -v "${CXX:-c++}" >/dev/null ||
     ! python -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'; then
-    echo "error: DeepSpeed on the CPU needs a C++ compiler and Python's headers; install them (Debian," \
+    echo "error: DeepSpeed's Adam on the CPU needs a C++ compiler and Python's headers; install them (Debian," \
       "Ubuntu: g++ python3-dev; Fedora: gcc-c++ python3-devel) and run this again" >&2
     return 1
   fi
-  say "building DeepSpeed's CPU operators (once; about a minute)"
+  say "building DeepSpeed's Adam for CPUs (once; about a minute)"
   rm -f "$prefix"/torch_extensions/*/lock # left by a killed build; PyTorch would wait for it
   DS_ACCELERATOR=cpu python -c '
-from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
-for builder in (ShareMemCommBuilder, CPUAdamBuilder):
-    builder().load(verbose=False)' >/dev/null
+from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+CPUAdamBuilder().load(verbose=False)' >/dev/null
 }
 
 pip_install() { python -m pip install --quiet --disable-pip-version-check "$@"; }
@@ -57,10 +56,10 @@ else
     say "keeping the installed torch $torch"
     sed "s/^torch==.*/torch==$torch/" constraints.txt >"$prefix/constraints.txt"
   else
-    say "installing torch (first: deepspeed's setup imports it)"
+    say "installing torch (first: deepspeed's setup imports it; half a minute, and the download of up to 3 GB with CUDA)"
     pip_install --constraint "$prefix/constraints.txt" torch
   fi
-  say "installing sdp_deepspeed[${1:-deepspeed}], editable, with the versions of constraints.txt"
+  say "installing sdp_deepspeed[${1:-deepspeed}], editable, with the versions of constraints.txt (about a minute)"
   pip_install --constraint "$prefix/constraints.txt" --editable ".[${1:-deepspeed}]"
   echo "$contents" >"$stamp"
 fi

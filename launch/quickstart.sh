@@ -19,12 +19,14 @@ source launch/_environment.sh deepspeed
 readonly workers=${QUICKSTART_WORKERS:-4} steps=${QUICKSTART_STEPS:-120}
 readonly recipe=configs/recipes/quickstart.yaml folder=${QUICKSTART_FOLDER:-runs}/quickstart
 
+# Warnings of deprecated calls in DeepSpeed and PyTorch, once for each worker, are not news for a reader here.
+export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore::FutureWarning}"
+
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 if [ "${DS_ACCELERATOR:-}" = cpu ] || [ "$gpus" -lt "$workers" ]; then
   say "$workers workers on the CPU ($gpus GPUs; each worker needs one)"
   cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
   export DS_ACCELERATOR=cpu OMP_NUM_THREADS=$((cores > workers ? cores / workers : 1))
-  build_cpu_operators
 fi
 
 pretrain() {
@@ -33,16 +35,18 @@ pretrain() {
     "${overrides[@]}" "$@"
 }
 
-say "1/4 subnetwork data parallelism: half of the blocks on each of $workers workers (the first and last layer on all) -> $folder"
+say "1/4 subnetwork data parallelism: half of the blocks on each of $workers workers (the first and last layer on all) -> $folder
+    starts $workers processes and tokenizes Python's source code (half a minute), then trains $steps steps (a minute)"
 pretrain "training.max_steps=$steps" "training.output_dir=$folder"
 
-say "2/4 plain ZeRO-1, the same model and data, equal FLOPs -> ${folder}_zero1"
+say "2/4 plain ZeRO-1, the same model and data, equal FLOPs: $((steps * 2 / 3)) steps (a minute) -> ${folder}_zero1"
 pretrain "training.max_steps=$((steps * 2 / 3))" "training.output_dir=${folder}_zero1" sdp=off
 
-say "3/4 memory, compute and traffic per worker (maximum over the workers, measured)"
+say "3/4 measured: of the busiest worker, memory, and compute and bytes sent of the run; model state is weights, gradients
+    and optimizer state; dense loss is the whole model's on held-out text, in nats per token, after too few steps to judge"
 python benchmarks/quickstart_table.py "$folder" "${folder}_zero1"
 
-say "4/4 text from the trained model, loaded with Transformers alone from $folder/hf"
+say "4/4 text from the trained model, loaded with Transformers alone from $folder/hf: gibberish, since it saw 1 MB of code"
 python -c '
 import sys
 from transformers import pipeline, set_seed

@@ -78,6 +78,8 @@ def read_recipe(description: str, sections: Sequence[str], arguments: Sequence[s
     parser.add_argument("--prepare_only", action="store_true", help="prepare the data in one process and exit")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # passed by the deepspeed launcher
     options = parser.parse_intermixed_args(arguments)
+    if os.access(sys.prefix, os.W_OK):  # operators that DeepSpeed compiles fit one environment
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
     try:
         found = recipes.read_recipe(options.recipe, options.overrides, sections)
         holder = found if KEY in sections else found["deepspeed"]

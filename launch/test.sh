@@ -9,7 +9,7 @@ set --
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the package
 # shellcheck source=launch/_environment.sh
 source launch/_environment.sh test
-build_cpu_operators
+build_cpu_adam
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # at most one core for each worker and rank
 
 if [ ${#arguments[@]} -gt 0 ] && [ "${arguments[*]}" != --full ]; then

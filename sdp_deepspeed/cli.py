@@ -130,7 +130,7 @@ def plan(
         shown = Plan.load(source)
     else:
         shown, costs, warnings = _planned(source, overrides or [], ranks, ranks_per_node)
-    print(shown.table(costs))
+    print(shown.table(costs, details=True))
     for warning in warnings:
         print(f"  warning: {warning}")
     if save is not None:
@@ -415,11 +415,13 @@ _PACKAGES = (
 
 @app.command()
 def env() -> None:
-    """Show versions and devices, for a bug report."""
+    """Show versions, devices and builds of operators that runs wait for, for a bug report."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
     import torch
+
+    from sdp_deepspeed.engine.operators import describe_lock, find_locks
 
     print(f"sdp_deepspeed  {__version__}\npython         {platform.python_version()}, {platform.platform()}")
     for name in _PACKAGES:
@@ -433,3 +435,5 @@ def env() -> None:
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         print(f"GPU {index}          {device.name}, {device.total_memory / _GIB:.1f} GiB")
+    for lock in find_locks():
+        print(f"operator       {lock.parent.name}: {describe_lock(lock)}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import logging
+import sys
 from collections.abc import Collection, Iterable
 
 KEY = "subnetwork_data_parallel"  # of the block in a DeepSpeed config
@@ -27,6 +29,17 @@ def did_you_mean(name: str, known: Collection[str], *, cutoff: float = 0.6) -> s
     """ "did you mean 'coverage'?", or all known names if none is similar."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def announce(text: str, logger: logging.Logger) -> None:
+    """Print a text on stdout at the hosts' default log level, warning, but not at a higher level of `logger`."""
+    child = logger.getChild("announcements")
+    if not child.handlers:
+        child.propagate = False
+        child.addHandler(logging.StreamHandler(sys.stdout))
+    level = logger.getEffectiveLevel()
+    child.setLevel(logging.INFO if level <= logging.WARNING else level)
+    child.info(text)
 
 
 def lacks_deepspeed(error: ImportError) -> bool:

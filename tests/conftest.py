@@ -16,7 +16,6 @@ from hypothesis import settings
 from tests.helpers.gpus import ON_THE_CPU, why_no_gpu
 from tests.helpers.programs import START_UP
 from tests.helpers.repository import TESTS
-from tests.helpers.shared_memory import sweep_segments
 
 TIERS = {
     "unit": "one process, seconds for all of it",
@@ -176,13 +175,6 @@ def place(request: pytest.FixtureRequest) -> Any:
     return GPU if request.config.getoption("--gpu") and request.node.get_closest_marker("gpu") else CPU
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    if not hasattr(session.config, "workerinput"):
-        sweep_segments()
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
     for run in _WORLDS.values():
         run.outcomes.close()  # type: ignore[attr-defined]  # a run that was interrupted leaves no ranks behind
-    if not hasattr(session.config, "workerinput"):
-        sweep_segments()

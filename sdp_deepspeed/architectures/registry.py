@@ -79,7 +79,7 @@ def branches_in(name: str, layer: nn.Module) -> tuple[Branch, ...]:
     except AttributeError as problem:
         raise ValueError(
             f"{name!r}: the description of {type(layer).__name__} uses an attribute (`when`, `bypassed`) that this "
-            f"layer lacks: {problem}. {how_to_describe(layer)}"
+            f"layer lacks: {problem}.\n\n{how_to_describe(layer)}"
         ) from None
     names = [branch.name for branch in branches]
     if not branches:
@@ -87,7 +87,7 @@ def branches_in(name: str, layer: nn.Module) -> tuple[Branch, ...]:
         known = dict.fromkeys(", ".join(f"{path} = {_describe(value)}" for path, value in form) for form in forms)
         raise ValueError(
             f"{name!r}: this form of {type(layer).__name__} is not described; known are "
-            f"{listed(known, separator='; ')}. {how_to_describe(layer)}"
+            f"{listed(known, separator='; ')}.\n\n{how_to_describe(layer)}"
         )
     if len({*names}) < len(names):
         raise ValueError(
@@ -102,18 +102,13 @@ def how_to_describe(layer: nn.Module) -> str:
     return (
         "If each branch is x + after(body(norm(x))), describe it before deepspeed.initialize or fully_shard, with "
         f"names of its submodules ({children}) for NORM, BODY and AFTER; leave out `after` if at most dropout runs "
-        "between body and addition:\n"
+        "between body and addition; num_outputs is n if BODY returns a tuple of n:\n"
         "from sdp_deepspeed.architectures import Branch, register\n"
         f'register("{_qualified(type(layer))}",\n'
-        '         Branch("attention", norm="NORM", body="BODY", after=("AFTER",)),\n'
-        '         Branch("mlp", norm="NORM", body="BODY", after=("AFTER",)))\n'
-        "(see docs/guide.md)"
+        '         Branch("attention", norm="NORM", body="BODY", after=("AFTER",), num_outputs=1),\n'
+        '         Branch("mlp", norm="NORM", body="BODY", after=("AFTER",), num_outputs=1))\n'
+        "Then test it: sdp_deepspeed.check_description(model, batch) (see docs/guide.md)"
     )
-
-
-def described() -> list[str]:
-    """Names of all described layer classes, for error messages."""
-    return sorted(_DESCRIPTIONS)
 
 
 def _describe(value: Any) -> str:

@@ -7,21 +7,19 @@ from typing import NoReturn
 
 from torch import nn
 
-from sdp_deepspeed.architectures.registry import described, how_to_describe
+from sdp_deepspeed.architectures.registry import how_to_describe
 
 
 def refuse_unknown_model(model: nn.Module) -> NoReturn:
-    """Raise ValueError for a model without a described layer: how to describe it, and the known classes.
+    """Raise ValueError for a model without a described layer: how to describe it.
 
     The layer is assumed to be the repeated module with most of the parameters.
     """
-    known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in described()))
     unknown = f"{type(model).__name__} has no layer with known residual branches"
     layer = repeated_layer(model)
     if layer is None:
-        way = "Describe yours with sdp_deepspeed.architectures.register (docs/guide.md)"
-        raise ValueError(f"{unknown}. {way}. Known: {known}")
-    raise ValueError(f"{unknown}; it repeats {type(layer).__name__}. {how_to_describe(layer)}\nKnown: {known}")
+        raise ValueError(f"{unknown}. Describe yours with sdp_deepspeed.architectures.register (docs/guide.md)")
+    raise ValueError(f"{unknown}; it repeats {type(layer).__name__}.\n\n{how_to_describe(layer)}")
 
 
 def repeated_layer(model: nn.Module) -> nn.Module | None:

@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import comm as deepspeed_comm  # so that its comms logger records averages and gathered weights
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
-from deepspeed.utils import log_dist
+from deepspeed.utils import log_dist, logger
 from torch import nn
 
 from sdp_deepspeed.architectures import unit_costs
@@ -56,7 +56,7 @@ from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.engine.dense_view import DenseView
 from sdp_deepspeed.engine.earlier_engines import make_whole, record_engine
 from sdp_deepspeed.engine.full_access import install_full_access
-from sdp_deepspeed.engine.monitor import StepEvents, announce
+from sdp_deepspeed.engine.monitor import StepEvents
 from sdp_deepspeed.engine.optimizer_options import check_bucket_size, loss_scaler, sharded_options, skips_overflow
 from sdp_deepspeed.engine.plans import (
     Replanned,
@@ -92,6 +92,7 @@ from sdp_deepspeed.masking.running_statistics import (
 )
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.masking.wrappers import compile_in_place
+from sdp_deepspeed.messages import announce
 from sdp_deepspeed.parallel.consistency import (
     CallBarrier,
     check_agreement,
@@ -180,7 +181,7 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
         check_autotp(int(self.autotp_size()), is_deferred=self._deferred is not None)
-        self._before_autotp = UndividedModel.of(model)
+        self._before_autotp = run_on_all_ranks(lambda: UndividedModel.of(model), self._control)
         with explained_autotp(model):
             return super()._configure_tensor_parallel(model, tp_config)
 
@@ -200,7 +201,8 @@ class SubnetworkEngine(DeepSpeedEngine):
         self.plan, self.mask = plan_and_mask(self, self.block)
         if self.mask.scaled and dist.get_rank() == 0:
             by_init = self._deferred is not None
-            announce(f"{KEY}.{describe_scale(self.module, self.mask.branches, self.mask.scaled, by_init=by_init)}")
+            text = describe_scale(self.module, self.mask.branches, self.mask.scaled, by_init=by_init)
+            announce(f"{KEY}.{text}", logger)
 
     def _broadcast_model(self) -> None:
         check_same_parameters(self.module, self._data_parallel_groups(), self._control)
@@ -233,7 +235,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             run_on_all_ranks(lambda: refuse_local_optimizer(optimizer), self._control)
         self._param_group_of = agreed_param_groups(optimizer, self.mask, self._frozen_before, self._control)
         return SubnetworkOptimizer(
-            self._shard(self.block, self.plan, self.mask, optimizer),
+            self._apply(self.block, self.plan, self.mask, optimizer),
             loss_scaler(self),
             skips_overflow=skips_overflow(self),
             reports_norm=bool(self.zero_compute_grad_norm()),
@@ -242,7 +244,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             before_mode=self._before_mode,
         )
 
-    def _shard(
+    def _apply(
         self, block: SubnetworkConfig, plan: Plan, mask: Mask, optimizer: torch.optim.Optimizer
     ) -> ShardedOptimizer:
         """Reduce the dense module to this rank's subnetwork, and make the optimizer step this rank's shards."""
@@ -277,7 +279,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         )
         self.dense_view = DenseView(mask, self.groups, self.device, sharded, wait=self._barrier.wait)
         if isinstance(sharded, LocalOptimizer) and dist.get_rank() == 0:
-            announce(f"{KEY}.local_steps: {sharded.describe()}")
+            announce(f"{KEY}.local_steps: {sharded.describe()}", logger)
         return sharded
 
     def apply_plan(self, block: SubnetworkConfig, plan: Plan, mask: Mask) -> None:
@@ -288,7 +290,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         for handle in self._partial_sums:
             handle.remove()
         self.optimizer.state.clear()
-        self.optimizer.sharded = self._shard(block, plan, mask, self.optimizer.optimizer)
+        self.optimizer.sharded = self._apply(block, plan, mask, self.optimizer.optimizer)
         # A backward pass through a graph of the earlier plan would be silently incomplete: let autograd refuse it.
         torch.autograd.graph.increment_version(list(mask.parameters.values()))
 
@@ -306,9 +308,9 @@ class SubnetworkEngine(DeepSpeedEngine):
         """As in DeepSpeed.
 
         Raises:
-            RuntimeError: a Parameter, or outside `dense` its `.data`, was replaced.
+            RuntimeError: `.data` of a parameter was replaced outside `dense`.
         """
-        self._check_parameters()
+        self.mask.check_shapes()
         return super().forward(*inputs, **kwargs)
 
     def backward(
@@ -317,10 +319,9 @@ class SubnetworkEngine(DeepSpeedEngine):
         """As in DeepSpeed.
 
         Raises:
-            RuntimeError: inside `dense`; a Parameter was replaced.
+            RuntimeError: inside `dense`.
         """
         self._refuse_dense("backward")
-        self._check_parameters()
         if self.optimizer.sharded.stage == 2 and self.block.local_steps is None:
             self._barrier.record_step()
         self._step_events.note(loss, is_share=not scale_wrt_gas)
@@ -355,7 +356,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             self._before_boundary()
         before = self.global_steps
         super().step(lr_kwargs)
-        are_equal = self.was_step_applied()  # whether the holders' weights have changed, and are equal
+        are_equal = self._step_applied  # whether the holders' weights have changed, and are equal
         if (local := self.block.local_steps) is not None:
             are_equal = self.global_steps > before and self.global_steps % local.every == 0
             if are_equal:
@@ -377,12 +378,8 @@ class SubnetworkEngine(DeepSpeedEngine):
             if by_caller and self.optimizer.sharded.stage == 2:  # the number of backward passes may differ
                 self._barrier.wait("engine.step")
             self._barrier.record_step()
-        self._check_parameters()
-        refuse_frozen(self)
-
-    def _check_parameters(self) -> None:
         self._known_parameters.check()
-        self.mask.check_shapes()
+        refuse_frozen(self)
 
     def synchronize(self) -> None:
         """With local steps, average weights over subnetworks now, in addition to every H-th step; nothing, if no step
@@ -537,7 +534,7 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     def _before_checkpoint(self, call: str) -> None:
         self._refuse_dense(call)
-        self._check_parameters()
+        self._known_parameters.check()
         self._barrier.wait(call)
         average_running_statistics(self.mask, self.seq_data_parallel_group, self.device)
 

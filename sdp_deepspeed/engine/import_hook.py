@@ -84,9 +84,9 @@ class _PatchingLoader:
 def _patch_deepspeed() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from sdp_deepspeed.engine.shared_memory import patch_backend
+    from sdp_deepspeed.engine.operators import patch_operators
 
-    patch_backend()
+    patch_operators()
     if "__new__" not in vars(DeepSpeedEngine):
         DeepSpeedEngine.__new__ = _new
 

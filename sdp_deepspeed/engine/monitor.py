@@ -3,13 +3,10 @@ writes."""
 
 from __future__ import annotations
 
-import logging
 import math
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed.utils import logger
 
 from sdp_deepspeed.parallel.consistency import gather_objects
 
@@ -79,13 +76,3 @@ class StepEvents:
         engine.monitor.write_events(
             [(f"Train/Samples/{name}", float(v), engine.global_samples) for name, v in values.items() if v is not None]
         )
-
-
-def announce(text: str) -> None:
-    """Print a text at DeepSpeed's and the Trainer's default log level, warning, but not at a higher level."""
-    child = logger.getChild("sdp_deepspeed")
-    if not child.handlers:
-        child.propagate = False
-        child.addHandler(logging.StreamHandler(sys.stdout))
-    child.setLevel(logging.INFO if logger.level <= logging.WARNING else logger.level)
-    child.info(text)

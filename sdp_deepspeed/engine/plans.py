@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import log_dist
+from deepspeed.utils import log_dist, logger
 
 from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.checkpoint.rank_state import RankState
 from sdp_deepspeed.checkpoint.state_transfer import collect_state, load_state
 from sdp_deepspeed.config import SubnetworkConfig, parse
-from sdp_deepspeed.engine.monitor import announce
 from sdp_deepspeed.engine.refused_settings import refuse_config, refuse_local_optimizer
 from sdp_deepspeed.engine.tensor_parallel import refuse_stage
 from sdp_deepspeed.masking.check import check_trained
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.messages import KEY, quoted
+from sdp_deepspeed.messages import KEY, announce, quoted
 from sdp_deepspeed.parallel.consistency import check_same_plan, gather_objects, gather_results, run_on_all_ranks
 from sdp_deepspeed.plan.nodes import Location, ranks_per_node
 from sdp_deepspeed.plan.plan import Plan
@@ -88,7 +87,7 @@ def plan_and_mask(engine: SubnetworkEngine, block: SubnetworkConfig, *, logs: bo
             for warning in warnings:
                 log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
             if dist.get_rank() == 0:
-                announce(f"{KEY}\n{plan.table(unit_costs(engine.module, local.units))}")
+                announce(f"{KEY}\n{plan.table(unit_costs(engine.module, local.units))}", logger)
         return plan, mask
 
     plan, mask = run_on_all_ranks(make, engine._control)

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches
 from sdp_deepspeed.messages import KEY, listed, quoted
-from sdp_deepspeed.parallel.consistency import gather_objects
+from sdp_deepspeed.parallel.consistency import gather_objects, run_on_all_ranks
 from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, Division, TensorParallelShards
 
 
@@ -148,7 +148,7 @@ def find_tensor_parallel(
         data_parallel: this rank's data-parallel group.
     """
     if mpu is None or bwc_tensor_model_parallel_world_size(mpu) < 2:
-        return TensorParallel(locate_branches(model))
+        return run_on_all_ranks(lambda: TensorParallel(locate_branches(model)), control)
     group = bwc_tensor_model_parallel_group(mpu)
     members = dist.get_world_size(data_parallel)
     if members * dist.get_world_size(group) != dist.get_world_size():

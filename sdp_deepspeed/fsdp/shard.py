@@ -44,7 +44,7 @@ from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.forwards import set_data
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.masking.wrappers import compile_in_place, without_wrappers
-from sdp_deepspeed.messages import KEY, quoted
+from sdp_deepspeed.messages import KEY, announce, quoted
 from sdp_deepspeed.parallel.consistency import (
     CallBarrier,
     check_agreement,
@@ -253,9 +253,9 @@ def _plan(call: CheckedCall, locations: Sequence[Location]) -> PlannedModel:
     if dist.get_rank() == 0:
         for warning in warnings:
             logger.warning("%s: %s", KEY, warning)
-        logger.info("%s\n%s", KEY, plan.table(unit_costs(module, plan.units)))
+        announce(f"{KEY}\n{plan.table(unit_costs(module, plan.units))}", logger)
         if mask.scaled:
-            logger.info("%s.%s", KEY, describe_scale(module, branches, mask.scaled, by_init=is_deferred))
+            announce(f"{KEY}.{describe_scale(module, branches, mask.scaled, by_init=is_deferred)}", logger)
     return PlannedModel(plan, mask, branch_modules, together, state_names, deferred)
 
 

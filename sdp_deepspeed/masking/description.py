@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import LocatedBranch, branches_of_units, locate_branches, units_of_branches
+from sdp_deepspeed.architectures import Branch, LocatedBranch, branches_of_units, locate_branches, units_of_branches
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import named_tensors
@@ -47,6 +48,7 @@ def check_description(model: nn.Module, batch: Any, loss_of: LossOf | None = Non
         raise ValueError(f"check_description: {misfits[0].name!r} cannot be cut: {misfits[0].uncuttable_reason}")
     cut = {b.description.name: "neuron" for b in branches if not b.uncuttable_reason}
     strategies = (["block"] if any(b.is_bypassed for b in branches) else []) + ([cut] if cut else [])
+    _check_outputs(model, branches, batch, loss_of)
     for regime in ("forward", "backward"):
         for strategy in strategies:
             mode = f"{regime} x {'block' if strategy == 'block' else 'neuron'}"
@@ -58,6 +60,31 @@ def check_description(model: nn.Module, batch: Any, loss_of: LossOf | None = Non
         for kind in dict.fromkeys(branch.description.name for branch in branches if branch.is_bypassed):
             _compare_scale(model, branches, kind, batch, loss_of)
     return compared
+
+
+def _check_outputs(model: nn.Module, branches: Sequence[LocatedBranch], batch: Any, loss_of: LossOf) -> None:
+    """Compare what the modules of branches return with what an absent branch returns there. A tensor would unpack into
+    a tuple if the batch has as many rows."""
+    model = deepcopy(model)
+    problems: list[str] = []
+
+    def compare(branch: Branch, name: str, num_outputs: int, output: Any) -> None:
+        number = len(output) if isinstance(output, tuple) else 1
+        is_tuple, first = isinstance(output, tuple), output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, torch.Tensor) and is_tuple == (num_outputs > 1) and number <= max(num_outputs, 1):
+            return
+        got = f"a tuple of {number}" if is_tuple else _describe(output)
+        wanted = f"a tuple of {num_outputs}, a tensor first" if num_outputs > 1 else "a tensor"
+        right = max(number, 2) if is_tuple else 1
+        remedy = f"; set num_outputs={right} in Branch({branch.name!r})" if num_outputs else ""
+        problems.append(f"{name!r} returns {got}, expected {wanted}{remedy}")
+
+    for branch in (branch for branch in branches if branch.is_bypassed):
+        for name, num_outputs in zip(branch.modules, branch.description.num_outputs_of_modules, strict=True):
+            check = partial(compare, branch.description, name, num_outputs)
+            model.get_submodule(name).register_forward_hook(lambda _, __, output, check=check: check(output))
+    loss_of(model, batch)
+    assert not problems, f"block: {problems[0]}"
 
 
 def _plan(model: nn.Module, regime: str, strategy: Any) -> Plan:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from sdp_deepspeed.messages import listed
-from sdp_deepspeed.parallel.groups import default_store
 
 if TYPE_CHECKING:
     from sdp_deepspeed.masking.mask import Mask
@@ -42,8 +41,8 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
 
 def raise_on_all_ranks(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
     """Raise the first rank's error on every rank, if any rank has one; collective. The message names the ranks with an
-    error unless all have one."""
-    _raise_first(gather_objects(_report(error), group), error)
+    error unless all have one; then only the first has the paragraphs after its problem."""
+    _raise_first(gather_objects(_report(error), group), error, group)
 
 
 def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -57,7 +56,7 @@ def gather_results(work: Callable[[], T], group: dist.ProcessGroup | None = None
     """As `run_on_all_ranks`, but returns the results of all ranks in rank order; they must be small and picklable."""
     result, error = _attempt(work)
     of_ranks = gather_objects((_report(error), result), group)
-    _raise_first([report for report, _ in of_ranks], error)
+    _raise_first([report for report, _ in of_ranks], error, group)
     return [result for _, result in of_ranks]
 
 
@@ -99,14 +98,22 @@ def _report(error: Exception | None) -> tuple[str, str] | None:
     return (kind.__name__, f"{error}") if kind else ("RuntimeError", f"{type(error).__name__}: {error}")
 
 
-def _raise_first(reports: Sequence[tuple[str, str] | None], error: Exception | None) -> None:
+def _raise_first(
+    reports: Sequence[tuple[str, str] | None], error: Exception | None, group: dist.ProcessGroup | None
+) -> None:
     failed = {rank: report for rank, report in enumerate(reports) if report is not None}
     if not failed:
         return
-    name, text = failed[min(failed)]
+    first = min(failed)
+    name, text = failed[first]
     if len(failed) < len(reports):
         text = f"{text} [on rank {listed(failed)}]"
-    raise next(known for known in _KINDS if known.__name__ == name)(text) from error
+    elif "\n\n" in text and len(reports) > 1 and dist.get_rank(group) != first:
+        problem, _, _ = text.partition("\n\n")
+        text = f"{problem} (see the error of rank {first})"
+    kind = next(known for known in _KINDS if known.__name__ == name)
+    # With the traceback of the error, not chained to it: its text would be printed twice.
+    raise kind(text).with_traceback(None if error is None else error.__traceback__) from None
 
 
 def difference(values: Sequence[Mapping[str, str]]) -> str:
@@ -213,7 +220,7 @@ class CallBarrier:
     """
 
     def __init__(self, name: str) -> None:
-        self._store: Any = default_store()
+        self._store: Any = dist.distributed_c10d._get_default_store()
         self._rank, self._size, self._name = dist.get_rank(), dist.get_world_size(), name
         self._num_steps = self._num_calls = 0
         self._last_keys = list[str]()  # keys of calls that this rank deletes, once all ranks make a later one

@@ -187,8 +187,13 @@ class Plan:
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from None
 
-    def table(self, costs: Sequence[UnitCost] | None = None, *, rows: bool = True) -> str:
-        """Text with the table of units by subnetworks (`rows`), balance, spectral gap and hash."""
+    def table(self, costs: Sequence[UnitCost] | None = None, *, details: bool = False) -> str:
+        """Text with the table of units by subnetworks, and balance.
+
+        Args:
+            costs: of each unit, for coverage by FLOPs and balance.
+            details: whether to add spectral gap and hash.
+        """
         k, num_units = self.num_subnetworks, len(self.units)
         coverage = self.coverage if costs is None else self.mean_coverage([cost.flops for cost in costs])
         lines = [
@@ -196,7 +201,9 @@ class Plan:
             f"(coverage {coverage:.4g}), regime {self.regime}, strategy {self.strategy}, "
             f"{len(self.subnetwork_of_rank)} ranks, each in {self.max_sets_per_rank} holder sets"
         ]
-        if rows and k <= _MAX_LISTED:
+        if k <= _MAX_LISTED:
+            other = "does not have it" if self.regime == "forward" else "runs it without training it"
+            lines.append(f"  a line is a unit, a column a subnetwork: # trains the unit, . {other}")
             width = max(len(unit.name) for unit in self.units)
             for unit, holders in list(zip(self.units, self.holders, strict=True))[:_MAX_LISTED]:
                 marks = "".join("#" if subnetwork in holders else "." for subnetwork in range(k))
@@ -204,10 +211,15 @@ class Plan:
             if num_units > _MAX_LISTED:
                 lines.append(f"  +{num_units - _MAX_LISTED} more units")
         if costs is not None:
-            lines.append(f"  FLOPs max/mean {self.imbalance([cost.flops for cost in costs]):.4f}")
-            lines.append(f"  bytes max/mean {self.imbalance([cost.num_bytes for cost in costs]):.4f}")
-        weights = None if costs is None else [cost.num_parameters for cost in costs]
-        return "\n".join([*lines, f"  spectral gap {self.spectral_gap(weights):.4f}", f"  hash {self.hash[:16]}"])
+            flops, size = ([cost.flops for cost in costs], [cost.num_bytes for cost in costs])
+            lines.append(
+                f"  units of the largest subnetwork: {self.imbalance(flops):.2f} times the mean FLOPs, "
+                f"{self.imbalance(size):.2f} times the mean bytes"
+            )
+        if details:
+            weights = None if costs is None else [cost.num_parameters for cost in costs]
+            lines += [f"  spectral gap {self.spectral_gap(weights):.4f}", f"  hash {self.hash[:16]}"]
+        return "\n".join(lines)
 
     @property
     def max_sets_per_rank(self) -> int:

@@ -199,13 +199,13 @@ def _subnetwork_of_rank(k: int, data_parallel_size: int) -> tuple[int, ...]:
 
 def _warnings(plan: Plan) -> list[str]:
     k, numbers = plan.num_subnetworks, [*map(len, plan.holders)]
+    if k == 2 and not plan.is_dense:
+        return [
+            "2 subnetworks: a unit below coverage 1 is trained by one of them alone, and learns from half of the data; "
+            "use at least 4, or coverage 1"
+        ]
     if num_components(plan.holders, k) == 1:
         return []
-    if k == 2:
-        return [
-            "2 subnetworks share no unit below coverage 1 (spectral gap 0), only shared parameters; to train at "
-            f"coverage {plan.coverage:.4g}, use at least 4 ranks"
-        ]
     return [
         f"{len(numbers)} units with {describe_holders(numbers)} do not connect {k} subnetworks (spectral gap 0): some "
         "exchange shared parameters only; raise holders, or use finer units"

@@ -79,6 +79,6 @@ def test_a_python_that_is_too_old_is_named(checkout: Path) -> None:
 
 def test_a_missing_compiler_is_named(checkout: Path) -> None:
     theirs = make_venv(checkout.parent / "theirs", torch="2.13.0")
-    code, said, _ = source_script(checkout, "build_cpu_operators", VIRTUAL_ENV=str(theirs), CXX="/nowhere/c++")
+    code, said, _ = source_script(checkout, "build_cpu_adam", VIRTUAL_ENV=str(theirs), CXX="/nowhere/c++")
     assert code == 1
     assert "needs a C++ compiler and Python's headers; install them (Debian, Ubuntu: g++" in said

@@ -12,7 +12,6 @@ from tests.helpers.repository import ROOT
 SMALL = {"QUICKSTART_STEPS": "6", "QUICKSTART_WORKERS": "2"}
 INSTALLED = """
 say() { printf '==> %s\\n' "$*"; }
-build_cpu_operators() { :; }
 """
 
 

@@ -31,6 +31,9 @@ def test_what_is_not_possible(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config(holders=1, strategy={"ff": "neuron"})), "'ff' is not a branch type")
     refusal(ValueError, lambda: engine_of(config(holders=1, granularity="layer"), llama(1)), "unit")
     refusal(ValueError, lambda: engine_of(config(holders=1), nn.Sequential(nn.Linear(3, 3))), "Sequential", "register")
+    unknown = nn.Sequential(*(nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3)) for _ in range(2)))
+    text = refusal(ValueError, lambda: engine_of(config(holders=1), unknown), "it repeats Sequential")
+    assert ("register(" in text) == (rank.rank == 0), "rank 0 has all lines"
     model: Any = llama()
     model.model.embed_tokens.sparse = True
     refusal(ValueError, lambda: engine_of(config(holders=1), model), "'model.embed_tokens'", "produces sparse")

@@ -501,6 +501,35 @@ def test_a_description_that_is_not_true_is_found() -> None:
         check_description(model, batch())
 
 
+class WithWeights(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
+
+
+class UnpacksBody(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.body, self.gate = nn.LayerNorm(5), WithWeights(5, 5), nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added, _ = self.body(self.norm(x))
+        result: torch.Tensor = x + self.gate(added)
+        return result
+
+
+def test_a_tuple_that_is_described_as_a_tensor_is_found() -> None:
+    """Zeros of two samples unpack, too."""
+    model = nn.Sequential(UnpacksBody(), UnpacksBody())
+    architectures.register(UnpacksBody, Branch("mlp", norm="norm", body="body"))
+    with pytest.raises(AssertionError, match=r"'0\.body' returns a tuple of 2, expected a tensor; set num_outputs=2"):
+        check_description(model, torch.randn(2, 7, 5))
+    architectures.register(UnpacksBody, Branch("mlp", norm="norm", body="body", num_outputs=2))
+    assert check_description(model, torch.randn(2, 7, 5)) == ["forward x block", "backward x block"]
+    architectures.register(UnpacksBody, Branch("mlp", norm="norm", body="gate", num_outputs=2))
+    with pytest.raises(AssertionError, match=r"returns a tensor of shape \[2, 7, 5\].*set num_outputs=1"):
+        check_description(model, torch.randn(2, 7, 5))
+
+
 @pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(9), lambda: nn.GroupNorm(3, 9)])
 def test_norms_over_cut_neurons_are_refused(norm: Any) -> None:
     describe()

@@ -117,7 +117,9 @@ def test_too_few_units() -> None:
 
 def test_warnings_where_subnetworks_are_not_connected() -> None:
     assert plan_model(llama(4), block(coverage=0.5), 4)[1] == []
-    (one,) = plan_model(llama(4), block(coverage=0.5), 2)[1]
-    assert "2 subnetworks share no unit" in one
+    for coverage in (0.5, [{"coverage": 0.5, "whole_ends": 1}]):  # ends that both hold connect them
+        (one,) = plan_model(llama(4), block(coverage=coverage), 2)[1]
+        assert "2 subnetworks: a unit below coverage 1 is trained by one of them alone" in one
+    assert plan_model(llama(4), block(coverage=1.0), 2)[1] == []
     (one,) = plan_model(llama(4), block(holders=1), 4)[1]
     assert "8 units with 1 holders each do not connect 4 subnetworks" in one
