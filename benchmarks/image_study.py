@@ -5,8 +5,8 @@
 
 FOLDER has the files of Fashion-MNIST (Debian: dataset-fashion-mnist). Virtual workers run under the product's masks in
 one process. A cell is one JSON file; cells that exist are not repeated, so a call that was ended goes on where it was.
-Learning rates are chosen for each subject, number of images and of epochs, on training images that are held out, with a
-seed of their own. Without --only, all stages run in the order in which they answer most.
+Learning rates are chosen for each subject in shorter runs, on training images that are held out, with a seed of their
+own. Without --only, all stages run in the order in which they answer most.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from benchmarks.images.subjects import STAGES, SUBJECTS, Stage
 from sdp_deepspeed.atomic_files import write_text
 
 TUNING_SEED = 99  # only for choosing learning rates; excluded from figures
+TUNING_IMAGES, TUNING_EPOCHS = 4_000, 60  # at most
 RATES = (0.1, 0.2, 0.05)
 
 
@@ -46,11 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         stages = STAGES if options.only is None else [_asked(options)]
         for stage in stages:
-            data = Data(*read_examples(options.data, stage.images))
             for cell in cells(stage, store):
                 if datetime.now(tz=UTC) >= end:
                     return
-                result = run(cell, SUBJECTS[cell.subject], data)
+                result = run(cell, SUBJECTS[cell.subject], Data(*read_examples(options.data, cell.images)))
                 store.add(result)
                 last = result["curve"][-1] if result["curve"] else {}
                 print(json.dumps(asdict(cell) | last | {"cpu_seconds": result["cpu_seconds"]}), flush=True)
@@ -90,14 +90,15 @@ def _asked(options: argparse.Namespace) -> Stage:
 
 def cells(stage: Stage, store: Store) -> Iterator[Cell]:
     """Unfinished cells: one learning rate of all subjects after the other, then the same with seeds."""
+    images, epochs = min(stage.images, TUNING_IMAGES), min(stage.epochs, TUNING_EPOCHS)
     todo = [*stage.subjects]
     while todo:
-        rates = {subject: next_rate(store.tuning(subject, stage)) for subject in todo}
+        rates = {subject: next_rate(store.tuning(subject, images, epochs)) for subject in todo}
         todo = [subject for subject in todo if rates[subject] is not None]
-        yield from (Cell(name, stage.images, stage.epochs, TUNING_SEED, rate) for name, rate in rates.items() if rate)
+        yield from (Cell(subject, images, epochs, TUNING_SEED, rate) for subject, rate in rates.items() if rate)
     for seed in stage.seeds:
         for subject in stage.subjects:
-            tried = store.tuning(subject, stage)
+            tried = store.tuning(subject, images, epochs)
             cell = Cell(subject, stage.images, stage.epochs, seed, min(tried, key=lambda rate: tried[rate]))
             if not store.has(cell):
                 yield cell
@@ -138,9 +139,9 @@ class Store:
     def has(self, cell: Cell) -> bool:
         return any(all(result[key] == value for key, value in asdict(cell).items()) for result in self.results)
 
-    def tuning(self, subject: str, stage: Stage) -> dict[float, float]:
+    def tuning(self, subject: str, images: int, epochs: int) -> dict[float, float]:
         """Loss on held-out images by learning rate."""
-        key = (subject, stage.images, stage.epochs, TUNING_SEED)
+        key = (subject, images, epochs, TUNING_SEED)
         found = [r for r in self.results if (r["subject"], r["images"], r["epochs"], r["seed"]) == key]
         return {r["rate"]: math.inf if r["diverged"] else r["curve"][-1]["held_out_loss"] for r in found}
 

@@ -155,6 +155,12 @@ class EpochSampler(Sampler[tuple[int, int]]):
 class VisionTrainer(ResumableTrainer):
     """Re-estimates batch norm statistics before each evaluation, since training collects those of subnetworks."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # Image models accept any keyword, but return the mean over their images whatever the number of items is. The
+        # Trainer would multiply it by the number of ranks.
+        self.model_accepts_loss_kwargs = False
+
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
         return EpochSampler(self)
 

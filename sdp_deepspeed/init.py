@@ -154,7 +154,7 @@ def _deferred_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: 
             if is_meta(leaf) and type(leaf) in _DEFERRED:
                 if name in _CASTS:
                     _defer(leaf, source._sdp_weights)
-                elif leaf.untyped_storage()._cdata == source.untyped_storage()._cdata:
+                elif leaf.untyped_storage() is source.untyped_storage():
                     leaf.__class__ = _DEFERRED[type(leaf)]
     return result
 

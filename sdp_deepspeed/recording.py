@@ -66,12 +66,12 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self._operations: list[Operation] = []
         self._writers: dict[int, list[int]] = defaultdict(list)  # indices of operations, by storage
-        self._storages: list[torch.UntypedStorage] = []  # kept alive, so that addresses are unique
+        self._storages: list[torch.UntypedStorage] = []  # kept alive, so that ids are unique
         self._numbers: dict[int, int] = {}
 
     def ref(self, tensor: torch.Tensor) -> Ref:
         storage = tensor.untyped_storage()
-        number = self._numbers.setdefault(storage._cdata, len(self._storages))
+        number = self._numbers.setdefault(id(storage), len(self._storages))
         if number == len(self._storages):
             self._storages.append(storage)
         return Ref(number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)

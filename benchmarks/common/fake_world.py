@@ -51,7 +51,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
     store = _EchoStore(rank, size)
 
-    def default_store() -> Any:
+    def get_group_store(_: dist.ProcessGroup) -> Any:
         return store
 
     def echo(found: list[Any], value: Any, group: Any = None) -> None:
@@ -62,7 +62,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
         # Functions: a mock would keep the engines that it was called with.
         stack.enter_context(mock.patch.object(dist, "new_group", fake_group))
         stack.enter_context(mock.patch.object(dist, "all_gather_object", echo))
-        stack.enter_context(mock.patch.object(dist.distributed_c10d, "_get_default_store", default_store))
+        stack.enter_context(mock.patch.object(dist.ProcessGroup, "get_group_store", get_group_store))
         take_device()
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=size)
         stack.callback(dist.destroy_process_group)

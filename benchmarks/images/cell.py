@@ -47,7 +47,7 @@ class Settings:
     momentum: float = 0.9
     weight_decay: float = 5e-4
     warm_up: float = 0.05
-    points: int = 4
+    points: int = 2
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class _Products(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         origins = [self._origin.get(_storage(tensor)) for tensor in _tensors((args, kwargs))]
         known = [parameter for parameter in origins if parameter is not None]
-        formula = flop_registry.get(func._overloadpacket)
+        formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
             for storage in {_storage(parameter) for parameter in known} & self._flops.keys():
                 self._flops[storage] += int(formula(*args, **(kwargs or {}), out_val=result))
@@ -150,4 +150,4 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return id(tensor.untyped_storage())  # the same object as long as the storage is alive

@@ -20,6 +20,7 @@ from deepspeed.utils import log_dist
 from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.messages import KEY, listed
 from sdp_deepspeed.parallel.consistency import difference
+from sdp_deepspeed.parallel.groups import default_store
 from sdp_deepspeed.version import __version__
 
 # Keys of the DeepSpeed config that affect training. Logging and profiling may differ between ranks.
@@ -55,7 +56,7 @@ def parse_and_compare(config: Any, options: Mapping[str, Any]) -> SubnetworkConf
         if error is not None:
             raise ValueError(error)
         return block
-    store: Any = dist.distributed_c10d._get_default_store()
+    store: Any = default_store()
     rank, size, number = dist.get_rank(), dist.get_world_size(), next(_numbers)
     values = {} if block is None else _comparable(block, config, options)
     text = json.dumps({"error": error, "values": values if error is None else {}})

@@ -102,6 +102,7 @@ class DenseView:
         synchronizations of local steps."""
         self._is_evaluating = False
         if self.is_resident:
+            self.mask.check_shapes()
             local = self._optimizer.local
             if local is not None and local.are_shown:
                 self._wait("leaving the dense model")

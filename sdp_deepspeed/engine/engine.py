@@ -235,7 +235,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             run_on_all_ranks(lambda: refuse_local_optimizer(optimizer), self._control)
         self._param_group_of = agreed_param_groups(optimizer, self.mask, self._frozen_before, self._control)
         return SubnetworkOptimizer(
-            self._apply(self.block, self.plan, self.mask, optimizer),
+            self._shard(self.block, self.plan, self.mask, optimizer),
             loss_scaler(self),
             skips_overflow=skips_overflow(self),
             reports_norm=bool(self.zero_compute_grad_norm()),
@@ -244,7 +244,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             before_mode=self._before_mode,
         )
 
-    def _apply(
+    def _shard(
         self, block: SubnetworkConfig, plan: Plan, mask: Mask, optimizer: torch.optim.Optimizer
     ) -> ShardedOptimizer:
         """Reduce the dense module to this rank's subnetwork, and make the optimizer step this rank's shards."""
@@ -290,7 +290,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         for handle in self._partial_sums:
             handle.remove()
         self.optimizer.state.clear()
-        self.optimizer.sharded = self._apply(block, plan, mask, self.optimizer.optimizer)
+        self.optimizer.sharded = self._shard(block, plan, mask, self.optimizer.optimizer)
         # A backward pass through a graph of the earlier plan would be silently incomplete: let autograd refuse it.
         torch.autograd.graph.increment_version(list(mask.parameters.values()))
 
@@ -308,9 +308,9 @@ class SubnetworkEngine(DeepSpeedEngine):
         """As in DeepSpeed.
 
         Raises:
-            RuntimeError: `.data` of a parameter was replaced outside `dense`.
+            RuntimeError: a Parameter, or outside `dense` its `.data`, was replaced.
         """
-        self.mask.check_shapes()
+        self._check_parameters()
         return super().forward(*inputs, **kwargs)
 
     def backward(
@@ -319,9 +319,10 @@ class SubnetworkEngine(DeepSpeedEngine):
         """As in DeepSpeed.
 
         Raises:
-            RuntimeError: inside `dense`.
+            RuntimeError: inside `dense`; a Parameter was replaced.
         """
         self._refuse_dense("backward")
+        self._check_parameters()
         if self.optimizer.sharded.stage == 2 and self.block.local_steps is None:
             self._barrier.record_step()
         self._step_events.note(loss, is_share=not scale_wrt_gas)
@@ -356,7 +357,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             self._before_boundary()
         before = self.global_steps
         super().step(lr_kwargs)
-        are_equal = self._step_applied  # whether the holders' weights have changed, and are equal
+        are_equal = self.was_step_applied()  # whether the holders' weights have changed, and are equal
         if (local := self.block.local_steps) is not None:
             are_equal = self.global_steps > before and self.global_steps % local.every == 0
             if are_equal:
@@ -378,8 +379,12 @@ class SubnetworkEngine(DeepSpeedEngine):
             if by_caller and self.optimizer.sharded.stage == 2:  # the number of backward passes may differ
                 self._barrier.wait("engine.step")
             self._barrier.record_step()
-        self._known_parameters.check()
+        self._check_parameters()
         refuse_frozen(self)
+
+    def _check_parameters(self) -> None:
+        self._known_parameters.check()
+        self.mask.check_shapes()
 
     def synchronize(self) -> None:
         """With local steps, average weights over subnetworks now, in addition to every H-th step; nothing, if no step
@@ -534,7 +539,7 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     def _before_checkpoint(self, call: str) -> None:
         self._refuse_dense(call)
-        self._known_parameters.check()
+        self._check_parameters()
         self._barrier.wait(call)
         average_running_statistics(self.mask, self.seq_data_parallel_group, self.device)
 

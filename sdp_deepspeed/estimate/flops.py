@@ -50,7 +50,7 @@ class FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        formula = _FORMULAS.get(func._overloadpacket)
+        formula = _FORMULAS.get(func.overloadpacket)
         if formula is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=result)
         return result

@@ -136,7 +136,7 @@ class _LiveBytes(FlopCounter):
         super().__init__()
         self.now = self.peak = self.peak_keeping = 0
         self.freed_gradients = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in ignored}
+        self._known = {id(tensor.untyped_storage()) for tensor in ignored}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -149,10 +149,10 @@ class _LiveBytes(FlopCounter):
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._known:
-                    self._known.add(storage._cdata)
+                if id(storage) not in self._known:
+                    self._known.add(id(storage))
                     self.add(storage.nbytes())
-                    weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+                    weakref.finalize(storage, self._free, id(storage), storage.nbytes())
         return result
 
     def add(self, num_bytes: int) -> None:

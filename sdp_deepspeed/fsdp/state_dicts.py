@@ -63,7 +63,7 @@ class AbsentTensor(PartialTensor):
 class _PartsTensor(torch.Tensor):
     """Marker in a state dict with parts of tensors. DCP saves it; `torch.save` and safetensors raise."""
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # results of operations are ordinary tensors
+    __torch_function__: Any = nn.Parameter.__torch_function__  # results of operations are ordinary tensors
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(f"this rank holds some neurons or heads, so its state dict is partial; {_WAY}")

@@ -162,12 +162,14 @@ class Mask:
         return self.pieces[name] if name in self.pieces else self.buffer_pieces[name]
 
     def check_shapes(self) -> None:
-        """Raise RuntimeError if a tensor no longer has the shape that the subnetwork needs."""
-        for name, shape in self._reshaped.items():
-            if (current := self._tensor(name).shape) != shape:
+        """Raise RuntimeError if a parameter, or a buffer of a unit, no longer has the shape that the module needs: that
+        of the subnetwork, or the dense one."""
+        for name in {**self.parameters, **self._reshaped}:
+            expected, current = self._reshaped.get(name, self.shapes[name]), self._tensor(name).shape
+            if current != expected:
                 raise RuntimeError(
-                    f"{name!r}: its data was replaced by {tuple(current)}, this rank's subnetwork has {tuple(shape)}; "
-                    "assign weights inside `with engine.dense():`"
+                    f"{name!r}: its data was replaced by {tuple(current)}, expected {tuple(expected)}; resize before "
+                    "deepspeed.initialize, and assign weights inside `with engine.dense():`"
                 )
 
     # ---- apply and undo -----------------------------------------------------------------------------------------

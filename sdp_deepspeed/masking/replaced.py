@@ -59,6 +59,6 @@ class KnownParameters:
         if unknown or lost:
             raise RuntimeError(
                 f"Parameters were replaced after deepspeed.initialize: {quoted([*dict.fromkeys([*unknown, *lost])])}; "
-                "copy values into the original ones, inside `with engine.dense():`"
+                "do that before it, or copy values into the original ones, inside `with engine.dense():`"
             )
         self._remember()  # no Parameter was replaced: modules were wrapped or removed

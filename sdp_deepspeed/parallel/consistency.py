@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sdp_deepspeed.messages import listed
+from sdp_deepspeed.parallel.groups import default_store
 
 if TYPE_CHECKING:
     from sdp_deepspeed.masking.mask import Mask
@@ -220,7 +221,7 @@ class CallBarrier:
     """
 
     def __init__(self, name: str) -> None:
-        self._store: Any = dist.distributed_c10d._get_default_store()
+        self._store: Any = default_store()
         self._rank, self._size, self._name = dist.get_rank(), dist.get_world_size(), name
         self._num_steps = self._num_calls = 0
         self._last_keys = list[str]()  # keys of calls that this rank deletes, once all ranks make a later one

@@ -172,6 +172,13 @@ def group_of_one() -> dist.ProcessGroup:
 _of_one = WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]()
 
 
+def default_store() -> dist.Store:
+    """The store of the default group, in which all its ranks find the same keys."""
+    default = dist.group.WORLD
+    assert default is not None
+    return default.get_group_store()
+
+
 def default_group_timeout() -> timedelta | None:
     """Timeout of the default group. New groups would otherwise get their backend's default."""
     group = dist.group.WORLD

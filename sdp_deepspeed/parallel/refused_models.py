@@ -38,7 +38,7 @@ def _in_the_same_memory(model: nn.Module) -> Iterator[tuple[str, str]]:
         strides = zip(parameter.shape, parameter.stride(), strict=True)
         stop = start + 1 + sum((size - 1) * stride for size, stride in strides)
         is_trained = parameter.requires_grad
-        key = parameter.untyped_storage()._cdata
+        key = id(parameter.untyped_storage())
         for other_start, other_stop, other_is_trained, other_name in before.get(key, ()):
             may_overlap = start < other_stop and other_start < stop
             if may_overlap and (is_trained or other_is_trained) and _overlap(parameter, parameters[other_name]):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from datasets import load_dataset
+from torch.nn.functional import cross_entropy
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 import sdp_deepspeed.architectures.small_image_resnet  # noqa: F401  # its model type
@@ -73,8 +74,10 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     assert (tmp_path / "straight/hf/model.safetensors").read_bytes() == exported[0], "a finished run, given once more"
 
 
-def test_images_of_a_folder_are_trained_and_the_export_has_the_accuracy_that_was_measured(tmp_path: Path) -> None:
-    images = write_folders(tmp_path / "images", num_train=24, num_test=18)
+def test_images_of_a_folder_are_trained_and_the_export_has_the_accuracy_and_loss_that_were_measured(
+    tmp_path: Path,
+) -> None:
+    images = write_folders(tmp_path / "images", num_train=24, num_test=16)
     overrides = [f"data.path={images}", "training.per_device_train_batch_size=6", "training.learning_rate=0.01"]
     run(command(tmp_path, "run", 4, *overrides), tmp_path / "log")
     folder = tmp_path / "run" / "hf"
@@ -84,9 +87,11 @@ def test_images_of_a_folder_are_trained_and_the_export_has_the_accuracy_that_was
     )
     test = load_dataset(str(images), split="test")
     with torch.no_grad():
-        chosen = model.eval()(**processor([*test["image"]], return_tensors="pt")).logits.argmax(-1)
-    measured = json.loads((tmp_path / "run" / "eval_results.json").read_text())["eval_top1"]
-    assert measured == pytest.approx((chosen == torch.tensor(test["label"])).float().mean().item())
+        logits = model.eval()(**processor([*test["image"]], return_tensors="pt")).logits
+    labels = torch.tensor(test["label"])
+    measured = json.loads((tmp_path / "run" / "eval_results.json").read_text())
+    assert measured["eval_top1"] == pytest.approx((logits.argmax(-1) == labels).float().mean().item())
+    assert measured["eval_loss"] == pytest.approx(cross_entropy(logits, labels).item(), rel=1e-3), "not times the ranks"
     assert model.config.id2label == dict(enumerate(test.features["label"].names))
 
 

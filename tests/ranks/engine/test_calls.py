@@ -76,6 +76,10 @@ def replace_data(engine: Any, folder: Path) -> None:
         parameter.data = parameter.data.clone()
 
 
+def move_where_it_is(engine: Any, folder: Path) -> None:
+    engine.to("cpu").float()
+
+
 def look_around(engine: Any, folder: Path) -> None:
     engine.held_tensors()
     engine.get_global_grad_norm()
@@ -90,7 +94,7 @@ def pass_forward_and_drop_it(engine: Any, folder: Path) -> None:
 
 BETWEEN_MICRO_STEPS: tuple[Callable[[Any, Path], None], ...] = (
     *(evaluate_in_dense, leave_by_an_error, generate, step_where_it_is_refused),
-    *(export, look_around, pass_forward_and_drop_it, replace_data),
+    *(export, look_around, pass_forward_and_drop_it, replace_data, move_where_it_is),
 )
 BETWEEN_STEPS = (*BETWEEN_MICRO_STEPS, save, save_and_load, drop_gradients, keep_gradients_as_zeros)
 

@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.engine import engine as engine_module
 from sdp_deepspeed.parallel import consistency, local_optimizer
+from sdp_deepspeed.parallel.groups import default_store
 from sdp_deepspeed.reference.local_steps import LocalReference, LocalSteps
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import batches, config, llama, loss_of, muon
@@ -43,7 +44,7 @@ def local(*, every: int = 3, stage: int = 1, **block: Any) -> dict[str, Any]:
 def communication() -> Iterator[set[tuple[int, ...]]]:
     """Ranks of each process group that communicates inside; and nobody for a message to the store."""
     found: set[tuple[int, ...]] = set()
-    store = type(distributed_c10d._get_default_store())
+    store = type(default_store())
 
     def noted(*_: Any) -> int:
         found.add(())
@@ -306,7 +307,7 @@ def test_who_ends_an_evaluation_waits_for_all_and_names_them(rank: Rank) -> None
     engine.eval()
     with torch.no_grad():
         engine(input_ids=torch.ones(1, 4, dtype=torch.long))
-    store: Any = distributed_c10d._get_default_store()
+    store: Any = default_store()
     warnings: list[str] = []
 
     def record(message: str, *values: object) -> None:
@@ -541,7 +542,7 @@ def test_an_unfinished_step_is_not_synchronized(rank: Rank) -> None:
 @pytest.mark.world(2)
 def test_the_store_does_not_grow_with_the_number_of_calls(rank: Rank) -> None:
     barrier = consistency.CallBarrier("counted")
-    store: Any = distributed_c10d._get_default_store()
+    store: Any = default_store()
     counts = []
     for _ in range(4):
         with barrier.wait_and_name("synchronize"):

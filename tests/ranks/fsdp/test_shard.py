@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import BartConfig, BartForCausalLM
@@ -17,6 +16,7 @@ from transformers import BartConfig, BartForCausalLM
 from sdp_deepspeed import fully_shard
 from sdp_deepspeed.fsdp import sharded_model_of
 from sdp_deepspeed.parallel import consistency
+from sdp_deepspeed.parallel.groups import default_store
 from tests.helpers.models import VOCABULARY, batches, family, llama, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT, Rank
@@ -130,7 +130,7 @@ def test_dropped_gradients(rank: Rank) -> None:
 
 def test_late_ranks_are_named(rank: Rank) -> None:
     """Once, by the first waiting rank."""
-    store: Any = distributed_c10d._get_default_store()
+    store: Any = default_store()
     barrier = consistency.CallBarrier("late")
     warnings: list[str] = []
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.image_data import dataset
+from tests.helpers.image_data import dataset, write_fashion_mnist
 from train_vision import EpochSampler, Images, Pixels
 
 SIZE = 8
@@ -66,3 +67,16 @@ def test_fewer_images_than_a_step_are_refused(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         sampler(epoch=0, batch=20)
     assert "19 images, but a step takes 20" in capsys.readouterr().err
+
+
+def test_a_published_dataset_is_read_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = write_fashion_mnist(tmp_path)
+    data = Images("fashion_mnist", SIZE, folder=str(tmp_path))
+    assert [rows["label"] for rows in data.load()] == [labels.tolist() for _, labels in written.values()]
+    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(SystemExit):
+        data.load()
+    assert "error: data: " in (message := capsys.readouterr().err)
+    assert "t10k-labels-idx1-ubyte" in message
+    with pytest.raises(ValueError, match="folder: got path 'digits'"):
+        Images("digits", SIZE, folder=str(tmp_path))
