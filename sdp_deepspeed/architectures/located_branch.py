@@ -31,6 +31,7 @@ class LocatedBranch:
         cut_tensors: tensors with an index for each of these cells.
         uncuttable_reason: why this branch cannot be cut; empty if it can.
         is_bypassed: whether the skip connection is the identity, so that the branch can be a block.
+        is_trained: whether a parameter requires gradients. If none does, all ranks hold the branch.
     """
 
     layer: str
@@ -40,6 +41,7 @@ class LocatedBranch:
     cut_tensors: tuple[CutTensor, ...] = ()
     uncuttable_reason: str = ""
     is_bypassed: bool = True
+    is_trained: bool = True
 
     @property
     def name(self) -> str:
@@ -86,9 +88,13 @@ def locate_branches(model: nn.Module) -> list[LocatedBranch]:
             submodule is missing, or a branch shares a tensor with another part of the model.
     """
     branches = []
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     for name, module in model.named_modules():
         for branch in branches_in(name, module):
-            located = LocatedBranch(name, branch, _pieces(name, module, branch), is_bypassed=branch.is_bypassed(module))
+            pieces = _pieces(name, module, branch)
+            is_trained = any(piece.parameter in trained for piece in pieces)
+            is_bypassed = branch.is_bypassed(module)
+            located = LocatedBranch(name, branch, pieces, is_bypassed=is_bypassed, is_trained=is_trained)
             try:
                 num_cells, cut_tensors = _cells(name, module, branch)
             except (AttributeError, ValueError) as problem:  # irrelevant for the block strategy

@@ -26,7 +26,7 @@ def units_of_branches(
     neuron_groups: int | None = None,
     num_subnetworks: int = 1,
 ) -> list[Unit]:
-    """Divide a model's branches into units, in model order.
+    """Divide a model's branches into units, in model order. Branches without trainable parameters are in no unit.
 
     Args:
         strategy: "block", "neuron", or a mapping from branch types to these; others are shared.
@@ -36,15 +36,21 @@ def units_of_branches(
         num_subnetworks: default of `neuron_groups`.
 
     Raises:
-        ValueError: a mapping with unknown branch types, no branch that can be a block, a branch without described
-            neurons, more groups than neurons, groups without an effect, or a pattern that matches no unit or only a
-            fraction of one.
+        ValueError: a mapping with unknown branch types, only frozen branches, no branch that can be a block, a branch
+            without described neurons, more groups than neurons, groups without an effect, or a pattern that matches no
+            unit or only a fraction of one.
     """
     by_part = _strategy_of_parts(branches, strategy)
-    _check_groups([branch for branch in branches if by_part.get(branch.description.name) == "neuron"], neuron_groups)
+    trained = [branch for branch in branches if branch.is_trained and branch.description.name in by_part]
+    if by_part and not trained:
+        raise ValueError(
+            f"{KEY}: all branches of the types {', '.join(map(repr, by_part))} are frozen, so there is nothing to "
+            "divide; unfreeze some before this call, or remove the block"
+        )
+    _check_groups([branch for branch in trained if by_part[branch.description.name] == "neuron"], neuron_groups)
     grouped: dict[str, list[Piece]] = {}
-    for branch in branches:
-        match by_part.get(branch.description.name):
+    for branch in trained:
+        match by_part[branch.description.name]:
             case "block" if branch.is_bypassed:
                 grouped.setdefault(branch.name if granularity == "sublayer" else branch.layer, []).extend(branch.pieces)
             case "neuron":
@@ -57,8 +63,9 @@ def units_of_branches(
             '"neuron", or a model with more layers'
         )
     patterns = {pattern: re.compile(pattern) for pattern in shared}
+    frozen = [Unit(branch.name, branch.pieces) for branch in branches if not branch.is_trained]  # shared anyway
     for pattern, compiled in patterns.items():
-        _check_pattern(pattern, compiled, units)
+        _check_pattern(pattern, compiled, units, frozen)
     left = [unit for unit in units if not any(_matches(compiled, unit) for compiled in patterns.values())]
     if not left:
         raise ValueError(f"{KEY}.shared: {list(patterns)} match all {len(units)} units; leave at least one unshared")
@@ -82,14 +89,20 @@ def constrained_branches(units: Sequence[Unit], branches: Sequence[LocatedBranch
 
 def layers_of_units(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> tuple[list[int], int]:
     """Layer index of each unit, among all layers with branches in model order (encoder first), and the number of these
-    layers."""
+    layers. Stacks of frozen layers, such as those of a teacher, do not count."""
     numbers: dict[str, int] = {}  # index of each layer
     layers: dict[str, int] = {}  # layer index of each parameter
-    for branch in branches:
+    trained = {_stack(branch) for branch in branches if branch.is_trained}
+    for branch in (branch for branch in branches if _stack(branch) in trained):
         index = numbers.setdefault(branch.layer, len(numbers))
         for piece in branch.pieces:
             layers[piece.parameter] = index
     return [layers[unit.pieces[0].parameter] for unit in units], len(numbers)
+
+
+def _stack(branch: LocatedBranch) -> str:
+    """Name of the module that contains the branch's layer and its neighbors."""
+    return branch.layer.rpartition(".")[0]
 
 
 def branches_of_units(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> list[str | None]:
@@ -163,8 +176,8 @@ def _matches(pattern: re.Pattern[str], unit: Unit) -> bool:
     return any(pattern.search(piece.parameter) for piece in unit.pieces if piece.kind == "parameter")
 
 
-def _check_pattern(pattern: str, compiled: re.Pattern[str], units: Sequence[Unit]) -> None:
-    if not any(_matches(compiled, unit) for unit in units):
+def _check_pattern(pattern: str, compiled: re.Pattern[str], units: Sequence[Unit], frozen: Sequence[Unit]) -> None:
+    if not any(_matches(compiled, unit) for unit in [*units, *frozen]):
         raise ValueError(
             f"{KEY}.shared: {pattern!r} matches no parameter of any unit; unit names are like {units[0].name!r}"
         )

@@ -19,6 +19,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from sdp_deepspeed.masking.check import is_checkpointed, trained_layers
 from sdp_deepspeed.masking.mask import Mask, is_masked, partial_tensors
 from sdp_deepspeed.masking.placeholders import PartialTensor
 from sdp_deepspeed.masking.running_statistics import average_running_statistics, running_statistics
@@ -149,23 +150,23 @@ class DenseView:
     # ---- hooks --------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
-        """Install hooks: in evaluation the first forward pass without gradients, of any part of the model, makes it
-        dense; state dicts of a subnetwork raise when used."""
+        """Install hooks: in evaluation the first forward pass without gradients, of the model or a module that contains
+        a trained layer, makes it dense; state dicts of a subnetwork raise when used."""
         model = self.mask.model
-        containers = {""}
-        for branch in self.mask.branches:
-            path = branch.layer.split(".")
-            containers |= {".".join(path[:end]) for end in range(1, len(path) + 1)}
-        owned = WeakSet(model.get_submodule(name) for name in containers)  # not copies of the module
-        view, root = self, id(model)
+        owned = WeakSet(model.get_submodule(name) for name in trained_layers(self.mask.branches))  # not copies
+        view = self
 
         @torch.compiler.disable
         def enter(module: nn.Module) -> None:
-            if module not in owned:
+            if is_checkpointed():
+                return
+            if not module.training and module not in owned:
                 _refuse_evaluation(module)
-            elif not view.is_resident:
+            elif not module.training and not view.is_resident:
                 view.make_resident("an evaluation")
                 view._is_evaluating = True
+            elif module.training and module in owned:
+                view._warn()
 
         @torch.compiler.disable
         def leave(module: nn.Module) -> None:
@@ -176,11 +177,8 @@ class DenseView:
             if torch.is_grad_enabled():
                 if view._is_evaluating:
                     leave(module)
-            elif not module.training:
-                if not view.is_resident or is_masked(module):
-                    enter(module)
-            elif not view.is_resident and id(module) == root and not view._has_warned:
-                view._warn()
+            elif (not module.training or not view._has_warned) and (not view.is_resident or is_masked(module)):
+                enter(module)
 
         has_anchors = self._optimizer.local is not None
 
@@ -202,7 +200,7 @@ class DenseView:
 
     def _warn(self) -> None:
         self._has_warned = True
-        if not self.is_resident and self.mask.plan.trains_subnetworks:
+        if self.mask.plan.trains_subnetworks:
             logger.warning(
                 "%s: a forward pass in training mode runs this rank's subnetwork; call eval() to run the dense model",
                 KEY,

@@ -24,7 +24,6 @@ from sdp_deepspeed.checkpoint.state_transfer import collect_state, load_state
 from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.engine.refused_settings import refuse_config, refuse_local_optimizer
 from sdp_deepspeed.engine.tensor_parallel import refuse_stage
-from sdp_deepspeed.masking.check import check_trained
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.messages import KEY, announce, quoted
 from sdp_deepspeed.parallel.consistency import check_same_plan, gather_objects, gather_results, run_on_all_ranks
@@ -82,7 +81,6 @@ def plan_and_mask(engine: SubnetworkEngine, block: SubnetworkConfig, *, logs: bo
         rank = members.index(dist.get_rank())
         is_scaled = block.branch_scale == "training"
         mask = Mask(engine.module, local, rank, branches=branches, is_scaled=is_scaled)
-        check_trained(mask)
         if logs:
             for warning in warnings:
                 log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)

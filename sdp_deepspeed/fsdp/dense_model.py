@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from sdp_deepspeed.fsdp.dtensors import ReplacedDTensors
 from sdp_deepspeed.fsdp.parts import Part, copy_without_hooks
 from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.masking.check import trained_layers
 from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward
 from sdp_deepspeed.parallel.dense_gathers import Segment, gather_segments
 from sdp_deepspeed.parallel.groups import Groups
@@ -39,6 +40,7 @@ class DenseModel:
 
     Attributes:
         module: the second tree.
+        runnable: the model and its modules that contain a trained layer, and the same modules of the second tree.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class DenseModel:
         }
         self._pairs: list[tuple[nn.Module, nn.Module]] = []  # modules of the model and of the second tree
         self.module = self._copy(mask.model, {})
+        trained = {id(mask.model.get_submodule(name)) for name in trained_layers(mask.branches)}
+        self.runnable = [(module, copied) for module, copied in self._pairs if id(module) in trained]
         self._dtypes = {name: parameter.dtype for name, parameter in mask.parameters.items()}
         self._places = self._find_places()
         live = {id(buffer): name for name, buffer in mask.buffers.items()}
@@ -134,14 +138,14 @@ class DenseModel:
     # ---- forward passes -----------------------------------------------------------------------------------------
 
     @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward pass; collective, while the root of the model runs."""
+    def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward pass of a module of the second tree; collective, while the root of the model runs."""
         self._follow_model()
         self._gather_buffers()
         self._set({name: module._parameters[key].detach() for name, (module, key) in self._whole.items()})
         self._set(self.gather(name for name in self._of_root if name not in self._whole))
         try:
-            return self.module.forward(*args, **kwargs)
+            return module.forward(*args, **kwargs)
         finally:
             self._drop(self._of_root)
             self._drop(self._whole)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -41,6 +41,7 @@ from sdp_deepspeed.fsdp.refused_arguments import check_call, check_plan, check_s
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, attach, device_type
 from sdp_deepspeed.init import DeferredWeights, move_in_place
 from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.masking.check import is_checkpointed
 from sdp_deepspeed.masking.forwards import set_data
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.masking.wrappers import compile_in_place, without_wrappers
@@ -339,15 +340,14 @@ def _shard_modules(modules: Sequence[nn.Module], mesh: DeviceMesh, arguments: Ma
 
 def _run_dense_in_evaluation(sharded: ShardedModel) -> None:
     """Make forward passes in evaluation mode without gradients those of the dense model."""
-    model, subnetwork = sharded.module, sharded.module.forward
+    model = sharded.module
 
     def before(*_: Any) -> None:
         if _is_evaluating(model):
             sharded.begin_evaluation("an evaluation")
             return
-        if model.training != torch.is_grad_enabled() and not sharded.has_warned:
-            sharded.has_warned = True
-            logger.warning("%s: this pass runs a subnetwork; for the dense model use eval() and torch.no_grad()", KEY)
+        if torch.is_grad_enabled() and not model.training:
+            sharded.warn()
         sharded.has_trained = True
 
     def after(*_: Any) -> None:
@@ -356,13 +356,34 @@ def _run_dense_in_evaluation(sharded: ShardedModel) -> None:
         if not torch.is_grad_enabled():
             sharded.reshard()
 
-    @wraps(subnetwork)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return sharded.dense(*args, **kwargs) if _is_evaluating(model) else subnetwork(*args, **kwargs)
-
-    vars(model)["forward"] = forward
+    for module, copied in sharded.dense.runnable:
+        vars(module)["forward"] = _or_dense(sharded, module, copied)
     model.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)
     model.register_forward_hook(torch.compiler.disable(after))
+
+
+def _or_dense(sharded: ShardedModel, module: nn.Module, copied: nn.Module) -> Callable[..., Any]:
+    """Forward of a module, or in evaluation mode without gradients that of `copied`, the same in the dense model."""
+    subnetwork = module.forward
+
+    @torch.compiler.disable
+    def is_dense() -> bool:
+        if module.training and not sharded.has_warned and not is_checkpointed():
+            sharded.warn()
+        return not module.training and not is_checkpointed()
+
+    @torch.compiler.disable
+    def dense(*args: Any, **kwargs: Any) -> Any:
+        if module is not sharded.module:  # the model is in a pass in training mode, which goes on
+            sharded.begin_evaluation("an evaluation")
+            sharded.has_trained = True
+        return sharded.dense.run(copied, *args, **kwargs)
+
+    @wraps(subnetwork)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return subnetwork(*args, **kwargs) if torch.is_grad_enabled() or not is_dense() else dense(*args, **kwargs)
+
+    return forward
 
 
 def _is_evaluating(model: nn.Module) -> bool:

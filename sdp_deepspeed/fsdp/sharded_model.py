@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from sdp_deepspeed.fsdp.dtensors import ReplacedDTensors
 from sdp_deepspeed.fsdp.parts import Part
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.running_statistics import average_running_statistics
+from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.boxes import local_of
 from sdp_deepspeed.parallel.consistency import CallBarrier
 from sdp_deepspeed.parallel.groups import Groups
@@ -25,6 +27,7 @@ from sdp_deepspeed.parallel.zero_grad import extend_zero_grad
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
 
+logger = logging.getLogger("sdp_deepspeed")
 _ATTRIBUTE = "_sdp_sharded"
 
 
@@ -124,6 +127,12 @@ class ShardedModel:
         if self.has_trained:
             self.barrier.wait(what)
             self.average_statistics()
+
+    def warn(self) -> None:
+        """Warn once that a pass that looks like an evaluation runs a subnetwork."""
+        if not self.has_warned and self.plan.trains_subnetworks:
+            logger.warning("%s: this pass runs a subnetwork; for the dense model use eval() and torch.no_grad()", KEY)
+        self.has_warned = True
 
     def average_statistics(self) -> None:
         """Average running statistics of batch norms if the model was trained since the last time. Collective."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from sdp_deepspeed.architectures import LocatedBranch, branches_of_units, constrained_branches
 from sdp_deepspeed.architectures.branch import BATCH_NORMS
 from sdp_deepspeed.messages import KEY, quoted
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Unit
-
-if TYPE_CHECKING:
-    from sdp_deepspeed.masking.mask import Mask
 
 
 def check_plan(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch]) -> None:
@@ -105,23 +104,31 @@ def _check_norms(model: nn.Module, branch: LocatedBranch) -> None:
                 )
 
 
-def check_trained(mask: Mask) -> None:
-    """Raise ValueError for ranks whose parameters are all frozen, while others train: their loss has no gradient."""
-    trained = {holders for name, pieces in mask.pieces.items() if mask.trainable[name] for _, holders in pieces}
-    idle = set(range(len(mask.plan.subnetwork_of_rank))).difference(*trained)
-    if trained and idle:
-        raise ValueError(
-            f"{KEY}: data-parallel rank {min(idle)} holds frozen parameters only, so it cannot train; unfreeze more, "
-            "match trained units in `shared`, or raise holders"
-        )
-
-
 def _refuse_synchronized_norms(model: nn.Module, plan: Plan) -> None:
     """Raise ValueError for SyncBatchNorm in units: ranks that lack the unit would not take part in its collectives."""
     for index, unit in enumerate(plan.units):
         for name in {piece.parameter.rpartition(".")[0] for piece in unit.pieces}:
             if plan.coverage_of(index) < 1 and isinstance(model.get_submodule(name), nn.SyncBatchNorm):
                 raise ValueError(f"{KEY}: {name} is a SyncBatchNorm in the unit {unit.name!r}; use BatchNorm there")
+
+
+def trained_layers(branches: Sequence[LocatedBranch]) -> set[str]:
+    """Names of the layers with a trained branch, and of all modules that contain one."""
+    names = {""}
+    for branch in branches:
+        path = branch.layer.split(".") if branch.is_trained else []
+        names |= {".".join(path[:end]) for end in range(1, len(path) + 1)}
+    return names
+
+
+def is_checkpointed() -> bool:
+    """Whether the caller runs in an autograd Function, as in reentrant checkpointing, whose first pass has no_grad."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("ctx",) and isinstance(frame.f_locals.get("ctx"), FunctionCtx):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def refuse_cache(module: nn.Module, _: Any, kwargs: Mapping[str, Any] | None = None) -> None:

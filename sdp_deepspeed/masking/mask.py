@@ -96,6 +96,7 @@ class Mask:
         self._masked: list[nn.Module] = []  # modules with a replaced forward
         self._sizes: list[Sizes] = []
         self._gradients: dict[str, torch.Tensor] = {}  # kept while the module is dense
+        self._frozen_later: list[str] = []  # by the user, after the mask was made; trainable while the module is dense
         self._hooks: list[RemovableHandle] = []
         self._partial = self._partial_tensors()
         self._locate_whole()
@@ -187,6 +188,8 @@ class Mask:
         for name, gradient in self._gradients.items():
             self.parameters[name].grad = gradient
         self._gradients.clear()
+        for name in self._frozen_later:
+            self.parameters[name].requires_grad_(False)
         for module in self.model.modules() if not self.plan.is_dense else ():
             vars(module)[_MASKED] = self._partial.get(module, {})
         self.is_applied = True
@@ -211,8 +214,11 @@ class Mask:
             if tensor.grad is not None:
                 self._gradients[name] = tensor.grad
             set_data(tensor, dense)
-        for name, parameter in self.parameters.items():
-            parameter.requires_grad_(self.trainable[name])
+        held = {piece.parameter for piece in self._held}
+        frozen = [name for name, p in self.parameters.items() if self.trainable[name] and not p.requires_grad]
+        self._frozen_later = [name for name in frozen if name in held]
+        for name in frozen:
+            self.parameters[name].requires_grad_(True)
         self._locate_whole()
         for module in self._masked:
             set_sizes(module)

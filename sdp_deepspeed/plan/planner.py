@@ -22,7 +22,7 @@ from sdp_deepspeed.plan.assign import MAX_SETS_PER_RANK, assign, num_components
 from sdp_deepspeed.plan.coverage import Given, default_subnetworks, describe_holders, holders_of_units, whole_holders
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
-from sdp_deepspeed.units import Unit, UnitCost, check_pieces
+from sdp_deepspeed.units import Subnetworks, Unit, UnitCost, check_pieces
 
 
 def plan_model(
@@ -48,7 +48,7 @@ def plan_model(
     branches = locate_branches(model) if branches is None else branches
     shards = shards or UNDIVIDED
     if block.plan_path is not None:
-        plan = read_plan(block, data_parallel_size, ranks_per_node)
+        plan = _without_frozen(read_plan(block, data_parallel_size, ranks_per_node), branches)
     else:
         k = num_subnetworks(block, data_parallel_size, ranks_per_node)
         units = units_of_branches(
@@ -156,6 +156,19 @@ def read_plan(block: SubnetworkConfig, data_parallel_size: int, per_node: int | 
         raise ValueError(f"{KEY}.assignment: {block.plan_path!r} contradicts the config: {'; '.join(wrong)}")
     _check_divides(k, data_parallel_size, f"{KEY}.assignment: {block.plan_path!r} has")
     return replace(plan, subnetwork_of_rank=_subnetwork_of_rank(k, data_parallel_size))
+
+
+def _without_frozen(plan: Plan, branches: Sequence[LocatedBranch]) -> Plan:
+    """Leave out the pieces of frozen branches; the plan may be of the model before some were frozen."""
+    frozen = {piece.parameter for branch in branches if not branch.is_trained for piece in branch.pieces}
+    units, holders = list[Unit](), list[Subnetworks]()
+    for unit, subnetworks in zip(plan.units, plan.holders, strict=True):
+        if pieces := tuple(piece for piece in unit.pieces if piece.parameter not in frozen):
+            units.append(replace(unit, pieces=pieces))
+            holders.append(subnetworks)
+    _check_reach(holders, plan.num_subnetworks, f"{KEY}.assignment: trained branches", "or unfreeze more")
+    number = len(holders[0]) if len({*map(len, holders)}) == 1 else None
+    return replace(plan, units=tuple(units), holders=tuple(holders), num_holders=number)
 
 
 def num_subnetworks(block: SubnetworkConfig, data_parallel_size: int, ranks_per_node: int | None = None) -> int:

@@ -104,8 +104,10 @@ def test_is_the_dense_model(rank: Rank) -> None:
 
 
 def test_evaluation_leaves_training_alone(rank: Rank) -> None:
-    """A worker's own loss is the same before and after, and is not the dense model's."""
+    """A worker's own loss is the same before and after, and is not the dense model's. What was frozen since the start
+    remains frozen."""
     engine, batch = engine_with(llama()), batch_of(rank)
+    engine.module.lm_head.requires_grad_(False)
     before = loss_of(engine, batch).item()
     engine.eval()
     with torch.inference_mode():
@@ -122,6 +124,7 @@ def test_evaluation_leaves_training_alone(rank: Rank) -> None:
     engine.eval()
     assert loss_of(engine, batch).item() == before, "with gradients it is the subnetwork"
     engine.train()
+    assert not engine.module.lm_head.weight.requires_grad
     assert len(set(train(engine, num_steps=2))) == 2
 
 

@@ -101,16 +101,17 @@ def test_memory_that_nobody_trains_twice(rank: Rank) -> None:
 
 
 def test_ranks_that_train_nothing(rank: Rank) -> None:
-    """Where the one that holds what is trained would wait for the others, whose loss has no gradient; also later."""
+    """Would let the others wait, since their loss has no gradient; also later."""
     model: Any = llama()
     model.requires_grad_(False)
+    refusal(ValueError, partial(engine_of, config(holders=1), model), "'attention', 'mlp' are frozen", "unfreeze some")
     model.model.layers[1].mlp.requires_grad_(True)
-    words = ("rank", "holds frozen parameters only", "`shared`")
+    words = ("1 units with 1 holders each cannot give each of 2 subnetworks one",)
     for regime in ("forward", "backward"):
         refusal(ValueError, partial(engine_of, config(holders=1, regime=regime), model), *words)
-    engine = engine_of(config(holders=1, shared=[r"1\.mlp"]), model)
+    engine = engine_of(config(holders=2), model)
     train(engine, num_steps=1)
-    refusal(ValueError, lambda: engine.replan({"shared": []}), *words)
+    refusal(ValueError, lambda: engine.replan({"holders": 1}), *words)
     train(engine, num_steps=1)
 
 

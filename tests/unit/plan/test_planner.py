@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
@@ -72,6 +73,44 @@ def test_layers_without_units_are_ends_too() -> None:
     plan = plan_of(6, 6, coverage={"coverage": 0.5, "whole_ends": 2}, shared=[r"layers\.[05]\."])
     numbers = {int(unit.name.split(".")[2]): len(one) for unit, one in zip(plan.units, plan.holders, strict=True)}
     assert numbers == {1: 6, 2: 3, 3: 3, 4: 6}
+
+
+def test_frozen_branches_are_no_units(tmp_path: Path) -> None:
+    """Of a layer the rest is one, and so is a branch of which something is trained. A plan of the model before it was
+    frozen, and a pattern of what is shared, may name them."""
+    path = str(tmp_path / "plan.json")
+    whole = plan_of(coverage=0.5, granularity="layer")
+    whole.save(path)
+    model: Any = llama(4)
+    layer = model.model.layers[1]
+    for module in (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp.up_proj):
+        module.requires_grad_(False)
+    plan, _ = plan_model(model, block(coverage=0.5, granularity="layer"), 4)
+    assert [unit.name for unit in plan.units] == [unit.name for unit in whole.units]
+    names = [{piece.parameter for piece in unit.pieces} for unit in plan.units]
+    prefixes = ("model.layers.1.input_layernorm", "model.layers.1.self_attn")
+    assert [name.startswith(prefixes) for name in names[1]] == [False] * 4
+    assert [len(of_unit) for of_unit in names] == [9, 4, 9, 9]
+    read, _ = plan_model(model, block(assignment=path), 4)
+    assert (read.units, read.holders) == (plan.units, whole.holders)
+    shared = r"layers\.1\.attention"
+    for strategy in ("block", "neuron"):
+        units = [plan_model(model, block(holders=2, strategy=strategy, shared=s), 4)[0].units for s in ([], [shared])]
+        assert units[0] == units[1]
+        assert not any("layers.1.attention" in unit.name for unit in units[0])
+    model.model.layers.requires_grad_(False)
+    for settings in ({"coverage": 0.5}, {"assignment": path}):
+        with pytest.raises(ValueError, match="unfreeze"):
+            plan_model(model, block(**settings), 4)
+
+
+def test_ends_of_the_trained_model() -> None:
+    """Not of its teacher; frozen layers in the stack are ends of it."""
+    model: Any = nn.ModuleDict({"student": llama(4), "teacher": llama(4).requires_grad_(False)})
+    model["student"].model.layers[0].requires_grad_(False)
+    plan, _ = plan_model(model, block(coverage={"coverage": 0.5, "whole_ends": 1}), 4)
+    numbers = {unit.name.split(".")[3]: len(one) for unit, one in zip(plan.units, plan.holders, strict=True)}
+    assert numbers == {"1": 2, "2": 2, "3": 4}
 
 
 def test_a_plan_by_path(tmp_path: Path) -> None:

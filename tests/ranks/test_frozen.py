@@ -1,0 +1,129 @@
+"""Models that run inside the trained one, on both hosts: a frozen teacher, and passes of the student under no_grad."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sdp_deepspeed.fsdp import sharded_model_of
+from tests.helpers.models import llama, loss_of
+from tests.helpers.ranks import Rank
+from tests.helpers.sharded import sharded
+from tests.helpers.training import engine_of, own_batches, sgd
+
+pytestmark = pytest.mark.world(3)
+
+HOSTS = ("deepspeed", "fsdp2")
+
+
+class Taught(nn.Module):
+    """Learns from the logits of another model, or of its own, in a pass under no_grad in the middle of its forward."""
+
+    def __init__(self, teacher: nn.Module | None = None, *, evaluates: bool = False) -> None:
+        super().__init__()
+        self.student, self.teacher, self.evaluates = llama(), teacher, evaluates
+        self.targets: Any = None  # of the last pass; the next one uses them if there are some
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        first = self.student(input_ids=input_ids, labels=labels)
+        self.logits = first.logits.detach()
+        if self.targets is None:
+            teacher: Any = self.teacher or self.student
+            with torch.no_grad():
+                was_training = teacher.training
+                self.targets = teacher.train(was_training and not self.evaluates)(input_ids=input_ids).logits
+                teacher.train(was_training)
+        second = self.student(input_ids=input_ids.flip(1)).logits
+        first.loss = first.loss + (second - self.targets).square().mean()
+        return first
+
+
+def on(host: str, model: nn.Module, **block: Any) -> tuple[Any, Any]:
+    """What trains the model, and its plan."""
+    if host == "deepspeed":
+        engine = engine_of(sgd(**block), model)
+        return engine, engine.plan
+    model = sharded(model, block)
+    return model, sharded_model_of(model).plan
+
+
+def backward(run: Any, batch: torch.Tensor) -> list[torch.Tensor]:
+    """The gradients of a pass, which are dropped."""
+    loss = loss_of(run, batch)
+    getattr(run, "backward", torch.Tensor.backward)(loss)
+    gradients = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in run.parameters()]
+    result = [gradient.clone() for gradient in gradients if gradient is not None]
+    run.zero_grad()
+    return result
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Warnings of this package."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("sdp_deepspeed")
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("strategy", ["block", "neuron"])
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_frozen_teacher_is_whole(rank: Rank, host: str, strategy: str) -> None:
+    """In training mode, as `train()` of the model leaves it, and in evaluation mode, where nothing is gathered for it.
+    No warning concerns it."""
+    teacher: Any = llama(seed=1).requires_grad_(False)
+    whole: Any = deepcopy(teacher)
+    model = Taught(teacher)
+    run, plan = on(host, model, holders=2, strategy=strategy)
+    assert all(unit.name.startswith("student.") for unit in plan.units)
+    is_subnetwork = []
+    if host == "deepspeed":
+        teacher.register_forward_hook(lambda *_: is_subnetwork.append(run.mask.is_applied))
+    batch = own_batches(rank, 1)[0]
+    for evaluates in (False, True):
+        model.evaluates, model.targets = evaluates, None
+        with logged() as texts:
+            backward(run, batch)
+        assert not texts
+        assert all(is_subnetwork)
+        assert torch.equal(model.targets, whole(batch).logits)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_evaluation_of_a_part(rank: Rank, host: str) -> None:
+    """In a pass of the model in training mode: the dense model's, and the gradients are those of a constant."""
+    model = Taught(evaluates=True)
+    whole: Any = deepcopy(model.student)
+    run, _ = on(host, model, holders=2)
+    batch = own_batches(rank, 1)[0]
+    found = backward(run, batch)
+    torch.testing.assert_close(model.targets, whole(batch).logits.detach())
+    expected = backward(run, batch)  # with these targets
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_no_gradients_in_training_mode(rank: Rank, host: str) -> None:
+    """The subnetwork's, with one warning."""
+    model = Taught()
+    run, _ = on(host, model, holders=2)
+    batch = own_batches(rank, 1)[0]
+    with logged() as texts:
+        for _ in range(2):
+            model.targets = None
+            backward(run, batch)
+            assert torch.equal(model.targets, model.logits)
+    assert len(texts) == 1
