@@ -68,7 +68,13 @@ from sdp_deepspeed.engine.plans import (
     rank_state,
     replan,
 )
-from sdp_deepspeed.engine.refused_settings import refuse_config, refuse_frozen, refuse_local_optimizer, uses_local_steps
+from sdp_deepspeed.engine.refused_settings import (
+    refuse_config,
+    refuse_frozen,
+    refuse_local_optimizer,
+    refuse_unused,
+    uses_local_steps,
+)
 from sdp_deepspeed.engine.save_engine import load_engine, save_engine
 from sdp_deepspeed.engine.tensor_parallel import (
     TensorParallel,
@@ -332,6 +338,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         """Called by DeepSpeed before each backward pass, in which the reducer's hooks receive the gradients."""
         is_last = self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
         self.optimizer.sharded.reducer.is_last_micro_step = is_last
+        self.optimizer.sharded.reducer.is_coalescing = self.optimizer._coalesce_grad_reduction
         super()._backward_prologue()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
@@ -344,6 +351,13 @@ class SubnetworkEngine(DeepSpeedEngine):
             self.optimizer.sharded.reducer.finish_backward()
         super()._backward_epilogue()
 
+    def _flush_coalesced_reduction_zero12(self, optimizer: SubnetworkOptimizer) -> None:
+        """Called by DeepSpeed at the end of `coalesce_grad_reduction`, which precedes a step. Collective at stage 2,
+        and with `overlap_comm`."""
+        reducer = optimizer.sharded.reducer
+        reducer.is_coalescing, reducer.is_last_micro_step = False, True
+        reducer.finish_backward()
+
     def step(self, lr_kwargs: Any = None) -> None:
         """As in DeepSpeed; collective at the accumulation boundary. DeepSpeed's `step` calls the optimizer's, which
         communicates.
@@ -351,6 +365,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         Raises:
             RuntimeError: inside `dense`; a Parameter was replaced, or frozen (stage 0); at stage 2, if the caller sets
                 the boundary, a rank does not call it.
+            AssertionError: on all ranks, if a Parameter had no gradient (`ignore_unused_parameters`).
         """
         self._refuse_dense("step")
         if self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation():
@@ -381,6 +396,8 @@ class SubnetworkEngine(DeepSpeedEngine):
             self._barrier.record_step()
         self._check_parameters()
         refuse_frozen(self)
+        if not self.zero_ignore_unused_parameters() and self.zero_cpu_offload():
+            run_on_all_ranks(lambda: refuse_unused(self), self._control)
 
     def _check_parameters(self) -> None:
         self._known_parameters.check()

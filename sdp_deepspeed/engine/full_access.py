@@ -85,16 +85,24 @@ def read_full(optimizer: ShardedOptimizer, name: str, kind: Quantity = "weight",
     Args:
         name: dense name of a trained parameter.
         kind: "weight", "gradient" or "state". "gradient" averages the gradients, after the last micro-step; the next
-            call must be a step.
+            call must be a step. At stages 0 and 1 it is before that, without a collective, what this rank has
+            accumulated, with zeros for what it lacks.
         key: key in the optimizer's state.
 
     Raises:
         ValueError: on all ranks, if there is no such state.
-        RuntimeError: gradients are still being accumulated.
+        RuntimeError: gradients are still being accumulated (stage 2).
     """
-    _prepare(optimizer, kind, key)
+    if is_local := kind == "gradient" and optimizer.stage < 2 and not optimizer.reducer.is_last_micro_step:
+        held = [piece for piece, _ in optimizer.mask.pieces[name] if optimizer.mask.is_held(piece)]
+    else:
+        _prepare(optimizer, kind, key)
     like = optimizer.mask.parameters[name]
     dense = torch.zeros(optimizer.mask.shapes[name], dtype=torch.float32, device=like.device)
+    if is_local:
+        for piece, values in zip(held, optimizer.reducer.local_gradient(name), strict=False):  # none: zeros
+            piece.narrow(dense).copy_(values)
+        return dense
     for box, values in _values(optimizer, name, kind, key):
         if box.is_written:
             box.of(dense).copy_(values)

@@ -128,6 +128,12 @@ def refuse_settings(tree: Mapping[str, Any]) -> None:
         )
     if uses_local_steps(tree) and _is_on(tree.get("fp16")):
         refused.append(f"{KEY}.local_steps: not supported in fp16, where subnetworks differ in loss scale; use bf16")
+    refuses_unused = _lookup(tree, "zero_optimization.ignore_unused_parameters") is False
+    if uses_local_steps(tree) and refuses_unused and _lookup(tree, "zero_optimization.offload_optimizer"):
+        refused.append(
+            f"{KEY}.local_steps: zero_optimization.ignore_unused_parameters: got False, for which all ranks would "
+            "communicate in every step; remove the key"
+        )
     if uses_local_steps(tree) and str(tree.get("communication_data_type")).lower() in ("fp16", "float16"):
         refused.append(
             f"{KEY}.local_steps: communication_data_type must not be fp16, which small differences vanish in"
@@ -204,4 +210,14 @@ def refuse_frozen(engine: SubnetworkEngine) -> None:
         raise RuntimeError(
             f"frozen after deepspeed.initialize: {quoted(frozen)}; at ZeRO stage 0 momentum and weight decay "
             "would still change them, so freeze them before"
+        )
+
+
+def refuse_unused(engine: SubnetworkEngine) -> None:
+    """Raise AssertionError for parameters of this rank without a gradient in this step. As in DeepSpeed,
+    `ignore_unused_parameters: false` has an effect with CPU offload only."""
+    if unused := engine.optimizer.sharded.reducer.unused():
+        raise AssertionError(
+            f"unused parameters: {quoted(unused)} had no gradient in this step; use them in the loss, or set "
+            "zero_optimization.ignore_unused_parameters to true"
         )

@@ -33,6 +33,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
 
     custom_loss_scaler = False
     torch_autocast_gradscaler = None
+    _coalesce_grad_reduction = False  # set by `coalesce_grad_reduction` of DeepSpeed's engine
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ logger = logging.getLogger("sdp_deepspeed")
 
 PATIENCE = 30.0  # seconds that a rank waits for others before it warns
 _GRACE = 10.0  # seconds between the errors of ranks that have lost a connection to the same rank
-_KINDS = (ValueError, RuntimeError, OSError)  # types that are kept; all others become RuntimeErrors
+_KINDS = (ValueError, RuntimeError, OSError, AssertionError)  # types that are kept; all others become RuntimeErrors
 
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -43,6 +43,7 @@ class Reducer:
         is_last_micro_step: whether the next backward pass is the last before the step. Set by the engine.
         is_averaged: whether gradients of this step have been averaged, so that only all ranks together can drop them.
             Equal on all ranks.
+        is_coalescing: whether backward passes only accumulate gradients, also at stage 2. Set by the engine.
         overlap: the argument.
     """
 
@@ -60,7 +61,7 @@ class Reducer:
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         self.is_last_micro_step = True
-        self.is_averaged = False
+        self.is_averaged = self.is_coalescing = False
         self.overlap = overlap
         self._mask, self._parameters, self._tensors, self._buckets = mask, parameters, tensors, buckets
         self._stage, self._bucket_size = stage, bucket_size
@@ -71,6 +72,7 @@ class Reducer:
         self._next = 0  # index of the first bucket that has not been reduced
         self._num_missing = [len(bucket.layout.names) for bucket in buckets]  # tensors without a gradient in this pass
         self._seen: set[str] = set()  # tensors with a gradient in this pass
+        self._used: set[str] = set()  # the same, in earlier passes of this step
         self._filled: set[str] = set()  # tensors whose gradient was moved to buckets; `.grad` is None
         self._in_buckets: set[str] = set()  # whole tensors whose `.grad` is a view of their bucket
         self._dropped: set[str] = set()  # those of `_in_buckets` whose `.grad` was removed since
@@ -95,7 +97,7 @@ class Reducer:
                 "a backward pass inside engine.dense(): use torch.autograd.grad, or leave the context first"
             )
         tensor = self._tensors[name]
-        reduces_early = self._stage == 2 or (self.overlap and self.is_last_micro_step)
+        reduces_early = not self.is_coalescing and (self._stage == 2 or (self.overlap and self.is_last_micro_step))
         if reduces_early and name in self._seen:
             raise RuntimeError(
                 f"{name!r} received two gradients in one backward pass; set use_reentrant=False for activation "
@@ -107,7 +109,7 @@ class Reducer:
                 f"{name!r} received a gradient after its bucket was reduced; call step() or engine.zero_grad() before "
                 "the next backward pass"
             )
-        if self._stage < 2:
+        if self._stage < 2 or self.is_coalescing:
             self._accumulate(name, tensor)
         if reduces_early:
             for index in tensor.buckets:
@@ -143,7 +145,10 @@ class Reducer:
     def finish_backward(self) -> None:
         """Called by the engine after each backward pass, on every rank. Stage 2 reduces the remaining buckets; stage 1
         does so after the last micro-step with overlap, else in `finish`."""
+        self._used |= self._seen
         self._seen.clear()
+        if self.is_coalescing:
+            return
         if self._stage == 2:
             self._reduce(self._buckets[self._next :])
             self.is_averaged = True
@@ -151,6 +156,18 @@ class Reducer:
         elif self.overlap and self.is_last_micro_step:
             self._reduce(self._buckets[self._next :])
             self.is_averaged = True
+
+    def unused(self) -> list[str]:
+        """Tensors of this rank without a gradient since the last step."""
+        return [name for name in self._tensors if name not in self._used]
+
+    def local_gradient(self, name: str) -> Sequence[torch.Tensor]:
+        """What this rank has accumulated of a tensor's gradient, before it is averaged: its held slices, or nothing."""
+        tensor = self._tensors.get(name)
+        if tensor is not None and name in self._filled:
+            return [self._buckets[place.bucket_index].gradient_views[place.index_in_bucket] for place in tensor.places]
+        gradient = None if tensor is None else tensor.parameter.grad
+        return () if tensor is None or gradient is None else tensor.slices(gradient)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -186,6 +203,7 @@ class Reducer:
         if names is not None and len(names) < len(self._parameters):
             self._drop(names)
             return
+        self._used.clear()
         for parameter in self._parameters.values():
             parameter.grad = None
         for bucket in self._buckets:
@@ -199,7 +217,7 @@ class Reducer:
         """Drop the gradients of some tensors; buckets that were reduced stay reduced."""
         if self._is_offloaded:
             torch.cuda.current_stream(self._device).synchronize()  # averages are on their way to host memory
-        for marked in (self._filled, self._in_buckets, self._dropped):
+        for marked in (self._used, self._filled, self._in_buckets, self._dropped):
             marked.difference_update(names)
         for name in names:
             self._parameters[name].grad = None

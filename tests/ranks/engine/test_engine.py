@@ -59,6 +59,31 @@ def test_the_callers_boundary(rank: Rank) -> None:
         pass
 
 
+def test_coalesced_passes(rank: Rank) -> None:
+    """`coalesce_grad_reduction`: several passes of one step send nothing, and are one pass of the sum of their losses;
+    at C = 1 as in plain DeepSpeed."""
+    passes = own_batches(rank, 2)
+    for stage, overlap, holders, strategy in ((1, False, 1, "neuron"), (1, True, 1, "block"), (2, True, 2, "neuron")):
+        settings = sgd(stage=stage, holders=holders, strategy=strategy) | {"zero_allow_untested_optimizer": True}
+        settings["zero_optimization"] |= {"overlap_comm": overlap}
+        ours, expected = engine_of(settings), engine_of(without_block(settings) if holders == 2 else settings)
+        for step in range(2):
+            with TrafficCounter() as traffic, ours.coalesce_grad_reduction():
+                for batch in passes:
+                    ours.backward(loss_of(ours, batch))
+                assert traffic.total == 0
+                refusal(AssertionError, ours.step)
+            ours.step()
+            expected.backward(sum(loss_of(expected, batch) for batch in passes))
+            expected.step()
+            assert ours.global_steps == step + 1
+            norms = [float(engine.get_global_grad_norm()) for engine in (ours, expected)]
+            assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+        torch.testing.assert_close(dense_state(ours), dense_state(expected))
+    with pytest.raises(NotImplementedError), engine_of(sgd(stage=0)).coalesce_grad_reduction():
+        pass
+
+
 def test_overlap_after_no_sync(rank: Rank) -> None:
     """Passes in `no_sync` send nothing. The last pass sends gradients before it reaches the embeddings, whether or not
     there were such passes."""

@@ -21,7 +21,7 @@ from deepspeed.utils import (
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import batches, config, llama, loss_of
 from tests.helpers.ranks import Rank
-from tests.helpers.training import dense_state, engine_of, own_batches, refusal, train
+from tests.helpers.training import dense_state, engine_of, own_batches, refusal, sgd, train
 
 pytestmark = pytest.mark.world(2)
 
@@ -108,14 +108,13 @@ def what_is_set_is_trained(engine: Any) -> None:
 
 
 def test_gradients_are_the_averages(rank: Rank) -> None:
-    """Before the step, of what a rank lacks too; what is set is stepped. Not between two micro-steps."""
-    engine = started(1, {}, {})
-    dense, name = llama(), "model.layers.0.mlp.up_proj.weight"
+    """Before the step, of what a rank lacks too; what is set is stepped. Not between two micro-steps at stage 2."""
+    engine = started(2, {}, {})
     engine.set_gradient_accumulation_boundary(False)
     engine.backward(loss_of(engine, own_batches(rank, 1)[0]))
-    refusal(RuntimeError, lambda: safe_get_full_grad(parameters(engine)[name]), "last micro-step")
-    engine.zero_grad()
-    engine.set_gradient_accumulation_boundary(True)
+    refusal(RuntimeError, lambda: safe_get_full_grad(parameters(engine)["lm_head.weight"]), "last micro-step")
+    engine = started(1, {}, {})
+    dense, name = llama(), "model.layers.0.mlp.up_proj.weight"
     engine.backward(loss_of(engine, own_batches(rank, 1)[0]))
     trained = parameters(engine)
     del trained["model.norm.weight"]
@@ -126,6 +125,33 @@ def test_gradients_are_the_averages(rank: Rank) -> None:
     engine.step()
     assert torch.equal(dense_state(engine)[name], before)
     assert engine.get_global_grad_norm() > 0
+
+
+@pytest.mark.parametrize(("stage", "holders", "more"), [(1, 2, {}), (0, 2, {}), (1, 1, BF16)])
+def test_gradients_before_the_last_micro_step_are_this_ranks(
+    stage: int, holders: int, more: Mapping[str, Any], rank: Rank
+) -> None:
+    """As in plain DeepSpeed, also under `no_sync`; zeros of what the rank lacks."""
+    settings = sgd(3, stage=stage, holders=holders, strategy="neuron") | more
+    engine, alone = engine_of(settings), llama().to(torch.bfloat16 if more else torch.float32)
+    with engine.no_sync():
+        for batch in own_batches(rank, 2):
+            engine.backward(loss_of(engine, batch))
+            (loss_of(alone, batch) / 3).backward()
+            found = {name: safe_get_full_grad(parameter) for name, parameter in parameters(engine).items()}
+    for name, parameter in alone.named_parameters():
+        assert found[name].shape == parameter.shape
+        if holders == 2:
+            torch.testing.assert_close(found[name], parameter.grad)
+    assert found["lm_head.weight"].any()
+    lacks = [
+        piece for piece, holders in engine.mask.pieces["model.layers.0.mlp.up_proj.weight"] if rank.rank not in holders
+    ]
+    assert len(lacks) == (holders == 1)
+    for piece in lacks:
+        gradient = found[piece.parameter]
+        assert not piece.narrow(gradient).any()
+        assert gradient.any()
 
 
 def test_what_cannot_be_answered_is_refused(rank: Rank) -> None:

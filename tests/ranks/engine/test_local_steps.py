@@ -622,5 +622,7 @@ def test_refusals(rank: Rank) -> None:
     refusal(ValueError, partial(averaging, local()), "local_steps", "evaluates other weights")
     refusal(ValueError, partial(engine_of, local() | {"fp16": {"enabled": True}}), "local_steps", "fp16")
     refusal(ValueError, partial(engine_of, local() | {"communication_data_type": "fp16"}), "communication_data_type")
+    checked = {"stage": 1, "offload_optimizer": {"device": "cpu"}, "ignore_unused_parameters": False}
+    refusal(ValueError, partial(engine_of, local() | {"zero_optimization": checked}), "ignore_unused_parameters")
     engine = averaging(config(holders=2))
     refusal(ValueError, partial(engine.replan, {"local_steps": {"every": 2}}), "local_steps", "evaluates other weights")

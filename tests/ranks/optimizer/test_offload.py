@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from tests.helpers.models import batches, config, llama, loss_of, without_block
 from tests.helpers.ranks import Rank
-from tests.helpers.training import dense_state, engine_of, micro_step, train
+from tests.helpers.training import dense_state, engine_of, micro_step, own_batches, refusal, train
 
 pytestmark = pytest.mark.world(2)
 
@@ -66,6 +67,41 @@ def test_as_stock_zero_with_cpu_adam(rank: Rank) -> None:
         differences = torch.stack([(states[0][name] - states[1][name]).norm() for name in start])
         moves = torch.stack([(states[1][name] - start[name]).norm() for name in start])
         assert differences.norm() <= 1e-5 * moves.norm(), (differences.norm(), moves.norm())
+
+
+class SometimesUnused(torch.nn.Module):
+    """A small Llama with a parameter that is in the loss of some micro-steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llama, self.extra = llama(), torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, input_ids: torch.Tensor, *, uses: bool) -> torch.Tensor:
+        loss: torch.Tensor = self.llama(input_ids=input_ids, labels=input_ids).loss
+        return loss + self.extra.sum() if uses else loss
+
+
+def test_unused_parameters(rank: Rank) -> None:
+    """`ignore_unused_parameters: false`, on one rank as well; an error as in DeepSpeed, with CPU offload only."""
+    (batch,) = own_batches(rank, 1)
+    for stage, ignores in ((1, False), (2, False), (2, True)):
+        settings = settings_of(stage)
+        settings["zero_optimization"]["ignore_unused_parameters"] = ignores
+        engine = engine_of(settings, SometimesUnused())
+        step = partial(one_step, engine, batch)
+        step(uses=(True, False))
+        step(uses=(False, True))
+        if ignores:
+            step(uses=(False, False))
+        else:
+            words = ("'extra'", "ignore_unused_parameters")
+            refusal(AssertionError, lambda step=step: step(uses=(rank.rank == 1, False)), *words)
+
+
+def one_step(engine: Any, batch: torch.Tensor, *, uses: tuple[bool, bool]) -> None:
+    for each in uses:
+        engine.backward(engine(batch, uses=each))
+        engine.step()
 
 
 def test_weights_from_outside(rank: Rank) -> None:

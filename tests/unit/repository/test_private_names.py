@@ -75,6 +75,7 @@ DEEPSPEED = {
     "_configure_zero_optimizer": "replaced by this package's optimizer",
     "_do_optimizer_sanity_check": "replaced: that optimizer serves every stage and precision",
     "_ds_grad_allreduce_registered": "parameters that AutoTP replicates",
+    "_flush_coalesced_reduction_zero12": "replaced: the end of coalesce_grad_reduction",
     "_is_gradient_accumulation_boundary": "whether the caller sets the boundary",
 }
 OTHERS = {
