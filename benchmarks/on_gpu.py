@@ -203,7 +203,8 @@ def run_groups(arguments: argparse.Namespace) -> dict[str, Any]:
     tensor = torch.ones(1 << 20, device=device())
     free = []
     for _ in range(9):
-        dist.all_reduce(tensor, group=dist.new_group([0]))
+        group: Any = dist.new_group([0])
+        dist.all_reduce(tensor, group=group)
         seconds()
         free.append(torch.cuda.mem_get_info()[0] if on_gpu else 0)
     dist.destroy_process_group()

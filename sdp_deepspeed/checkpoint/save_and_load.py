@@ -31,7 +31,7 @@ from sdp_deepspeed.checkpoint.random_state import random_state, restore_random_s
 from sdp_deepspeed.checkpoint.rank_state import RankState, buffers_of_rank, restore_buffers
 from sdp_deepspeed.checkpoint.saved_tensors import Targets, make_targets, written_state
 from sdp_deepspeed.parallel.consistency import gather_objects, gather_results, run_on_all_ranks
-from sdp_deepspeed.parallel.groups import default_group_timeout
+from sdp_deepspeed.parallel.groups import control_group
 
 logger = logging.getLogger("sdp_deepspeed")
 COMMON, RANK = "common", "rank"
@@ -64,7 +64,7 @@ class Checkpointer:
     def __init__(self, *, asynchronous: bool = False, keep_last: int | None = None, verify: bool = True) -> None:
         self._keep_last, self._verify = keep_last, verify
         self._executor = ThreadPoolExecutor(1, "sdp_checkpoint") if asynchronous else None
-        self._group = dist.new_group(backend="gloo", timeout=default_group_timeout()) if asynchronous else None
+        self._group = control_group() if asynchronous else None
         self._saving: Future[None] | None = None
         self._lock: tuple[Path, filelock.BaseFileLock | None] | None = None
 

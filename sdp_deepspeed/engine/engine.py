@@ -107,7 +107,7 @@ from sdp_deepspeed.parallel.consistency import (
     gather_objects,
     run_on_all_ranks,
 )
-from sdp_deepspeed.parallel.groups import CONTROL, Groups, default_group_timeout
+from sdp_deepspeed.parallel.groups import Groups, control_group
 from sdp_deepspeed.parallel.local_optimizer import LocalOptimizer
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
@@ -158,7 +158,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         Args:
             args, model, rest, options: arguments of DeepSpeed's engine. `block` has been set by import_hook.py.
         """
-        self._control = dist.new_group(backend="gloo", timeout=default_group_timeout(), group_desc=CONTROL)
+        self._control = control_group()
 
         def prepare() -> nn.Module:
             self._frozen_before = make_whole(model)

@@ -54,7 +54,7 @@ from sdp_deepspeed.parallel.consistency import (
     gather_objects,
     run_on_all_ranks,
 )
-from sdp_deepspeed.parallel.groups import CONTROL, Groups, default_group_timeout
+from sdp_deepspeed.parallel.groups import Groups, control_group
 from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.plan.nodes import Location, ranks_per_node
 from sdp_deepspeed.plan.plan import Plan
@@ -108,7 +108,7 @@ def fully_shard(
         offload_policy or OffloadPolicy(),
         frozenset(ignored_params),
     )
-    control = dist.new_group(backend="gloo", timeout=default_group_timeout(), group_desc=CONTROL)
+    control = control_group()
     try:
         config = run_on_all_ranks(partial(check_call, module, mesh, block, options), control)
         check_same_settings(config, options.describe(module), control)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -96,7 +96,7 @@ class Groups:
         self.ranks = [list(members) for members in ranks]
         self.tensor_parallel_size = len(ranks)
         timeout = timeout or default_group_timeout()
-        self.control = control or dist.new_group(backend="gloo", timeout=timeout, group_desc=CONTROL)
+        self.control = control or control_group(timeout)
         self._created = [] if control is self.control else [self.control]
         if nodes is None:
             nodes = [""] * len(everyone)
@@ -122,7 +122,7 @@ class Groups:
             return None
         if ranks == everyone:
             return dist.group.WORLD
-        group = dist.new_group(ranks, timeout=timeout, group_desc=HOLDERS)
+        group: Any = dist.new_group(ranks, timeout=timeout, group_desc=HOLDERS)  # of other types on other ranks
         if dist.get_rank() in ranks:
             self._created.append(group)
         return group
@@ -164,12 +164,22 @@ def group_of_one() -> dist.ProcessGroup:
     default = dist.group.WORLD
     assert default is not None
     if default not in _of_one:
-        ranks = [dist.get_rank()]
-        _of_one[default] = dist.new_group(ranks, use_local_synchronization=True, group_desc=HOLDERS)
+        group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc=HOLDERS)
+        _of_one[default] = group
     return _of_one[default]
 
 
 _of_one = WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]()
+
+
+def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """A new gloo group of all ranks, for barriers and objects. Collective.
+
+    Args:
+        timeout: timeout of its collectives. Default: that of the default group.
+    """
+    group: Any = dist.new_group(backend="gloo", timeout=timeout or default_group_timeout(), group_desc=CONTROL)
+    return group
 
 
 def default_store() -> dist.Store:

@@ -53,7 +53,8 @@ class Own(nn.Module):
         self.dirac = nn.Parameter(nn.init.dirac_(torch.empty(6, 6, 3)))
         self.embedding = nn.Embedding(200, 8, padding_idx=1).to(torch.bfloat16)
         self.conv = nn.Conv2d(3, 8, 3)
-        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        to: Any = self.to  # whose type PyTorch 2.13 tells wrongly
+        to(memory_format=torch.channels_last)
         nn.init.kaiming_normal_(self.conv.weight, mode="fan_out")
         self.norm = nn.BatchNorm2d(8)
         self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2), 2)
