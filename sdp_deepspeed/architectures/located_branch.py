@@ -84,13 +84,18 @@ def locate_branches(model: nn.Module) -> list[LocatedBranch]:
     """All residual branches of the described layers, in model order.
 
     Raises:
-        ValueError: no layer is described, a layer runs other code than its description was written for, a described
-            submodule is missing, or a branch shares a tensor with another part of the model.
+        ValueError: no layer is described, or the model itself is, a layer runs other code than its description was
+            written for, a described submodule is missing, or a branch shares a tensor with another part of the model.
     """
     branches = []
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     for name, module in model.named_modules():
         for branch in branches_in(name, module):
+            if not name:
+                raise ValueError(
+                    f"the model itself is of the described class {described_as(type(model))}, expected a model that "
+                    "contains its layers; wrap it, as in nn.Sequential(model)"
+                )
             pieces = _pieces(name, module, branch)
             is_trained = any(piece.parameter in trained for piece in pieces)
             is_bypassed = branch.is_bypassed(module)

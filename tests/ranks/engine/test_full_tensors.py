@@ -132,7 +132,7 @@ def test_gradients_before_the_last_micro_step_are_this_ranks(
     stage: int, holders: int, more: Mapping[str, Any], rank: Rank
 ) -> None:
     """As in plain DeepSpeed, also under `no_sync`; zeros of what the rank lacks."""
-    settings = sgd(3, stage=stage, holders=holders, strategy="neuron") | more
+    settings = sgd(3, stage=stage, holders=holders, strategy="neuron") | dict(more)
     engine, alone = engine_of(settings), llama().to(torch.bfloat16 if more else torch.float32)
     with engine.no_sync():
         for batch in own_batches(rank, 2):

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import locate_branches, registry, units_of_branches
 from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers.core_masks import assert_masked, build, plan_of
 
@@ -118,3 +119,45 @@ def test_a_number_of_heads_that_is_not_there(monkeypatch: pytest.MonkeyPatch) ->
     model = with_heads_of_no_number(monkeypatch)
     assert len(plan_of(model, "forward", "block").units) == 4
     assert_neurons_are_refused(model, "attention", "num_groups")
+
+
+class PoolingLayer(nn.Module):
+    """The second branch has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.pool = nn.Linear(8, 8), nn.Hardswish()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.linear(x)
+        return x + self.pool(x)
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
+    linear, pool = architectures.Branch("mlp", body="linear"), architectures.Branch("pool", body="pool")
+    architectures.register(PoolingLayer, linear, pool)
+
+
+@pytest.mark.usefixtures("described")
+def test_a_branch_without_parameters_is_on_all_ranks() -> None:
+    model = nn.Sequential(*[PoolingLayer() for _ in range(4)])
+    plan = plan_of(model, "forward", "block")
+    assert [unit.name for unit in plan.units] == [f"{index}.mlp" for index in range(4)]
+    mask, x = Mask(model, plan, 0), torch.randn(2, 8)
+    absent = [index for index in range(4) if not plan.holds_rank(index, 0)]
+    assert absent
+    mask.apply()
+    expected = x
+    for index, layer in enumerate(model):
+        inner = expected if index in absent else expected + layer.linear(expected)
+        expected = inner + layer.pool(inner)
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.usefixtures("described")
+def test_a_model_that_is_a_layer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the model itself is of the described class .*PoolingLayer.*Sequential"):
+        locate_branches(PoolingLayer())
+    assert locate_branches(nn.Sequential(PoolingLayer()))
