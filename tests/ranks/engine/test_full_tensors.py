@@ -129,7 +129,7 @@ def test_gradients_are_the_averages(rank: Rank) -> None:
 
 @pytest.mark.parametrize(("stage", "holders", "more"), [(1, 2, {}), (0, 2, {}), (1, 1, BF16)])
 def test_gradients_before_the_last_micro_step_are_this_ranks(
-    stage: int, holders: int, more: Mapping[str, Any], rank: Rank
+    stage: int, holders: int, more: dict[str, Any], rank: Rank
 ) -> None:
     """As in plain DeepSpeed, also under `no_sync`; zeros of what the rank lacks."""
     settings = sgd(3, stage=stage, holders=holders, strategy="neuron") | dict(more)
