@@ -142,7 +142,8 @@ def described(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("described")
 def test_a_branch_without_parameters_is_on_all_ranks() -> None:
-    model = nn.Sequential(*[PoolingLayer() for _ in range(4)])
+    layers: list[Any] = [PoolingLayer() for _ in range(4)]
+    model = nn.Sequential(*layers)
     plan = plan_of(model, "forward", "block")
     assert [unit.name for unit in plan.units] == [f"{index}.mlp" for index in range(4)]
     mask, x = Mask(model, plan, 0), torch.randn(2, 8)
@@ -150,7 +151,7 @@ def test_a_branch_without_parameters_is_on_all_ranks() -> None:
     assert absent
     mask.apply()
     expected = x
-    for index, layer in enumerate(model):
+    for index, layer in enumerate(layers):
         inner = expected if index in absent else expected + layer.linear(expected)
         expected = inner + layer.pool(inner)
     assert torch.equal(model(x), expected)
