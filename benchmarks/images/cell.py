@@ -28,6 +28,7 @@ from sdp_deepspeed.schedule import Schedule
 
 STATISTICS_BATCHES = 16  # of training images, to estimate the batch norm statistics of the dense model
 _STATISTICS_SEED = 1_000
+FIRST_LOSSES = 10  # which real ranks repeat
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,14 @@ def build(subject: Subject, seed: int, settings: Settings = Settings()) -> nn.Mo
     return model.train().to(memory_format=torch.channels_last)
 
 
+def block_of(subject: Subject, seed: int) -> dict[str, Any]:
+    """`subnetwork_data_parallel` of a run. Draws have the seeds after the first, so those of runs are far apart."""
+    return {**(subject.block or {"coverage": 1.0}), "seed": seed * 1_000_003}
+
+
 def configs(subject: Subject, seed: int) -> Iterator[SubnetworkConfig]:
-    """The block of each step, as the engine has it; draws of a seed have the seeds after it."""
-    block = {**(subject.block or {"coverage": 1.0}), "seed": seed * 1_000_003}
+    """The block of each step, as the engine has it."""
+    block = block_of(subject, seed)
     schedule = Schedule.of({KEY: block})
     step, draw, config = 0, -1, None
     while True:
@@ -145,22 +151,23 @@ class Training:
             self.workers.replan(self._plan())
         return sum(losses) / len(losses)
 
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Losses and errors of the dense model, with statistics of training images."""
-        batches = Augmented(self.data.train, self.settings.workers * self.settings.rows, _STATISTICS_SEED)
-        write_statistics(estimate_statistics(self.model, [batches.batch(i)[0] for i in range(STATISTICS_BATCHES)]))
-        self.model.eval()
-        found: dict[str, float] = {}
-        for name, examples in (("held_out", self.data.held_out), ("test", self.data.test)):
-            loss = wrong = 0.0
-            for pixels, labels in examples.batches(250):
-                logits = self.model(pixel_values=pixels.contiguous(memory_format=torch.channels_last)).logits
-                loss += cross_entropy(logits, labels, reduction="sum").item()
-                wrong += (logits.argmax(-1) != labels).sum().item()
-            found |= {f"{name}_loss": loss / len(examples.labels), f"{name}_error": wrong / len(examples.labels)}
-        self.model.train()
-        return found
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: Data, settings: Settings) -> dict[str, float]:
+    """Losses and errors of the dense model, with batch statistics of training images."""
+    batches = Augmented(data.train, settings.workers * settings.rows, _STATISTICS_SEED)
+    write_statistics(estimate_statistics(model, [batches.batch(step)[0] for step in range(STATISTICS_BATCHES)]))
+    model.eval()
+    found: dict[str, float] = {}
+    for name, examples in (("held_out", data.held_out), ("test", data.test)):
+        loss = wrong = 0.0
+        for pixels, labels in examples.batches(250):
+            logits = model(pixel_values=pixels.contiguous(memory_format=torch.channels_last)).logits
+            loss += cross_entropy(logits, labels, reduction="sum").item()
+            wrong += (logits.argmax(-1) != labels).sum().item()
+        found |= {f"{name}_loss": loss / len(examples.labels), f"{name}_error": wrong / len(examples.labels)}
+    model.train()
+    return found
 
 
 def num_steps(cell: Cell, flops_per_image: float, data: Data, settings: Settings) -> int:
@@ -187,20 +194,30 @@ def run(cell: Cell, subject: Subject, data: Data, settings: Settings = Settings(
     ends = [round(steps * (point + 1) / settings.points) for point in range(settings.points)]
     curve: list[dict[str, float]] = []
     losses: list[float] = []
+    first_losses: list[float] = []
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = cell.rate * rate_share(step, steps, settings.warm_up)
         losses.append(training.backward())
         optimizer.step()
+        if step < FIRST_LOSSES:
+            first_losses.append(losses[-1])
         if not math.isfinite(losses[-1]):
             break
         if step + 1 in ends:
-            curve.append({"step": step + 1, "training_loss": sum(losses) / len(losses), **training.evaluate()})
+            curve.append(
+                {
+                    "step": step + 1,
+                    "training_loss": sum(losses) / len(losses),
+                    **evaluate(training.model, data, settings),
+                }
+            )
             losses.clear()
     return identity(cell, subject, settings) | {
         "steps": steps,
         "flops_per_image": flops,
         "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
         "diverged": not (curve and curve[-1]["step"] == steps),
+        "first_losses": first_losses,
         "curve": curve,
         "cpu_seconds": round(time.process_time() - before, 1),
         "seconds": round(time.monotonic() - began, 1),

@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.images import cell as image_cell
+from benchmarks.images.pictures import read_examples
+from benchmarks.images.subjects import SUBJECTS
 from tests.helpers.gpus import ON_THE_CPU
+from tests.helpers.image_data import write_fashion_mnist
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.slow
@@ -65,3 +69,19 @@ def test_host_time(tmp_path: Path) -> None:
     few, many = (rows[f"forward x neuron + ZeRO-1 C=0.5{k}", 64] for k in ("", " k=64"))
     assert few["process_groups"] < many["process_groups"]
     assert few["collectives"] < many["collectives"]
+
+
+def test_real_ranks_repeat_a_cell_of_the_image_study(tmp_path: Path) -> None:
+    """Losses at first: later, whether an activation is above zero depends on rounding."""
+    write_fashion_mnist(tmp_path, num_train=160, num_test=5)
+    name = "C = 1/2, re-drawn 5"
+    cell = image_cell.run(
+        image_cell.Cell(name, 128, 4, 0, 0.01), SUBJECTS[name], image_cell.Data(*read_examples(tmp_path, 128))
+    )
+    (tmp_path / "cell.json").write_text(json.dumps(cell))
+    ranks = (*RANKS[:-1], "4", "benchmarks/image_ranks.py")
+    result = run(tmp_path, *ranks, "--data", str(tmp_path), "--cell", str(tmp_path / "cell.json"))
+    assert cell["steps"] > 5, "assignments are re-drawn"
+    assert result["first_losses"][0] == pytest.approx(cell["first_losses"][0], rel=1e-4)
+    assert result["first_losses"] == pytest.approx(cell["first_losses"], rel=0.02)
+    assert result["curve"][-1]["test_loss"] > 0
