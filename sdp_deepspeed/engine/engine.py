@@ -396,7 +396,7 @@ class SubnetworkEngine(DeepSpeedEngine):
             self._barrier.record_step()
         self._check_parameters()
         refuse_frozen(self)
-        if not self.zero_ignore_unused_parameters() and self.zero_cpu_offload():
+        if not self.zero_ignore_unused_parameters() and self.zero_optimization() and self.zero_cpu_offload():
             run_on_all_ranks(lambda: refuse_unused(self), self._control)
 
     def _check_parameters(self) -> None:

@@ -82,16 +82,16 @@ class SometimesUnused(torch.nn.Module):
 
 
 def test_unused_parameters(rank: Rank) -> None:
-    """`ignore_unused_parameters: false`, on one rank as well; an error as in DeepSpeed, with CPU offload only."""
+    """`ignore_unused_parameters: false`, on one rank as well; an error as in DeepSpeed, with CPU offload under ZeRO."""
     (batch,) = own_batches(rank, 1)
-    for stage, ignores in ((1, False), (2, False), (2, True)):
+    for stage, ignores in ((0, False), (1, False), (2, False), (2, True)):
         settings = settings_of(stage)
         settings["zero_optimization"]["ignore_unused_parameters"] = ignores
         engine = engine_of(settings, SometimesUnused())
         step = partial(one_step, engine, batch)
         step(uses=(True, False))
         step(uses=(False, True))
-        if ignores:
+        if ignores or stage == 0:
             step(uses=(False, False))
         else:
             words = ("'extra'", "ignore_unused_parameters")
