@@ -72,6 +72,7 @@ from sdp_deepspeed.engine.refused_settings import (
     refuse_config,
     refuse_frozen,
     refuse_local_optimizer,
+    refuse_single_processes,
     refuse_unused,
     uses_local_steps,
 )
@@ -163,6 +164,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         def prepare() -> nn.Module:
             self._frozen_before = make_whole(model)
             refuse_config(options["config"], options["config_class"])
+            refuse_single_processes()
             refuse_model(model)
             if options.get("mesh_device") is not None:
                 raise ValueError(f"{KEY}: mesh_param (sequence parallelism) is not supported; remove it")

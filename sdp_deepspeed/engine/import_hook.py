@@ -7,6 +7,7 @@ Importing this module is cheap: DeepSpeed is patched when it is imported, or at 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -119,10 +120,11 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def _patch_accelerate() -> None:
-    """Make `Accelerator.get_state_dict`, which the Trainer uses to save, return the dense model (collective), and keep
-    Accelerate from filling in "auto" in our block."""
+    """Make `Accelerator.get_state_dict`, which the Trainer uses to save, return the dense model (collective); keep
+    Accelerate from filling in "auto" in our block; and make it see all ranks on CPUs."""
     accelerate_fsdp.patch_accelerator()
     from accelerate.accelerator import Accelerator
+    from accelerate.state import PartialState
     from accelerate.utils.dataclasses import DeepSpeedPlugin
 
     from sdp_deepspeed.messages import KEY
@@ -147,8 +149,28 @@ def _patch_accelerate() -> None:
         if not ds_key_long.startswith(f"{KEY}."):
             fill(self, ds_key_long, *args, **kwargs)
 
+    start = PartialState.__init__
+
+    @wraps(start)
+    def __init__(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+        start(self, cpu or _runs_deepspeed_on_cpus(), **kwargs)
+
     Accelerator.get_state_dict = get_state_dict
     DeepSpeedPlugin.fill_match = fill_match
+    PartialState.__init__ = __init__
+
+
+def _runs_deepspeed_on_cpus() -> bool:
+    """Whether this is a rank of DeepSpeed on CPUs, which Accelerate would take for the only process: all ranks would
+    train on the same data, until an evaluation fails."""
+    import torch
+
+    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    return (
+        uses_deepspeed
+        and "LOCAL_RANK" in os.environ
+        and (os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.accelerator.is_available())
+    )
 
 
 def _patch_trainer() -> None:

@@ -7,10 +7,12 @@ those that only tune DeepSpeed's own reduction. Of a running engine, parameters 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from sdp_deepspeed.messages import KEY, listed, quoted
 
@@ -191,6 +193,17 @@ def between_synchronizations(config: Mapping[str, Any], args: Any, num_steps: in
         f"{KEY}.local_steps: {' and '.join(wrong)}, but evaluations are of the last synchronization, and saving "
         f"synchronizes first; use multiples of {listed(intervals)} steps"
     )
+
+
+def refuse_single_processes() -> None:
+    """Raise ValueError if Accelerate takes each rank for the only process: all would train on the same data."""
+    accelerate, num_ranks = sys.modules.get("accelerate.state"), dist.get_world_size()
+    seen = accelerate.AcceleratorState._shared_state.get("num_processes", num_ranks) if accelerate else num_ranks
+    if seen != num_ranks:
+        raise ValueError(
+            f"Accelerate sees {seen} of {num_ranks} ranks, so all would train on the same data; import sdp_deepspeed "
+            "before TrainingArguments or an Accelerator are created"
+        )
 
 
 def refuse_local_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -24,7 +24,6 @@ from tests.helpers.ports import free_port
 from tests.helpers.programs import run
 from tests.helpers.repository import ROOT
 
-ON_THE_CPU = str(ROOT / "tests/helpers/on_the_cpu.py")
 ACCELERATE = [
     *("-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2", "--num_machines", "1"),
     *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port"),
@@ -44,7 +43,7 @@ ACCELERATE = [
 )
 def test_an_example_trains_and_saves_the_dense_model(script: str, hf: str, tmp_path: Path) -> None:
     program = [str(ROOT / f"launch/examples/{script}.py"), str(tmp_path), "--steps", "8"]
-    output = run([ON_THE_CPU, *program] if script == "with_accelerate" else program, tmp_path / "log")
+    output = run(program, tmp_path / "log")
     check(output, tmp_path / hf, own_model() if script == "with_own_model" else None)
     if script in ("with_deepspeed", "with_fsdp2", "with_own_model"):
         more = run([*program[:-1], "9"], tmp_path / "more")
@@ -53,13 +52,13 @@ def test_an_example_trains_and_saves_the_dense_model(script: str, hf: str, tmp_p
         program[-1] = "9"
     exported = tmp_path / hf / "model.safetensors"
     before = exported.read_bytes()
-    run([ON_THE_CPU, *program] if script == "with_accelerate" else program, tmp_path / "again")
+    run(program, tmp_path / "again")
     assert exported.read_bytes() == before, "a finished run, given once more"
 
 
 @pytest.mark.slow  # ranks/engine/test_accelerate.py has what Accelerate does with the block
 def test_accelerate_launches_the_example(tmp_path: Path) -> None:
-    program = [ON_THE_CPU, str(ROOT / "launch/examples/with_accelerate.py"), str(tmp_path), "--steps", "8"]
+    program = [str(ROOT / "launch/examples/with_accelerate.py"), str(tmp_path), "--steps", "8"]
     command = [sys.executable, *ACCELERATE, str(free_port()), *program]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,21 +12,20 @@ import torch
 from sdp_deepspeed.masking.placeholders import PartialTensor
 from tests.helpers.hosts import deepspeed_config, loaded, mean_loss, rows
 from tests.helpers.live_tensors import stored_absent
-from tests.helpers.models import MIXED, llama
+from tests.helpers.models import MIXED, config, llama
 from tests.helpers.ranks import Rank
-from tests.helpers.training import assert_identical, dense_state, refusal
+from tests.helpers.training import assert_identical, dense_state, engine_of, refusal
 
 pytestmark = pytest.mark.world(2)
 
 
 def prepared(block: Mapping[str, Any], *, accumulation: int = 2, seed: int = 0) -> tuple[Any, ...]:
     """accelerator, engine, optimizer, loader and scheduler, as a script makes them."""
-    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+    from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.state import AcceleratorState
     from torch.utils.data import DataLoader
 
     AcceleratorState._reset_state(True)  # one script in a process is what it knows
-    PartialState(cpu=True)  # first: with DeepSpeed it asks for GPUs, or else sees one process
     plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(block))
     accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=accumulation)
     model = llama(seed=seed)
@@ -36,6 +36,17 @@ def prepared(block: Mapping[str, Any], *, accumulation: int = 2, seed: int = 0) 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     loader: Any = DataLoader(rows(16), batch_size=2)  # type: ignore[arg-type]
     return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
+
+
+def test_ranks_that_accelerate_does_not_see(rank: Rank) -> None:
+    """As without GPUs, if it was started before this package was imported."""
+    prepared({})
+    from accelerate.state import AcceleratorState
+
+    with mock.patch.dict(AcceleratorState._shared_state, num_processes=1):
+        refusal(
+            ValueError, lambda: engine_of(config(holders=1)), "Accelerate sees 1 of 2 ranks", "import sdp_deepspeed"
+        )
 
 
 def train(accelerator: Any, engine: Any, optimizer: Any, loader: Any, scheduler: Any) -> None:

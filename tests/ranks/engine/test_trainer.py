@@ -187,7 +187,7 @@ def test_says_what_it_trains(rank: Rank) -> None:
 
     from deepspeed.utils import logger
 
-    keep, own = Keep(), logger.getChild("sdp_deepspeed")
+    keep, own = Keep(), logger.getChild("announcements")
     own.addHandler(keep)
     level = logger.level
     options: dict[str, Any] = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
