@@ -8,7 +8,7 @@ import pickle
 import struct
 import tarfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import numpy as np
@@ -74,7 +74,7 @@ def write_cifar10(folder: Path, num_train: int = 15, num_test: int = 7) -> dict[
     for name, content in files.items():
         path = folder / "cifar-10-batches-py" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(pickle.dumps(content, protocol=2))
+        path.write_bytes(python_2_pickle(content))
     return splits
 
 
@@ -86,7 +86,7 @@ def write_cifar100(folder: Path, num_train: int = 15, num_test: int = 7) -> dict
     files["meta"] = {"fine_label_names": [f"class {label}" for label in range(100)]}
     with tarfile.open(folder / "cifar-100-python.tar.gz", "w:gz") as archive:
         for name, content in files.items():
-            data = pickle.dumps(content, protocol=2)
+            data = python_2_pickle(content)
             member = tarfile.TarInfo(f"cifar-100-python/{name}")
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
@@ -114,3 +114,32 @@ def arrays(num: int, shape: tuple[int, ...], seed: int = 0) -> tuple[np.ndarray,
 def _batch(pixels: np.ndarray, labels: np.ndarray, key: str = "labels") -> dict[str, Any]:
     rows = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)).reshape(len(pixels), -1)
     return {"data": rows, key: labels.tolist(), "batch_label": "of a test"}
+
+
+_Pickler: Any = vars(pickle)["_Pickler"]  # in Python, so that it can be changed
+
+
+class _Python2Pickler(_Pickler):
+    """Strings are bytes, and functions of NumPy have their old place, as in CIFAR's files."""
+
+    dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
+
+    def save_string(self, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else value
+        self.write(b"T" + struct.pack("<I", len(data)) + data)
+        self.memoize(value)
+
+    def save_place(self, value: Any) -> None:
+        place = f"c{value.__module__}\n{value.__name__}\n"
+        self.write(place.replace("numpy._core", "numpy.core").encode())
+        self.memoize(value)
+
+    dispatch |= dict.fromkeys((str, bytes), save_string)
+    dispatch |= dict.fromkeys((type, type(len), type(lambda: 0)), save_place)
+
+
+def python_2_pickle(content: Any) -> bytes:
+    """A pickle as Python 2 wrote it."""
+    file = io.BytesIO()
+    _Python2Pickler(file, protocol=2).dump(content)
+    return file.getvalue()

@@ -57,20 +57,20 @@ def calls(_: bytes) -> bytes:
 
 
 def without_labels(data: bytes) -> bytes:
-    content = pickle.loads(data)
+    content = pickle.loads(data, encoding="latin1")
     return pickle.dumps({"data": content["data"]}, protocol=2)
 
 
 def with_label(label: int) -> Callable[[bytes], bytes]:
     def change(data: bytes) -> bytes:
-        content = pickle.loads(data)
+        content = pickle.loads(data, encoding="latin1")
         return pickle.dumps(content | {"labels": [label] * len(content["labels"])}, protocol=2)
 
     return change
 
 
 def with_a_label_less(data: bytes) -> bytes:
-    content = pickle.loads(data)
+    content = pickle.loads(data, encoding="latin1")
     return pickle.dumps(content | {"labels": content["labels"][1:]}, protocol=2)
 
 
