@@ -198,7 +198,9 @@ def between_synchronizations(config: Mapping[str, Any], args: Any, num_steps: in
 def refuse_single_processes() -> None:
     """Raise ValueError if Accelerate takes each rank for the only process: all would train on the same data."""
     accelerate, num_ranks = sys.modules.get("accelerate.state"), dist.get_world_size()
-    seen = accelerate.AcceleratorState._shared_state.get("num_processes", num_ranks) if accelerate else num_ranks
+    if accelerate is None or not accelerate.is_initialized():
+        return
+    seen = accelerate.AcceleratorState().num_processes
     if seen != num_ranks:
         raise ValueError(
             f"Accelerate sees {seen} of {num_ranks} ranks, so all would train on the same data; import sdp_deepspeed "

@@ -41,9 +41,9 @@ def prepared(block: Mapping[str, Any], *, accumulation: int = 2, seed: int = 0) 
 def test_ranks_that_accelerate_does_not_see(rank: Rank) -> None:
     """As without GPUs, if it was started before this package was imported."""
     prepared({})
-    from accelerate.state import AcceleratorState
+    from accelerate.state import PartialState
 
-    with mock.patch.dict(AcceleratorState._shared_state, num_processes=1):
+    with mock.patch.dict(PartialState._shared_state, num_processes=1):
         refusal(
             ValueError, lambda: engine_of(config(holders=1)), "Accelerate sees 1 of 2 ranks", "import sdp_deepspeed"
         )
