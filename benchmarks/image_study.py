@@ -30,10 +30,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.provenance import provenance
 from benchmarks.images.cell import Cell, Data, Settings, identity, run
 from benchmarks.images.pictures import read_examples
-from benchmarks.images.subjects import STAGES, SUBJECTS, Stage
+from benchmarks.images.subjects import STAGES, SUBJECTS, TUNING_SEED, Stage
 from sdp_deepspeed.atomic_files import write_text
 
-TUNING_SEED = 99  # only for choosing learning rates; excluded from figures
 TUNING_IMAGES, TUNING_EPOCHS = 4_000, 60  # at most
 RATES = (0.1, 0.2, 0.05)
 

@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks import figures, quickstart_table
 from benchmarks.figures import MIB, SDP, most, ratio_of_steps
+from benchmarks.images.table import image_rows
 from benchmarks.quality import AXES, LABELS, NARROW, README, Figures, few_data_rows, quality_rows
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +48,8 @@ def outputs(root: Path) -> dict[Path, str]:
     results = {
         path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (root / "benchmarks/results").glob("*.json")
     }
+    if cells := sorted((root / "benchmarks/results/images").glob("*.json")):
+        results["images"] = {"cells": [json.loads(path.read_text(encoding="utf-8")) for path in cells]}
     docs = root / "docs"
     documents = (root / "README.md", docs / "results.md")
     found = {path: filled(path.read_text(encoding="utf-8"), results) for path in documents}
@@ -285,6 +288,12 @@ def few_data(result: Result) -> str:
     return table(heads, few_data_rows(Figures.of(result, "few data")))
 
 
+def images(result: Result) -> str:
+    heads, rows = image_rows(result["cells"])
+    seeds = "± standard error of the seeds, where there are several"
+    return f"Test loss, nats, {seeds}; in parentheses minus the first row; test error:\n\n" + table(["", *heads], rows)
+
+
 def checkpoints(result: Result) -> str:
     """Medians, and the ratio to ZeRO-1 in the same repeat."""
     measured = dict.fromkeys(what for times in result["seconds"].values() for what in times)
@@ -368,6 +377,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "quality-axes": (partial(quality, AXES, from_budget=500), ("learning", "recipe_costs")),
     "quality-narrow": (partial(quality, NARROW), ("learning", "recipe_costs")),
     "few-data": (few_data, ("learning",)),
+    "images": (images, ("images",)),
     "quickstart-table": (lambda run: f"```text\n{quickstart_table.table(run['runs'])}\n```", ("quickstart",)),
     "quickstart": (lambda _: "![Loss and memory of the quickstart run](quickstart.svg)", ("quickstart",)),
     "checkpoints": (checkpoints, ("checkpoints_4_ranks",)),

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 
 from benchmarks.images.dropping import StochasticDepth, add_dropout
-from benchmarks.images.pictures import NUM_CLASSES, Augmented, Examples
+from benchmarks.images.pictures import NUM_CLASSES, SIZE, Augmented, Examples
 from benchmarks.images.subjects import DEEP, Subject
 from benchmarks.images.workers import Workers
 from sdp_deepspeed.architectures.small_image_resnet import (
@@ -21,6 +22,7 @@ from sdp_deepspeed.architectures.small_image_resnet import (
     SmallImageResNetForImageClassification,
 )
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.estimate.forecast import forecast
 from sdp_deepspeed.masking.running_statistics import estimate_statistics, write_statistics
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
@@ -76,7 +78,7 @@ class Data:
     test: Examples
 
 
-def build(subject: Subject, seed: int, settings: Settings = Settings()) -> nn.Module:
+def build(subject: Subject, seed: int, settings: Settings = Settings()) -> PreTrainedModel:
     """A ResNet whose stages halve each side of the images."""
     torch.manual_seed(seed)
     sizes = list(settings.widths)
@@ -176,6 +178,20 @@ def num_steps(cell: Cell, flops_per_image: float, data: Data, settings: Settings
     return round(cell.epochs * deep.batches.steps_per_epoch * deep.flops_per_image() / flops_per_image)
 
 
+def costs(subject: Subject, settings: Settings) -> dict[str, float]:
+    """Peak memory and bytes sent in a step with ZeRO-1 in fp32, of the rank with the most FLOPs: `sdp estimate`."""
+    config = {
+        "train_micro_batch_size_per_gpu": settings.rows,
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": settings.momentum}},
+        "zero_optimization": {"stage": 1},
+        KEY: {key: value for key, value in block_of(subject, 0).items() if key != "redraw_interval"},
+    }
+    shape = build(subject, 0, settings).config.to_dict() | {"image_size": SIZE}
+    found = forecast(shape, config, num_ranks=settings.workers)
+    return {"peak": found.peak, "sent": found.rank.sent}
+
+
 def run(cell: Cell, subject: Subject, data: Data, settings: Settings = Settings()) -> dict[str, Any]:
     """Train, and return the figures as JSON."""
     before, began = time.process_time(), time.monotonic()
@@ -217,6 +233,7 @@ def run(cell: Cell, subject: Subject, data: Data, settings: Settings = Settings(
         "flops_per_image": flops,
         "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
         "diverged": not (curve and curve[-1]["step"] == steps),
+        "costs": costs(subject, settings),
         "first_losses": first_losses,
         "curve": curve,
         "cpu_seconds": round(time.process_time() - before, 1),

@@ -12,10 +12,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks import image_study
-from benchmarks.image_study import TUNING_SEED, Store, cells
+from benchmarks.image_study import Store, cells
 from benchmarks.images.cell import Cell, Data, Settings, Training, identity
 from benchmarks.images.pictures import Augmented, Examples, read_examples
-from benchmarks.images.subjects import SUBJECTS, Stage, Subject
+from benchmarks.images.subjects import SUBJECTS, TUNING_SEED, Stage, Subject
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.image_data import write_fashion_mnist
 

@@ -45,6 +45,25 @@ def test_quality_is_compared_seed_by_seed() -> None:
     assert Figures.of(result, "text").losses("C=1/2, whole ends", 500) == {0: 1.1, 1: 2.1}
 
 
+def image_cell(subject: str, seed: int, loss: float, epochs: int = 120, **more: Any) -> dict[str, Any]:
+    figures = {
+        "diverged": False,
+        "curve": [{"test_loss": 9.0, "test_error": 0.9}, {"test_loss": loss, "test_error": 0.1}],
+    }
+    facts = {"subject": subject, "images": 4000, "epochs": epochs, "seed": seed, "steps": 10}
+    return facts | figures | {"costs": {"peak": 100, "sent": 10}} | more
+
+
+def test_images_are_compared_seed_by_seed() -> None:
+    """Without the tuning seed and what diverged."""
+    dense = [image_cell("18 blocks", seed, 0.3 + seed) for seed in (0, 1)]
+    half = [image_cell("C = 1/2", seed, 0.2 + seed, steps=20, costs={"peak": 60, "sent": 4}) for seed in (0, 1)]
+    others = [image_cell("C = 1/2", 99, 0.1), image_cell("C = 1/2", 2, 7.0, diverged=True)]
+    text = tables.images({"cells": [*dense, *half, *others, image_cell("18 blocks", 0, 0.5, epochs=30)]})
+    assert row_of(text, "18 blocks") == ["0.500; 10.0%", "0.800 ± 0.500; 10.0 ± 0.0%", "1.00", "1.00"]
+    assert row_of(text, "C = 1/2") == ["", "0.700 ± 0.500 (-0.100 ± 0.000); 10.0 ± 0.0%", "0.60", "0.80"]
+
+
 def test_a_run_that_ended_early_is_continued_with_its_own_seconds() -> None:
     """ZeRO-1's goal is 1.0 + 0.01, halfway between its last evaluations at both rates; SDP's after 20 steps."""
     fast = [
