@@ -6,11 +6,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from sdp_deepspeed.fsdp import sharded_model_of
 from tests.helpers.models import llama, loss_of
@@ -91,6 +94,9 @@ def test_a_frozen_teacher_is_whole(rank: Rank, host: str, strategy: str) -> None
     is_subnetwork = []
     if host == "deepspeed":
         teacher.register_forward_hook(lambda *_: is_subnetwork.append(run.mask.is_applied))
+    else:
+        alone = [module for group in sharded_model_of(run).fsdp_groups for module in group]
+        assert len({*alone} & {*teacher.modules()}) == 4, "its branches are gathered layer by layer"
     batch = own_batches(rank, 1)[0]
     for evaluates in (False, True):
         model.evaluates, model.targets = evaluates, None
@@ -110,6 +116,7 @@ def test_evaluation_of_a_part(rank: Rank, host: str) -> None:
     batch = own_batches(rank, 1)[0]
     found = backward(run, batch)
     torch.testing.assert_close(model.targets, whole(batch).logits.detach())
+    assert host == "deepspeed" or sharded_model_of(run).has_trained, "batch norms are averaged before an evaluation"
     expected = backward(run, batch)  # with these targets
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
@@ -127,3 +134,35 @@ def test_no_gradients_in_training_mode(rank: Rank, host: str) -> None:
             backward(run, batch)
             assert torch.equal(model.targets, model.logits)
     assert len(texts) == 1
+
+
+class Checkpointed(nn.Module):
+    """Runs the layers of a Llama in reentrant checkpoints, whose first pass is under no_grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.checkpoints = llama(), True
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        model: Any = self.inner.model
+        x = model.embed_tokens(input_ids)
+        positions = model.rotary_emb(x, torch.arange(x.shape[1])[None])
+        for layer in model.layers:
+            run = partial(layer, position_embeddings=positions)
+            x = checkpoint(run, x, use_reentrant=True) if self.checkpoints else run(x)
+        return SimpleNamespace(loss=self.inner.lm_head(x).square().mean())
+
+
+def test_reentrant_checkpoints_are_no_evaluation(rank: Rank) -> None:
+    """Of layers in training mode, without a warning, or in evaluation mode: the gradient is that without them."""
+    model: Any = Checkpointed()
+    engine, batch = engine_of(sgd(holders=2), model), own_batches(rank, 1)[0]
+    for training in (True, False):
+        model.inner.train(training)
+        gradients = []
+        for model.checkpoints in (True, False):
+            with logged() as texts:
+                gradients.append(backward(engine, batch))
+            assert not texts
+        assert len(gradients[0]) == len(gradients[1])
+        assert all(map(torch.equal, *gradients))
