@@ -140,7 +140,7 @@ class DenseView:
             for piece, holders in pieces:
                 if len(holders) < group.size:
                     rank = min(holders, key=sent.__getitem__)
-                    values = self.mask.view(piece)
+                    values = self.mask.view(piece).data  # its own version: graphs of the subnetwork remain valid
                     for rows in _rows(values, limit):
                         chunks[sent[rank] // limit].append(Segment(rank, rows, self.mask.is_held(piece)))
                         sent[rank] += rows.numel()

@@ -107,12 +107,13 @@ def test_a_frozen_teacher_is_whole(rank: Rank, host: str, strategy: str) -> None
         assert torch.equal(model.targets, whole(batch).logits)
 
 
+@pytest.mark.parametrize("strategy", ["block", "neuron"])
 @pytest.mark.parametrize("host", HOSTS)
-def test_evaluation_of_a_part(rank: Rank, host: str) -> None:
+def test_evaluation_of_a_part(rank: Rank, host: str, strategy: str) -> None:
     """In a pass of the model in training mode: the dense model's, and the gradients are those of a constant."""
     model = Taught(evaluates=True)
     whole: Any = deepcopy(model.student)
-    run, _ = on(host, model, holders=2)
+    run, _ = on(host, model, holders=2, strategy=strategy)
     batch = own_batches(rank, 1)[0]
     found = backward(run, batch)
     torch.testing.assert_close(model.targets, whole(batch).logits.detach())
@@ -141,10 +142,11 @@ class Checkpointed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.checkpoints = llama(), True
+        self.inner: Any = llama()
+        self.checkpoints = True
 
     def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
-        model: Any = self.inner.model
+        model = self.inner.model
         x = model.embed_tokens(input_ids)
         positions = model.rotary_emb(x, torch.arange(x.shape[1])[None])
         for layer in model.layers:
