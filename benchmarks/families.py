@@ -1,0 +1,142 @@
+"""Which models can be masked, and whether their subnetworks are right, by an oracle that needs no names.
+
+    python benchmarks/families.py --output benchmarks/results/families.json
+    python benchmarks/families.py --output FILE --only 'seq2seq/|/gpt2/'   # measures these again
+
+A small model with random weights of each class of Transformers' causal, masked, sequence-to-sequence and image
+mappings; with `--timm FOLDER`, one of each of timm's modules. The folder is for PyTorch's CPU build, beside which
+torchvision does not import: `pip install --no-deps --target FOLDER torchvision==0.28.0 timm`. For blocks and for
+neurons, the subnetworks of two workers at C = 1/2 are compared with the dense model in which all parameters of absent
+units are zero (common/zeroed_units.py).
+
+Each model is built and measured in a forked process with a time limit. A run that ends early goes on from its file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
+from benchmarks.common.provenance import write_result
+from benchmarks.common.small_models import TIMM, Case, build, cases, import_timm, run
+from benchmarks.common.zeroed_units import Verdict, judge
+from benchmarks.families_table import counts
+
+STRATEGIES = {"blocks": "block", "neurons": "neuron"}
+SAVED_EVERY = 20  # models
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--timm", metavar="FOLDER", help="with timm's modules, from a folder with torchvision and timm")
+    parser.add_argument("--only", default="", help="regular expression of names: mapping/model type/class")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time limit of a model")
+    parser.add_argument("--processes", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    known: dict[str, Any] = {}
+    if arguments.output.exists():
+        known = json.loads(arguments.output.read_text(encoding="utf-8"))["models"]
+    every = cases(arguments.timm)
+    matching = [case for case in every if re.search(arguments.only, case.name)]
+    left = [case for case in matching if arguments.only or case.name not in known]
+    for number, (case, found) in enumerate(measured(left, arguments.seconds, arguments.processes), start=1):
+        known[case.name] = found
+        words = ", ".join(f"{key} {found[key]['word']}" for key in STRATEGIES if key in found)
+        print(f"{case.name}: {words or 'not built: ' + found['not built']}", flush=True)
+        if number % SAVED_EVERY == 0 or number == len(left):
+            _write(arguments, known)
+    for line in counts(known):
+        print("  ".join(line))
+
+
+def _write(arguments: argparse.Namespace, known: dict[str, Any]) -> None:
+    result: dict[str, object] = {"what": "families", "arguments": {"seconds": arguments.seconds}}
+    if any(name.startswith(TIMM) for name in known) and arguments.timm:
+        result["timm"] = import_timm(arguments.timm).__version__
+    write_result(str(arguments.output), result | {"models": dict(sorted(known.items()))})
+
+
+def measured(left: Sequence[Case], seconds: float, processes: int) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Figures of each model, as they come; each from a process of its own, which a crash or a hang ends alone."""
+    fork = multiprocessing.get_context("fork")
+    waiting = list(reversed(left))
+    running: dict[Connection, tuple[Case, Any, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < processes:
+            case = waiting.pop()
+            ours, theirs = fork.Pipe(duplex=False)
+            process = fork.Process(target=_send, args=(case, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            running[ours] = (case, process, time.monotonic() + seconds)
+        ready = wait_for(list(running), timeout=1.0)
+        for connection, (case, process, end) in list(running.items()):
+            if connection not in ready and time.monotonic() < end:
+                continue
+            found: dict[str, Any] = {"not built": f"not done after {seconds:.0f} s"}
+            if connection in ready:
+                try:
+                    found = connection.recv()
+                except EOFError:
+                    found = {"not built": "its process has died"}
+            process.kill()
+            process.join()
+            del running[connection]
+            yield case, found
+
+
+def _send(case: Case, connection: Connection) -> None:
+    connection.send(measure(case))
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Verdicts of a model for both strategies, or why it could not be built, or runs neither in double precision nor in
+    single."""
+    start = time.monotonic()
+    try:
+        model = build(case)
+        try:
+            model = model.double()
+            run(model)
+        except Exception:  # some code mixes in tensors in single precision
+            model = build(case)
+            run(model)
+    except Exception as problem:  # of any kind
+        return {"not built": _one_line(problem)}
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    found: dict[str, Any] = {"class": type(model).__name__, "parameters": sum(sizes.values())}
+    found["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+    for key, strategy in STRATEGIES.items():
+        try:
+            verdict = judge(model, run, strategy)
+        except Exception as problem:  # of any kind: an error that is no refusal is ours
+            verdict = Verdict("crashed", _one_line(problem))
+        found[key] = asdict(verdict)
+    return found | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def _one_line(problem: Exception) -> str:
+    return re.sub(r"\s+", " ", f"{type(problem).__name__}: {problem}")[:300]
+
+
+if __name__ == "__main__":
+    main()
