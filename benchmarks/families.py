@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.provenance import write_result
 from benchmarks.common.small_models import TIMM, Case, build, cases, import_timm, run
 from benchmarks.common.zeroed_units import Verdict, judge
-from benchmarks.families_table import counts
+from benchmarks.families_table import counts, reasons
 
 STRATEGIES = {"blocks": "block", "neurons": "neuron"}
 SAVED_EVERY = 20  # models
@@ -58,14 +58,17 @@ def main() -> None:
     every = cases(arguments.timm)
     matching = [case for case in every if re.search(arguments.only, case.name)]
     left = [case for case in matching if arguments.only or case.name not in known]
+    with torch.no_grad():  # a backward pass starts threads, which must not be forked
+        run(build(Case("causal", "llama", "LlamaForCausalLM")))  # what it imports no process imports again
     for number, (case, found) in enumerate(measured(left, arguments.seconds, arguments.processes), start=1):
         known[case.name] = found
         words = ", ".join(f"{key} {found[key]['word']}" for key in STRATEGIES if key in found)
         print(f"{case.name}: {words or 'not built: ' + found['not built']}", flush=True)
         if number % SAVED_EVERY == 0 or number == len(left):
             _write(arguments, known)
-    for line in counts(known):
-        print("  ".join(line))
+    heads, rows = counts(known)
+    for line in (heads, *rows, *reasons(known)):
+        print(" | ".join(line))
 
 
 def _write(arguments: argparse.Namespace, known: dict[str, Any]) -> None:
@@ -130,12 +133,16 @@ def measure(case: Case) -> dict[str, Any]:
             verdict = judge(model, run, strategy)
         except Exception as problem:  # of any kind: an error that is no refusal is ours
             verdict = Verdict("crashed", _one_line(problem))
-        found[key] = asdict(verdict)
+        found[key] = asdict(verdict) | {"reason": _short(verdict.reason)}
     return found | {"seconds": round(time.monotonic() - start, 1)}
 
 
 def _one_line(problem: Exception) -> str:
-    return re.sub(r"\s+", " ", f"{type(problem).__name__}: {problem}")[:300]
+    return _short(f"{type(problem).__name__}: {problem}")
+
+
+def _short(text: str) -> str:
+    return re.sub(r"\s+", " ", text)[:240]
 
 
 if __name__ == "__main__":

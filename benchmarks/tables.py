@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks import figures, quickstart_table
+from benchmarks import families_table, figures, quickstart_table
 from benchmarks.figures import MIB, SDP, most, ratio_of_steps
 from benchmarks.images.table import image_rows
 from benchmarks.quality import AXES, LABELS, NARROW, README, Figures, few_data_rows, quality_rows
@@ -346,6 +346,17 @@ def gpu(sizes: Result, values: Result, groups: Result) -> str:
     return f"{caption}{_commit(sizes)}:\n\n{table(heads, rows)}\n\n{tests}"
 
 
+def families(result: Result) -> str:
+    """Verdicts of each mapping, and what is not right, with the reasons."""
+    models, versions = result["models"], result["provenance"]["versions"]
+    caption = f"Transformers {versions['transformers']}"
+    caption += f", timm {result['timm']}" if "timm" in result else ""
+    caption += f"; limit {result['arguments']['seconds']:.0f} s per model; {_commit(result)}:"
+    heads, rows = families_table.counts(models)
+    why = [[word, reason, f"{number}: {names}"] for word, reason, number, names in families_table.reasons(models)]
+    return f"{caption}\n\n{table(heads, rows)}\n\n{table(['', 'why', 'models'], why)}"
+
+
 def _gib(num_bytes: float | None) -> str:
     return "" if num_bytes is None else f"{num_bytes / 2**30:.1f}"
 
@@ -382,6 +393,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "quickstart": (lambda _: "![Loss and memory of the quickstart run](quickstart.svg)", ("quickstart",)),
     "checkpoints": (checkpoints, ("checkpoints_4_ranks",)),
     "host-time": (host_time, ("host_time",)),
+    "families": (families, ("families",)),
     "gpu": (gpu, ("gpu_sizes", "gpu_values", "gpu_groups")),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ LAYERS, LENGTH = 4, 8
 MOST_PARAMETERS = 3e7
 # Sizes by the names that configs have for them. What is not named keeps its default.
 _SIZES: dict[str, int] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "attention_hidden_size"), 32),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size"), 32),
     **dict.fromkeys(("emb_dim", "d_embed", "model_dim", "output_dim", "projection_dim", "out_hidden_size"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "hidden_dim", "ffn_hidden_size"), 48),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "mlp_dim"), 48),
@@ -45,23 +45,50 @@ _SIZES: dict[str, int] = {
     **{"vocab_size": 97, "vocab_size_per_layer_input": 97, "num_labels": 7, "image_size": 32, "patch_size": 8},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mamba_n_heads": 8, "mamba_d_head": 8},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"num_kv_shared_layers": 0, "moe_k": 2, "num_expert_group": 1, "hidden_size_global": 64},
     **{"index_n_heads": 4, "index_head_dim": 8, "zero_expert_num": 2, "num_nextn_predict_layers": 0},
 }
 # Of convolutional and other nets of stages: entries of these lists are divided, and stages have few layers.
-_WIDTHS = ("hidden_sizes", "embed_dims", "embed_dim", "neck_hidden_sizes", "base_attn_unit_dims", "stage_in_channels")
-_WIDTHS += ("stage_mid_channels", "stage_out_channels")
+_WIDTHS: tuple[str, ...] = ("hidden_sizes", "embed_dims", "embed_dim", "neck_hidden_sizes", "base_attn_unit_dims")
+_WIDTHS += ("stage_in_channels", "stage_mid_channels", "stage_out_channels")
 _DEPTHS = ("depths", "depth", "n_attn_blocks", "stage_num_blocks")
+_ROTARY = {"rope_type": "default", "rope_theta": 1e4}
 # What the sizes above contradict, or what has another name there, by model type.
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "bailing_hybrid": {"linear_head_dim": 8, "linear_num_heads": 4, "layer_group_size": 2},
+    "bailing_hybrid": {"layer_group_size": 2},
     "blt": {"encoder_hash_byte_group_vocab": 50},
-    "dbrx": {"attn_config": {"rope_theta": 1e4}},
+    "blt_global_transformer": {"hidden_size": 64, "head_dim": 16},
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROTARY)},
+    "cvt": {"depth": [1, 2, 3]},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.6, "hidden_dim": 320},
-    "falcon_h1": {"mamba_d_ssm": 64},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
+    "gemma3n_text": {"activation_sparsity_pattern": [0.0] * LAYERS, "intermediate_size": [48] * LAYERS},
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "luke": {"entity_vocab_size": 50, "entity_emb_size": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
     "mobilenet_v1": {"depth_multiplier": 0.25},
     "mobilenet_v2": {"depth_multiplier": 0.25},
+    **{name: {"patch_size": 2, "image_size": 64} for name in ("mobilevit", "mobilevitv2")},
+    "perceiver": {
+        **{"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": LAYERS},
+        **{"num_self_attention_heads": 4, "num_cross_attention_heads": 1, "image_size": 224},
+    },
+    "qwen4_exp_text": {
+        **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8},
+        **{"indexer_compress_ratio": 2, "ngram_vocab_size_base": 100, "hc_lowrank": 8, "split_ngram_parts": 2},
+    },
+    "reformer": {
+        **{"axial_pos_embds": False, "attn_layers": ["local", "lsh"] * 2, "num_buckets": 2},
+        **{"lsh_attn_chunk_length": 4, "local_attn_chunk_length": 4},
+    },
     "regnet": {"groups_width": 16},
+    **{name: {"window_size": 2} for name in ("donut-swin", "swin", "swinv2")},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
 }
 # Left out one after the other until a model can be built.
 _ATTEMPTS: tuple[tuple[str, ...], ...] = (
@@ -135,7 +162,9 @@ def _of_transformers(case: Case) -> nn.Module:
     problem: Exception | None = None
     for left_out in _ATTEMPTS:
         try:
-            config = small_config(model_class.config_class, left_out)
+            config = model_class.config_class(**_settings(model_class.config_class, left_out))
+            if case.mapping == "causal" and hasattr(config, "is_decoder"):
+                config.is_decoder = True
             with torch.device("meta"):
                 if sum(parameter.numel() for parameter in model_class(config).parameters()) > MOST_PARAMETERS:
                     raise ValueError(f"more than {MOST_PARAMETERS:.0e} parameters")
@@ -148,14 +177,13 @@ def _of_transformers(case: Case) -> nn.Module:
     raise problem
 
 
-def small_config(config_class: Any, left_out: tuple[str, ...] = ()) -> Any:
-    """A config of few layers and small sizes."""
-    return config_class(**_settings(config_class, left_out))
-
-
 def _settings(config_class: Any, left_out: tuple[str, ...]) -> dict[str, Any]:
+    """Of a config with few layers and small sizes."""
     options = _OPTIONS.get(config_class.model_type, {})
-    default = config_class(**options)
+    try:
+        default = config_class(**options)
+    except Exception:  # some options fit few layers only
+        default = config_class()
     given = {name: value for name, value in default.to_dict().items() if name not in left_out}
     settings: dict[str, Any] = {}
     has_stages = isinstance(given.get("depths", given.get("depth")), list)
@@ -180,8 +208,9 @@ def _settings(config_class: Any, left_out: tuple[str, ...]) -> dict[str, Any]:
     for name in config_class.sub_configs:
         inner = getattr(default, name, None)
         if inner is not None and not isinstance(inner, dict):
-            settings[name] = _settings(type(inner), left_out) | {"model_type": inner.model_type}
-    return settings | options
+            of_type = {"model_type": inner.model_type} if inner.model_type else {}
+            settings[name] = _settings(type(inner), left_out) | of_type | options.get(name, {})
+    return settings | {name: value for name, value in options.items() if name not in config_class.sub_configs}
 
 
 def _num_layers(settings: Mapping[str, Any]) -> int | None:
@@ -197,19 +226,25 @@ def _few(values: list[Any]) -> list[Any]:
 
 
 def _of_timm(module: str) -> nn.Module:
-    """The smallest model of a module, for small images where it takes these."""
+    """The smallest model of a module; of few layers if that is large and can have them."""
     timm = import_timm()
-    names = sorted(timm.list_models(module=module), key=_rank_of_size)[:6]
-    sizes = {}
-    for name in names:
-        with torch.device("meta"):
-            sizes[name] = sum(parameter.numel() for parameter in timm.create_model(name).parameters())
-    name = min(sizes, key=sizes.__getitem__)
-    if sizes[name] > MOST_PARAMETERS:
+    sizes: dict[tuple[str, int | None], int] = {}
+    for name in sorted(timm.list_models(module=module), key=_rank_of_size)[:6]:
+        for depth in (None, LAYERS):
+            try:
+                with torch.device("meta"):
+                    model: nn.Module = timm.create_model(name, **({} if depth is None else {"depth": depth}))
+            except TypeError:  # no such argument
+                continue
+            sizes[name, depth] = sum(parameter.numel() for parameter in model.parameters())
+            if sizes[name, depth] <= MOST_PARAMETERS:
+                break
+    name, depth = min(sizes, key=sizes.__getitem__)
+    if sizes[name, depth] > MOST_PARAMETERS:
         raise ValueError(f"more than {MOST_PARAMETERS:.0e} parameters")
     torch.manual_seed(0)
-    model: nn.Module = timm.create_model(name, num_classes=7)
-    return model
+    created: nn.Module = timm.create_model(name, num_classes=7, **({} if depth is None else {"depth": depth}))
+    return created
 
 
 _SMALL_FIRST = ("test", "atto", "femto", "pico", "nano", "micro", "tiny", "xxs", "xxt", "xs", "small", "mini", "_s")
@@ -250,8 +285,10 @@ def _images_of(model: Any) -> Tensor:
 
 def _inputs(model: Any) -> dict[str, Tensor]:
     config, dtype = model.config, next(model.parameters()).dtype
-    tokens = torch.arange(3, 3 + 2 * LENGTH).view(2, LENGTH)
-    name = model.main_input_name
+    rows = 2 * getattr(config, "num_codebooks", 1)
+    tokens = torch.arange(3, 3 + rows * LENGTH).view(rows, LENGTH) % 90 + 3
+    is_of_images = type(model).__name__.partition("For")[2].startswith("ImageClassification")
+    name = "pixel_values" if is_of_images else model.main_input_name
     if name == "pixel_values":
         size = getattr(config, "image_size", None) or 32
         height, width = size if isinstance(size, list | tuple) else (size, size)
@@ -276,6 +313,3 @@ def _shape_of_features(config: Any) -> tuple[int, ...]:
 
 def _normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
-Runner = Callable[[nn.Module], list[Tensor]]

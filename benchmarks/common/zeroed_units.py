@@ -111,14 +111,12 @@ def _compare(model: nn.Module, dense: _Values, mask: Mask, run: Run) -> tuple[fl
     off = max(_difference(a, b) for a, b in zip(found.outputs, expected.outputs, strict=True))
     for name, pieces in mask.pieces.items():
         for piece in (piece for piece, _ in pieces if mask.is_trained(piece)):
-            wanted = expected.gradients.get(name)
-            wanted = None if wanted is None else piece.narrow(wanted)
-            got = found.gradients.get(name)
-            got = None if got is None else mask.view(piece, got)
-            if wanted is not None or got is not None:
-                zeros = torch.zeros_like(wanted if got is None else got)
-                wanted, got = (zeros if tensor is None else tensor for tensor in (wanted, got))
-                # Sums may cancel (biases of keys): rounding is that of the model's largest gradient.
+            wanted = piece.narrow(expected.gradients[name]) if name in expected.gradients else None
+            got = mask.view(piece, found.gradients[name]) if name in found.gradients else None
+            if wanted is None:
+                off = max(off, float(got is not None and got.any()))
+            else:  # sums may cancel (biases of keys): rounding is that of the model's largest gradient
+                got = torch.zeros_like(wanted) if got is None else got
                 off = max(off, _difference(got, wanted, expected.largest_gradient / 64))
     if off > TOLERANCE[_dtype(model)]:
         again = deepcopy(model)
