@@ -185,7 +185,7 @@ def estimate(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="GPU memory, such as 24GiB: show the largest micro-batch. Exit code 1 if the recipe does not fit.",
+            help="GPU memory, such as 24GiB: does the recipe fit (exit code 1 if not), and the largest micro-batch.",
         ),
     ] = None,
 ) -> None:
@@ -197,6 +197,7 @@ def estimate(
     """
     limit = None if fit is None else _byte_count(fit)
     from sdp_deepspeed.config import parse
+    from sdp_deepspeed.estimate.deepspeed_config import read_settings
     from sdp_deepspeed.estimate.forecast import forecast_of, largest_micro_batches, plain_forecasts
     from sdp_deepspeed.estimate.run import read_run
 
@@ -215,26 +216,54 @@ def estimate(
             return forecasts
 
         forecasts = columns(phase)
+        micro, accumulation = read_settings(phase).micro_steps(ranks)
+        prefix = f"phase {index} of {len(run.phases)}: " if len(run.phases) > 1 else ""
+        print(f"{prefix}{_run_text(run, forecasts, ranks)}, micro-batch of {micro} samples x {accumulation}")
         largest = None if limit is None else largest_micro_batches(columns, phase, ranks, limit)
-        too_small |= limit is not None and next(iter(forecasts.values())).peak > limit
-        print("\n".join(_estimate_text(run, forecasts, largest, ranks, f"phase {index} of {len(run.phases)}: ")))
+        print("\n".join(_estimate_text(forecasts, largest)))
+        if limit is not None and largest is not None:
+            name = _column_of(run, phase)
+            too_small |= forecasts[name].peak > limit
+            print(_fit_text(name, forecasts[name], micro, largest[name], limit, fit or ""))
     if too_small:
         raise typer.Exit(1)
 
 
-def _estimate_text(
-    run: Run, forecasts: Mapping[str, Forecast], largest: Mapping[str, int] | None, ranks: int, phase: str
-) -> Iterator[str]:
+def _column_of(run: Run, phase: Mapping[str, Any]) -> str:
+    """Name of the forecast of the recipe itself."""
+    from sdp_deepspeed.config import parse
+
+    if parse(phase) is not None:
+        return "SDP"
+    return "FSDP2" if run.host == "fsdp2" else f"ZeRO-{phase.get('zero_optimization', {}).get('stage', 0)}"
+
+
+def _run_text(run: Run, forecasts: Mapping[str, Forecast], ranks: int) -> str:
     first = next(iter(forecasts.values()))
-    prefix = phase if len(run.phases) > 1 else ""
+    coverage = f", coverage {first.coverage:.3g}" if "SDP" in forecasts else ""
     millions = first.num_parameters / 1e6
-    yield f"{prefix}{millions:.1f}M parameters, {ranks} ranks, {first.items_per_step:,} {run.items} per step"
+    return f"{millions:.1f}M parameters, {ranks} ranks, {first.items_per_step:,} {run.items} per step{coverage}"
+
+
+def _fit_text(name: str, column: Forecast, micro: int, largest: int, limit: int, given: str) -> str:
+    fits = column.peak <= limit
+    coverage = f" with coverage {column.coverage:.3g}" if name == "SDP" else ""
+    unit, unit_name = (_GIB, "GiB") if limit >= _GIB else (_MIB, "MiB")
+    others = f"the largest that fits is {largest}" if largest else "none fits"
+    return (
+        f"fits in {given}: {'yes' if fits else 'no'}, {name}{coverage} and a micro-batch of {micro} samples takes "
+        f"up to {column.peak / unit:,.2f} {unit_name}; {others}"
+    )
+
+
+def _estimate_text(forecasts: Mapping[str, Forecast], largest: Mapping[str, int] | None) -> Iterator[str]:
+    first = next(iter(forecasts.values()))
     unit, name = (_GIB, "GiB") if max(column.peak for column in forecasts.values()) >= 10 * _GIB else (_MIB, "MiB")
     rows: list[tuple[str, Callable[[Forecast], int]]] = [
         ("weights", lambda column: column.rank.weights),
         ("gradients", lambda column: column.rank.gradients),
         ("optimizer state", lambda column: column.rank.optimizer),
-        ("optimizer state, host", lambda column: column.rank.host_optimizer),
+        ("optimizer state on the host", lambda column: column.rank.host_optimizer),
         ("activations", lambda column: column.activations),
         ("buffers", lambda column: _buffers(column.rank)),
         ("peak", lambda column: column.peak),
@@ -249,14 +278,14 @@ def _estimate_text(
                 lambda column: column.node.per_synchronization if column.node else 0,
             )
         )
-    cells = [(f"{name} on one rank", *forecasts)]
+    cells = [("on one rank", *forecasts)]
     for title, value in rows:
         values = [value(column) for column in forecasts.values()]
         if any(values) or "host" not in title:
-            cells.append((title, *(f"{number / unit:,.2f}" for number in values)))
-    cells.append(("TFLOPs per step", *(f"{column.flops / 1e12:.4g}" for column in forecasts.values())))
+            cells.append((f"{title}, {name}", *(f"{number / unit:,.2f}" for number in values)))
+    cells.append(("compute per step, TFLOPs", *(f"{column.flops / 1e12:.4g}" for column in forecasts.values())))
     if largest is not None:
-        cells.append(("largest micro-batch", *(str(largest[name]) for name in forecasts)))
+        cells.append(("largest micro-batch, samples", *(str(largest[name]) for name in forecasts)))
     width = max(len(row[0]) for row in cells)
     yield from (f"  {row[0]:<{width}}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in cells)
     yield from (f"  warning: {warning}" for warning in first.warnings)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sdp_deepspeed
-from sdp_deepspeed.fsdp import CheckpointManager, clip_grad_norm_, param_groups, save_pretrained, sharded_model_of
+from sdp_deepspeed.fsdp import CheckpointManager, clip_grad_norm_, param_groups, save_pretrained
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 
@@ -35,8 +35,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(param_groups(model), lr=3e-3)
     checkpoints = CheckpointManager(model, optimizer)
     resumed, _ = checkpoints.load_checkpoint(options.output)  # on any number of ranks
-    if rank == 0:
-        print(f"resumed from {resumed}" if resumed else sharded_model_of(model).plan.table())
+    if rank == 0 and resumed:
+        print(f"resumed from {resumed}")
     rows = torch.tensor(list(Path(argparse.__file__).read_bytes())).split(64)[:-1]  # some text, byte by byte
     rows, held_out = rows[:-8], torch.stack(rows[-8:]).to(device)
     model.train()

@@ -82,8 +82,8 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=GPT(), config=CONFIG)
     rank, size = dist.get_rank(), dist.get_world_size()
     resumed, _ = engine.load_checkpoint(str(options.output))
-    if rank == 0:
-        print(f"resumed from {resumed}" if resumed else engine.plan.table())
+    if rank == 0 and resumed:
+        print(f"resumed from {resumed}")
     rows = torch.tensor(list(Path(argparse.__file__).read_bytes())).split(64)[:-1]  # some text, byte by byte
     rows, held_out = rows[:-8], torch.stack(rows[-8:]).to(engine.device)
     while engine.global_steps < options.steps:

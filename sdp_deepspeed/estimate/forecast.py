@@ -56,6 +56,7 @@ class Forecast:
         peak: largest number of bytes of live tensors. Kernel workspaces, fragmentation and the CUDA context are not
             included.
         node: traffic of this rank's node; None if the number of ranks per node is not known.
+        coverage: C of the plan, weighted by FLOPs; 1 without subnetworks.
     """
 
     num_parameters: int
@@ -66,6 +67,7 @@ class Forecast:
     flops: int
     node: NodeTraffic | None = None
     warnings: tuple[str, ...] = ()
+    coverage: float = 1.0
 
 
 def forecast(
@@ -127,6 +129,7 @@ def forecast_of(
     with model.fake:
         tensors = dense_tensors(model.module)
         plan, warnings = plan_model(model.module, block, num_ranks, ranks_per_node=ranks_per_node)
+        coverage = plan.mean_coverage([cost.flops for cost in unit_costs(model.module, plan.units)])
         rank = busiest_rank(plan, model.module) if rank is None else rank
         inputs = model.inputs(micro)
         branches = locate_branches(model.module)
@@ -160,6 +163,7 @@ def forecast_of(
         flops=step.flops * accumulation,
         node=None if ranks_per_node is None else traffic,
         warnings=tuple(f"{KEY}: {warning}" for warning in warnings),
+        coverage=coverage,
     )
 
 

@@ -66,9 +66,13 @@ def columns(text: str) -> dict[str, dict[str, float]]:
     """The first table of an estimate: by column, numbers by row."""
     lines = [re.split("  +", line.strip()) for line in text.split("phase 2")[0].splitlines()[1:]]
     heads, *rows = [line for line in lines if len(line) > 1]
-    return {
-        head: {row[0]: float(row[index].replace(",", "")) for row in rows} for index, head in enumerate(heads) if index
+    titles = [row[0].partition(", ") for row in rows]
+    assert all(unit in ("MiB", "GiB", "TFLOPs", "samples") for _, _, unit in titles)
+    values = {
+        title: [float(cell.replace(",", "")) for cell in row[1:]]
+        for (title, _, _), row in zip(titles, rows, strict=True)
     }
+    return {head: {title: row[index] for title, row in values.items()} for index, head in enumerate(heads[1:])}
 
 
 @pytest.mark.parametrize("words", [(), ("plan",), ("estimate",), ("env",), ("checkpoint",), ("checkpoint", "export")])
@@ -172,7 +176,7 @@ def test_estimate_stands_beside_the_others(capsys: Capture) -> None:
     found = columns(printed(capsys, "estimate", "run.yaml", "--ranks", "4"))
     assert [*found] == ["SDP", "ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2"]
     sdp, dense = found["SDP"], found["ZeRO-1"]
-    for row in ("weights", "gradients", "activations", "peak", "sent per step", "TFLOPs per step"):
+    for row in ("weights", "gradients", "activations", "peak", "sent per step", "compute per step"):
         assert 0 < sdp[row] < dense[row], row
     assert found["ZeRO-2"]["gradients"] < dense["gradients"] / 3
     assert found["ZeRO-3"]["weights"] == pytest.approx(dense["weights"] / 4, abs=0.01)
@@ -228,7 +232,9 @@ def test_each_phase_of_a_schedule_is_estimated(capsys: Capture) -> None:
 
 def test_fit_finds_the_largest_micro_batch(capsys: Capture) -> None:
     arguments = ("estimate", "run.yaml", "--ranks", "4", "--fit", "16MiB")
-    found = columns(printed(capsys, *arguments))
+    shown = printed(capsys, *arguments)
+    assert "fits in 16MiB: yes, SDP with coverage 0.5 and a micro-batch of 4 samples takes up to " in shown
+    found = columns(shown)
     rows = int(found["SDP"]["largest micro-batch"])
     assert rows > found["ZeRO-1"]["largest micro-batch"] >= 0
 
@@ -237,7 +243,14 @@ def test_fit_finds_the_largest_micro_batch(capsys: Capture) -> None:
         return columns(shown)["SDP"]["peak"]
 
     assert peak(rows) <= 16 < peak(rows + 1) + 0.02
-    assert columns(printed(capsys, *arguments[:5], "1MiB", code=1))["SDP"]["largest micro-batch"] == 0
+    shown = printed(capsys, *arguments[:5], "1MiB", code=1)
+    assert columns(shown)["SDP"]["largest micro-batch"] == 0
+    assert "fits in 1MiB: no, SDP" in shown
+    assert "; none fits" in shown
+    stage = ("sdp=off", "deepspeed.zero_optimization.stage=2")  # the recipe itself decides, not the first column
+    peaks = {name: column["peak"] for name, column in columns(printed(capsys, *arguments[:4], *stage)).items()}
+    between = f"{(peaks['ZeRO-0'] + peaks['ZeRO-2']) / 2:.2f}MiB"
+    assert f"fits in {between}: yes, ZeRO-2 and a" in printed(capsys, *arguments[:4], *stage, "--fit", between)
 
 
 def test_estimate_of_fsdp2(capsys: Capture) -> None:
