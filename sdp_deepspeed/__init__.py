@@ -19,6 +19,7 @@ __all__ = [
     "check_description",
     "fully_shard",
     "reestimate_batch_norm",
+    "trace",
 ]
 
 import_hook.arm()
@@ -30,9 +31,11 @@ _MODULES = {
     "check_description": "masking.description",
     "fully_shard": "fsdp.shard",
     "reestimate_batch_norm": "batch_norm",
+    "trace": "architectures.examples",
 }
 
 if TYPE_CHECKING:
+    from sdp_deepspeed.architectures.examples import trace
     from sdp_deepspeed.batch_norm import reestimate_batch_norm
     from sdp_deepspeed.fsdp.shard import fully_shard
     from sdp_deepspeed.init import Init

@@ -145,6 +145,7 @@ def _planned(
     from sdp_deepspeed.architectures import unit_costs
     from sdp_deepspeed.config import parse
     from sdp_deepspeed.estimate.run import read_run
+    from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
     from sdp_deepspeed.messages import KEY
     from sdp_deepspeed.plan.planner import plan_model
 
@@ -153,8 +154,9 @@ def _planned(
     if block is None:
         raise ValueError(f"{source}: {KEY} is missing or disabled; add it, such as sdp.coverage=0.5")
     with run.model.fake:
-        shown, warnings = plan_model(run.model.module, block, ranks, ranks_per_node=per_node)
-        return shown, unit_costs(run.model.module, shown.units), warnings
+        branches = proven_branches(run.model.module)
+        shown, warnings = plan_model(run.model.module, block, ranks, branches=branches, ranks_per_node=per_node)
+        return shown, unit_costs(run.model.module, shown.units), [*warnings, *replicated_layers(run.model.module)]
 
 
 def _draw(shown: Plan, path: Path) -> None:

@@ -105,6 +105,27 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Zeros:
+    """What a body returns if its branch is absent: zeros in the shape of its input, of another size along `dim`.
+
+    Args:
+        num_outputs: see `Branch`.
+        size: None if it is the input's.
+        is_flat: whether all dims but the last are one, as in the output of experts.
+        is_tuple: whether a single output is in a tuple.
+    """
+
+    num_outputs: int = 1
+    dim: int = -1
+    size: int | None = None
+    is_flat: bool = False
+    is_tuple: bool = False
+
+
+LIKE_INPUT = Zeros()
+
+
+@dataclass(frozen=True)
 class Branch:
     """A branch that a skip connection bypasses: `x + after(body(norm(x)))`.
 
@@ -119,8 +140,10 @@ class Branch:
         num_outputs: 1 if the (first) body returns a tensor, n if it returns a tuple of n, of which the first is the
             branch's output.
         inner: neurons or heads; None if only the block strategy is possible.
-        added_to: position of the (first) body's positional argument to which the body adds its output itself (BLOOM).
+        added_to: position or keyword of the (first) body's argument to which the body adds its output itself (BLOOM).
             None if the layer adds it.
+        zeros: what each body returns if the branch is absent, for bodies of which one does not run on just the output
+            of the one before. By default, the first returns zeros, and others return their input.
         extra_outputs: keyword arguments that an absent body returns as its further outputs (T5's position bias); other
             outputs are None.
         uncut_reason: why there is no `inner`, for error messages.
@@ -129,8 +152,7 @@ class Branch:
             config decides what they compute. Several branches may have the same name.
         bypassed: conditions, like `when`, for the skip connection to be the identity. Elsewhere the branch cannot be a
             block, and can only be cut into neurons.
-        parameters: parameters of the layer itself that belong to the branch, each read before the last module of
-            `after` runs. A layer may have None there.
+        parameters: parameters of the layer itself that belong to the branch. A layer may have None there.
     """
 
     name: str
@@ -139,7 +161,8 @@ class Branch:
     after: tuple[str, ...] = ()
     num_outputs: int = 1
     inner: InnerLayers | None = None
-    added_to: int | None = None
+    added_to: int | str | None = None
+    zeros: tuple[Zeros, ...] = ()
     extra_outputs: tuple[str, ...] = ()
     uncut_reason: str = ""
     experts: Experts | None = None
@@ -150,11 +173,6 @@ class Branch:
     def __post_init__(self) -> None:
         if not self.body:
             raise ValueError(f"branch {self.name!r}: body: name the submodule that computes the branch")
-        if self.parameters and not self.after:  # the dense model keeps them until the last module has run
-            raise ValueError(
-                f"branch {self.name!r}: parameters: name in `after` a submodule that runs after {self.parameters[0]!r} "
-                "is read, or leave the parameter out to share it"
-            )
         names = (*self.modules, *self.parameters)
         again = [name for index, name in enumerate(names) if _is_inside(name, names[:index])]
         if again:

@@ -44,6 +44,12 @@ _COMMON = (
 )
 
 
+def is_described_here(layer_class: type) -> bool:
+    """Whether a class has a description of FAMILIES, or none."""
+    name = described_as(layer_class)
+    return not name or branches_of(layer_class) == FAMILIES.get(name)
+
+
 def is_of_package(layer: nn.Module) -> bool:
     """Whether a layer uses a description of FAMILIES, and consists of the modules that it was written for: from the
     file of the described class, or common building blocks, with their original `forward`."""

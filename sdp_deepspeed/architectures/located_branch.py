@@ -13,8 +13,9 @@ from torch import nn
 from sdp_deepspeed.architectures.branch import BATCH_NORMS, Branch, attribute
 from sdp_deepspeed.architectures.counts import refuse_unscaled
 from sdp_deepspeed.architectures.cut_tensors import CutTensor, cut_tensors_of
-from sdp_deepspeed.architectures.families import FAMILIES
-from sdp_deepspeed.architectures.registry import branches_in, described_as
+from sdp_deepspeed.architectures.derivation import derivation_of
+from sdp_deepspeed.architectures.families import FAMILIES, is_described_here
+from sdp_deepspeed.architectures.registry import UnknownForm, branches_in, described_as
 from sdp_deepspeed.architectures.unknown_models import refuse_unknown_model
 from sdp_deepspeed.units import Piece
 
@@ -32,6 +33,7 @@ class LocatedBranch:
         uncuttable_reason: why this branch cannot be cut; empty if it can.
         is_bypassed: whether the skip connection is the identity, so that the branch can be a block.
         is_trained: whether a parameter requires gradients. If none does, all ranks hold the branch.
+        is_derived: whether it was derived from a traced pass, not described.
     """
 
     layer: str
@@ -42,6 +44,7 @@ class LocatedBranch:
     uncuttable_reason: str = ""
     is_bypassed: bool = True
     is_trained: bool = True
+    is_derived: bool = False
 
     @property
     def name(self) -> str:
@@ -81,14 +84,30 @@ class LocatedBranch:
 
 
 def locate_branches(model: nn.Module) -> list[LocatedBranch]:
-    """All residual branches of the described layers, in model order.
+    """All residual branches of the described layers, in model order; without any described layer, those that can be
+    derived.
 
     Raises:
-        ValueError: no layer is described, or the model itself is, a layer runs other code than its description was
-            written for, a described submodule is missing, or a branch shares a tensor with another part of the model.
+        ValueError: nothing is described or can be derived; the model itself is described; a layer runs other code than
+            its description was written for; a described submodule is missing; or a branch shares a tensor with another
+            part of the model.
     """
-    branches = []
+    try:
+        branches = _described(model)
+    except UnknownForm:
+        if not all(is_described_here(type(module)) for module in model.modules()):
+            raise
+        branches = []
+    branches = branches or _derived(model)
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    branches = [replace(b, is_trained=any(piece.parameter in trained for piece in b.pieces)) for b in branches]
+    _refuse_tied(model, branches)
+    _refuse_common_modules(model, branches)
+    return branches
+
+
+def _described(model: nn.Module) -> list[LocatedBranch]:
+    branches = []
     for name, module in model.named_modules():
         for branch in branches_in(name, module):
             if not name:
@@ -96,20 +115,25 @@ def locate_branches(model: nn.Module) -> list[LocatedBranch]:
                     f"the model itself is of the described class {described_as(type(model))}, expected a model that "
                     "contains its layers; wrap it, as in nn.Sequential(model)"
                 )
-            pieces = _pieces(name, module, branch)
-            is_trained = any(piece.parameter in trained for piece in pieces)
-            is_bypassed = branch.is_bypassed(module)
-            located = LocatedBranch(name, branch, pieces, is_bypassed=is_bypassed, is_trained=is_trained)
+            located = LocatedBranch(name, branch, _pieces(name, module, branch), is_bypassed=branch.is_bypassed(module))
             try:
                 num_cells, cut_tensors = _cells(name, module, branch)
             except (AttributeError, ValueError) as problem:  # irrelevant for the block strategy
                 branches.append(replace(located, uncuttable_reason=f"{problem}"))
             else:
                 branches.append(replace(located, num_cells=num_cells, cut_tensors=cut_tensors))
+    return branches
+
+
+def _derived(model: nn.Module) -> list[LocatedBranch]:
+    derivation = derivation_of(model)
+    branches = []
+    for name, of_layer in derivation.branches.items():
+        for branch in of_layer:
+            pieces = _pieces(name, model.get_submodule(name), branch)
+            branches.append(LocatedBranch(name, branch, pieces, uncuttable_reason=branch.uncut_reason, is_derived=True))
     if not branches:
-        refuse_unknown_model(model)
-    _refuse_tied(model, branches)
-    _refuse_common_modules(model, branches)
+        refuse_unknown_model(model, derivation)
     return branches
 
 

@@ -25,6 +25,10 @@ class _Description:
     code: Mapping[str, Any] | None = None
 
 
+class UnknownForm(ValueError):
+    """A layer of a described class, of a form that is not described."""
+
+
 _DESCRIPTIONS: dict[str, _Description] = {}
 
 
@@ -64,8 +68,8 @@ def branches_in(name: str, layer: nn.Module) -> tuple[Branch, ...]:
     """Branches of a module; empty if it is not a described layer.
 
     Raises:
-        ValueError: the layer runs other code than the described class, its form is not described, or it lacks an
-            attribute that decides the form.
+        UnknownForm: its form is not described.
+        ValueError: the layer runs other code than the described class, or lacks an attribute that decides the form.
     """
     base = _described_base(type(layer))
     if base is None:
@@ -85,7 +89,7 @@ def branches_in(name: str, layer: nn.Module) -> tuple[Branch, ...]:
     if not branches:
         forms = (branch.when for branch in description.branches)
         known = dict.fromkeys(", ".join(f"{path} = {_describe(value)}" for path, value in form) for form in forms)
-        raise ValueError(
+        raise UnknownForm(
             f"{name!r}: this form of {type(layer).__name__} is not described; known are "
             f"{listed(known, separator='; ')}.\n\n{how_to_describe(layer)}"
         )

@@ -1,4 +1,4 @@
-"""The error for models without a described layer."""
+"""The error for models without a layer that is described or can be derived."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from typing import NoReturn
 
 from torch import nn
 
+from sdp_deepspeed.architectures.derivation import Derivation
 from sdp_deepspeed.architectures.registry import how_to_describe
 
 
-def refuse_unknown_model(model: nn.Module) -> NoReturn:
-    """Raise ValueError for a model without a described layer: how to describe it.
-
-    The layer is assumed to be the repeated module with most of the parameters.
-    """
-    unknown = f"{type(model).__name__} has no layer with known residual branches"
-    layer = repeated_layer(model)
-    if layer is None:
-        raise ValueError(f"{unknown}. Describe yours with sdp_deepspeed.architectures.register (docs/guide.md)")
-    raise ValueError(f"{unknown}; it repeats {type(layer).__name__}.\n\n{how_to_describe(layer)}")
+def refuse_unknown_model(model: nn.Module, derivation: Derivation) -> NoReturn:
+    """Raise ValueError for a model of which no branch is described or was derived: why, and what to do."""
+    name = type(model).__name__
+    if derivation.problem:
+        raise ValueError(
+            f"{name}: its forward pass could not be traced ({derivation.problem}). Give an example of inputs before "
+            "deepspeed.initialize or fully_shard:\nsdp_deepspeed.trace(model, *args, **kwargs)"
+        )
+    layer, reason = next(iter(derivation.reasons.items()), ("the model", "no repeated module adds to its input"))
+    known = repeated_layer(model)
+    how = f"\n\n{how_to_describe(known)}" if known is not None else ""
+    raise ValueError(f"{name} has no residual branch that can be left out; {layer}: {reason}.{how}")
 
 
 def repeated_layer(model: nn.Module) -> nn.Module | None:

@@ -25,6 +25,7 @@ from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.engine.refused_settings import refuse_config, refuse_local_optimizer
 from sdp_deepspeed.engine.tensor_parallel import refuse_stage
 from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.masking.proof import replicated_layers
 from sdp_deepspeed.messages import KEY, announce, quoted
 from sdp_deepspeed.parallel.consistency import check_same_plan, gather_objects, gather_results, run_on_all_ranks
 from sdp_deepspeed.plan.nodes import Location, ranks_per_node
@@ -82,7 +83,7 @@ def plan_and_mask(engine: SubnetworkEngine, block: SubnetworkConfig, *, logs: bo
         is_scaled = block.branch_scale == "training"
         mask = Mask(engine.module, local, rank, branches=branches, is_scaled=is_scaled)
         if logs:
-            for warning in warnings:
+            for warning in [*warnings, *replicated_layers(engine.module)]:
                 log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
             if dist.get_rank() == 0:
                 announce(f"{KEY}\n{plan.table(unit_costs(engine.module, local.units))}", logger)

@@ -29,7 +29,8 @@ from deepspeed.utils.bwc import (
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sdp_deepspeed.architectures import LocatedBranch, locate_branches
+from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.messages import KEY, listed, quoted
 from sdp_deepspeed.parallel.consistency import gather_objects, run_on_all_ranks
 from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, Division, TensorParallelShards
@@ -51,7 +52,7 @@ class UndividedModel:
         """
         if getattr(model, "ds_autotp_parsed", False):
             raise ValueError("tensor_parallel: an earlier engine divided this model; build or load a new one")
-        return cls({name: tuple(p.shape) for name, p in model.named_parameters()}, locate_branches(model))
+        return cls({name: tuple(p.shape) for name, p in model.named_parameters()}, proven_branches(model))
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def find_tensor_parallel(
         data_parallel: this rank's data-parallel group.
     """
     if mpu is None or bwc_tensor_model_parallel_world_size(mpu) < 2:
-        return run_on_all_ranks(lambda: TensorParallel(locate_branches(model)), control)
+        return run_on_all_ranks(lambda: TensorParallel(proven_branches(model)), control)
     group = bwc_tensor_model_parallel_group(mpu)
     members = dist.get_world_size(data_parallel)
     if members * dist.get_world_size(group) != dist.get_world_size():
@@ -218,7 +219,7 @@ def _of_author(model: nn.Module, group: dist.ProcessGroup | None, control: dist.
         if getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False)
     }
     every = _of_group(gather_objects({name: tuple(p.shape) for name, p in marked.items()}, control), group)
-    branches = [_without_heads_of_config(branch, marked) for branch in locate_branches(model)]
+    branches = [_without_heads_of_config(branch, marked) for branch in proven_branches(model)]
     dims = {tensor.parameter: tensor.dim for branch in branches for tensor in branch.cut_tensors}
     dims |= {name: dim for name, p in marked.items() if (dim := int(getattr(p, "partition_dim", -1))) >= 0}
     if unknown := sorted(marked.keys() - dims.keys()):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import locate_branches, unit_costs
+from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.config import parse
 from sdp_deepspeed.engine.refused_settings import refuse_settings
 from sdp_deepspeed.estimate.deepspeed_bytes import (
@@ -35,6 +35,7 @@ from sdp_deepspeed.estimate.fsdp2_bytes import (
 )
 from sdp_deepspeed.estimate.micro_step import MicroStep, Model, Reduction, micro_step
 from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.bucket_layouts import BucketLayout
 from sdp_deepspeed.plan.plan import Plan
@@ -128,11 +129,11 @@ def forecast_of(
         refuse_settings(config)
     with model.fake:
         tensors = dense_tensors(model.module)
-        plan, warnings = plan_model(model.module, block, num_ranks, ranks_per_node=ranks_per_node)
+        branches = proven_branches(model.module)
+        plan, warnings = plan_model(model.module, block, num_ranks, branches=branches, ranks_per_node=ranks_per_node)
         coverage = plan.mean_coverage([cost.flops for cost in unit_costs(model.module, plan.units)])
         rank = busiest_rank(plan, model.module) if rank is None else rank
         inputs = model.inputs(micro)
-        branches = locate_branches(model.module)
         mask = Mask(model.module, plan, rank, branches=branches, is_scaled=block.branch_scale == "training")
         mask.apply()
     memory: dict[str, Any] = {"ignored": mask.tensors(), "parameters": mask.parameters}
@@ -218,7 +219,7 @@ def plain_forecasts(
         tensors = dense_tensors(model.module)
         inputs = model.inputs(micro)
         parameters = dict(model.module.named_parameters())
-        branches = locate_branches(model.module)
+        branches = proven_branches(model.module)
         plan, _ = plan_model(model.module, whole, num_ranks, branches=branches)
     parts = list(fsdp2_tensors(plan, tensors, branches))
     ignored = named_tensors(model.module).values()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -159,6 +159,19 @@ def gathered_together(plan: Plan, tensors: Sequence[TensorInfo], branches: Seque
         first[layer] = start
     is_alone = {branch.name for branch in branches if branch.description.name == CROSS_ATTENTION}
     return {branch.name: branch.name if branch.name in is_alone else first[branch.layer] for branch in branches}
+
+
+def without_own_parameters(branches: Sequence[LocatedBranch]) -> list[LocatedBranch]:
+    """Share the layer's own parameters where a layer has several branches: FSDP2 shards those of one module together.
+    Described branches are refused in `_outer` instead."""
+    number = Counter(branch.layer for branch in branches)
+    result = []
+    for branch in branches:
+        if branch.is_derived and branch.parameters and number[branch.layer] > 1:
+            pieces = tuple(piece for piece in branch.pieces if piece.parameter not in branch.parameters)
+            branch = replace(branch, description=replace(branch.description, parameters=()), pieces=pieces)
+        result.append(branch)
+    return result
 
 
 def _outer(mask: Mask, branch: LocatedBranch, of_unit: set[str]) -> Sequence[str]:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from sdp_deepspeed.architectures import locate_branches, unit_costs
+from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.fsdp import state_dicts
 from sdp_deepspeed.fsdp.dense_model import DenseModel
@@ -32,6 +32,7 @@ from sdp_deepspeed.fsdp.fsdp_groups import (
     gathered_together,
     make_fsdp_groups,
     modules_by_branch,
+    without_own_parameters,
 )
 from sdp_deepspeed.fsdp.meshes import OF_SHARED, holder_meshes, with_axes
 from sdp_deepspeed.fsdp.options import ShardOptions
@@ -43,6 +44,7 @@ from sdp_deepspeed.init import DeferredWeights, move_in_place
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.check import is_checkpointed
 from sdp_deepspeed.masking.forwards import set_data
+from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.masking.wrappers import compile_in_place, without_wrappers
 from sdp_deepspeed.messages import KEY, announce, quoted
@@ -234,7 +236,7 @@ def _plan(call: CheckedCall, locations: Sequence[Location]) -> PlannedModel:
     state_names = _state_names(module)
     is_deferred = any(hasattr(tensor, "_sdp_weights") for tensor in named_tensors(module).values())
     deferred = DeferredWeights(module) if is_deferred else None
-    branches = locate_branches(module)
+    branches = without_own_parameters(proven_branches(module))
     per_node = None
     if call.block.subnetworks == "nodes":
         per_node = ranks_per_node(locations, call.mesh.mesh.tolist(), f"{KEY}.subnetworks")
@@ -252,7 +254,7 @@ def _plan(call: CheckedCall, locations: Sequence[Location]) -> PlannedModel:
     mask = Mask(module, local_plan, call.mesh.get_local_rank(), branches=branches, is_scaled=is_scaled)
     branch_modules = list(modules_by_branch(mask))
     if dist.get_rank() == 0:
-        for warning in warnings:
+        for warning in [*warnings, *replicated_layers(module)]:
             logger.warning("%s: %s", KEY, warning)
         announce(f"{KEY}\n{plan.table(unit_costs(module, plan.units))}", logger)
         if mask.scaled:

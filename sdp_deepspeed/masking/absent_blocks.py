@@ -7,6 +7,7 @@ layer runs its own forward on ordinary tensors, so compilers, checkpointing and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch, is_of_package
+from sdp_deepspeed.architectures.branch import LIKE_INPUT, Zeros
 from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward
 
 # Layers that write to a branch's output in place: `out += residual`, ReLU.
@@ -29,13 +31,15 @@ class Absent:
         num_outputs: number of outputs of the body; 0 for a module that returns its input.
         extra_outputs: keyword arguments that are returned as further outputs; remaining outputs are None.
         has_storage: whether the zeros need storage, because the layer writes to them.
-        added_to: position of the argument to which the body adds its output itself.
+        added_to: position or keyword of the argument to which the body adds its output itself.
+        zeros: shape of the zeros.
     """
 
     num_outputs: int
     extra_outputs: tuple[str, ...] = ()
     has_storage: bool = False
-    added_to: int | None = None
+    added_to: int | str | None = None
+    zeros: Zeros = LIKE_INPUT
 
 
 def skip_branch(model: nn.Module, branch: LocatedBranch) -> Iterator[nn.Module]:
@@ -43,10 +47,18 @@ def skip_branch(model: nn.Module, branch: LocatedBranch) -> Iterator[nn.Module]:
     layer = model.get_submodule(branch.layer)
     has_storage = not is_of_package(layer) or any(base.__name__ in _WRITE_IN_PLACE for base in type(layer).__mro__)
     description = branch.description
-    for name, num_outputs in zip(branch.modules, description.num_outputs_of_modules, strict=True):
+    zeros = description.zeros or (Zeros(description.num_outputs),)
+    of_bodies = dict(zip(branch.bodies, zeros, strict=False))
+    for name in branch.modules:
+        state = Absent(0)
+        if returned := of_bodies.get(name):
+            extra, added_to = description.extra_outputs, description.added_to
+            is_first = name == branch.bodies[0]
+            state = Absent(
+                returned.num_outputs, extra if is_first else (), has_storage, added_to if is_first else None, returned
+            )
         module = model.get_submodule(name)
-        added_to = description.added_to if num_outputs else None
-        replace_forward(module, _pass_or_zero, Absent(num_outputs, description.extra_outputs, has_storage, added_to))
+        replace_forward(module, _pass_or_zero, state)
         yield module
 
 
@@ -56,8 +68,14 @@ def _pass_or_zero(forward: ReplacedForward, *args: Any, **kwargs: Any) -> Any:
     if not state.num_outputs:
         return x
     if state.added_to is not None:
-        return around(args[state.added_to], state.num_outputs, state.extra_outputs, kwargs)
-    zeros = torch.zeros_like(x) if state.has_storage else x.new_zeros(()).expand_as(x)  # one element
+        stream = kwargs[state.added_to] if isinstance(state.added_to, str) else args[state.added_to]
+        return around(stream, state.num_outputs, state.extra_outputs, kwargs)
+    shape = [math.prod(x.shape[:-1]), x.shape[-1]] if state.zeros.is_flat else [*x.shape]
+    if state.zeros.size is not None:
+        shape[state.zeros.dim] = state.zeros.size
+    zeros = x.new_zeros(shape) if state.has_storage else x.new_zeros(()).expand(shape)  # one element
+    if state.zeros.is_tuple:
+        return (zeros,)
     return around(zeros, state.num_outputs, state.extra_outputs, kwargs)
 
 

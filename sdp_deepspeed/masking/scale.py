@@ -28,12 +28,12 @@ class Scale:
 
     Args:
         bias: name of a parameter that is added without a factor; empty if there is none.
-        added_to: position of the argument to which the module adds its output itself.
+        added_to: position or keyword of the argument to which the module adds its output itself.
     """
 
     factor: float
     bias: str = ""
-    added_to: int | None = None
+    added_to: int | str | None = None
 
 
 def coverage_of_branches(plan: Plan, branches: Sequence[LocatedBranch]) -> dict[str, float]:
@@ -120,10 +120,12 @@ def scale_outputs(
 
 def _scaled(forward: ReplacedForward, *args: Any, **kwargs: Any) -> Any:
     state: Scale = forward.state
-    if state.added_to is not None:
-        stream = args[state.added_to]
-        alone = (*args[: state.added_to], torch.zeros_like(stream), *args[state.added_to + 1 :])
-        return _first(forward.previous(*alone, **kwargs), lambda output: stream + output * state.factor)
+    if (place := state.added_to) is not None:
+        stream = kwargs[place] if isinstance(place, str) else args[place]
+        zeros = torch.zeros_like(stream)
+        args = tuple(zeros if index == place else value for index, value in enumerate(args))
+        kwargs |= {place: zeros} if isinstance(place, str) else {}
+        return _first(forward.previous(*args, **kwargs), lambda output: stream + output * state.factor)
     if state.bias:
         divided = {state.bias: getattr(forward.module, state.bias) / state.factor}
         return run_with(forward, divided, *args, **kwargs) * state.factor

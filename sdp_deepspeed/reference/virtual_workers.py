@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import locate_branches
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
 
@@ -115,7 +115,7 @@ def scale_branches(worker: nn.Module, plan: Plan, subnetwork: int) -> list[tuple
     Returns:
         The multiplied pieces and their factors, which the chain rule applies to their gradients, too.
     """
-    branches = locate_branches(worker)
+    branches = proven_branches(worker)
     weights = {tensor.parameter: tensor.dim for b in branches for tensor in b.cut_tensors if tensor.cut.is_output}
     multiplied = []
     for index, unit in enumerate(plan.units):
@@ -126,7 +126,8 @@ def scale_branches(worker: nn.Module, plan: Plan, subnetwork: int) -> list[tuple
         for branch in branches:
             if branch.pieces and whole.issuperset(piece.parameter for piece in branch.pieces):
                 added_to = branch.description.added_to
-                worker.get_submodule(branch.modules[-1]).register_forward_hook(partial(_multiply, factor, added_to))
+                multiply = partial(_multiply, factor, added_to)
+                worker.get_submodule(branch.modules[-1]).register_forward_hook(multiply, with_kwargs=True)
         for piece in unit.pieces:
             if piece.dim is not None and piece.parameter in weights:
                 piece.narrow(worker.get_parameter(piece.parameter)).mul_(factor)
@@ -134,10 +135,13 @@ def scale_branches(worker: nn.Module, plan: Plan, subnetwork: int) -> list[tuple
     return multiplied
 
 
-def _multiply(factor: float, added_to: int | None, _: nn.Module, args: Any, output: Any) -> Any:
+def _multiply(factor: float, added_to: int | str | None, _: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     if isinstance(output, tuple):
-        return (_multiply(factor, added_to, _, args, output[0]), *output[1:])
-    return output * factor if added_to is None else args[added_to] + (output - args[added_to]) * factor
+        return (_multiply(factor, added_to, _, args, kwargs, output[0]), *output[1:])
+    if added_to is None:
+        return output * factor
+    stream = kwargs[added_to] if isinstance(added_to, str) else args[added_to]
+    return stream + (output - stream) * factor
 
 
 def local_gradients(

@@ -117,7 +117,9 @@ def in_each(*branches: Names, layers: int = 3, prefix: str = "h") -> dict[str, t
 
 def stacked(layer: Callable[..., nn.Module], *branches: Names, is_random: bool = False) -> HandWritten:
     """Three layers of a class that adds these branches to its input."""
-    return HandWritten(lambda: Stack(*(layer() for _ in range(3))), stream, in_each(*branches), is_random)
+    return HandWritten(
+        lambda: Stack(*(layer() for _ in range(3))), stream, in_each(*branches) if branches else {}, is_random
+    )
 
 
 class NanoGPT(nn.Module):
@@ -581,7 +583,7 @@ HAND_WRITTEN: dict[str, HandWritten] = {
     "sandwich": stacked(Sandwich, *_SANDWICH),
     "layer_scale": stacked(LayerScale, *_SCALED),
     "deep_norm": stacked(DeepNorm, ("attn",), ("mlp",)),
-    "raw_parameters": stacked(RawParameters, ("ln", "w_in", "b_in", "w_out")),
+    "raw_parameters": stacked(RawParameters),
     "adds_inside": stacked(AddsInside, *PRE_NORM),
     "bert": stacked(
         lambda: Bert(is_post_norm=True), ("attention.self", "attention.output.dense"), ("intermediate", "output.dense")

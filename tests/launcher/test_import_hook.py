@@ -27,7 +27,7 @@ EXPECTED = {
     "hybrid": "ValueError: .*hybrid",
     "pipeline": "ValueError: .*[Pp]ipeline",
     "no optimizer": "AssertionError: zero stage 1 requires an optimizer",
-    "unknown model": "ValueError: Linear has no layer with known residual branches",
+    "unknown model": "ValueError: Linear: its forward pass could not be traced",
     "plain after all": PLAIN,
 }
 

@@ -1,0 +1,77 @@
+"""Branches of a model without described layers: derived from passes over the model, and over its parts that these do
+not run, such as the vision tower of a language model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from sdp_deepspeed.architectures.branch import Branch
+from sdp_deepspeed.architectures.derive import derive
+from sdp_deepspeed.architectures.examples import Example, example_of, given_example
+from sdp_deepspeed.architectures.trace import Trace, trace_pass
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """What was derived of a model.
+
+    Args:
+        branches: of each layer, by dense name, in forward order.
+        passes: the traced pass in which a layer ran, and the prefix of the layer's name, by dense name of the layer.
+        reasons: why further branches of a layer cannot be units, by dense name.
+        problem: why nothing could be traced; empty if it could.
+    """
+
+    branches: dict[str, list[Branch]]
+    passes: dict[str, tuple[Trace, str]]
+    reasons: dict[str, str]
+    problem: str = ""
+
+
+# Cached by model: a masked model, or one on other devices, would run differently.
+_Modules = tuple[tuple[str, type], ...]
+_KNOWN: WeakKeyDictionary[nn.Module, tuple[_Modules, Example | None, Derivation]] = WeakKeyDictionary()
+
+
+def derivation_of(model: nn.Module) -> Derivation:
+    """Derive the branches of a model, once for its current modules. Not collective; all ranks get the same result."""
+    modules = tuple((name, type(module)) for name, module in model.named_modules())
+    given = given_example(model)
+    known = _KNOWN.get(model)
+    if known is None or known[0] != modules or known[1] is not given:
+        with torch.random.fork_rng(devices=[]), _disable_current_modes(), torch.device("cpu"):
+            known = _KNOWN[model] = modules, given, _derive(model)
+    return known[2]
+
+
+def _derive(model: nn.Module) -> Derivation:
+    result = Derivation({}, {}, {})
+    problem = ""
+    ran: set[str] = set()
+    for name, module in model.named_modules():
+        is_part = hasattr(module, "main_input_name") and hasattr(module, "config")
+        if name and (not is_part or name in ran):
+            continue
+        example = example_of(module)
+        if example is None:
+            problem = problem or "its inputs are not known"
+            continue
+        try:
+            traced = trace_pass(module, example)
+        except Exception as error:  # of user code, on an example that may not suit it
+            problem = problem or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            continue
+        prefix = f"{name}." if name else ""
+        ran |= {f"{prefix}{path}" for path in traced.calls}
+        branches, reasons = derive(module, traced)
+        result.branches.update({prefix + layer: found for layer, found in branches.items()})
+        result.passes.update({prefix + layer: (traced, prefix) for layer in branches})
+        result.reasons.update({prefix + layer: reason for layer, reason in reasons.items()})
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    ordered = {layer: result.branches[layer] for layer in sorted(result.branches, key=lambda layer: order[layer])}
+    return Derivation(ordered, result.passes, result.reasons, problem)

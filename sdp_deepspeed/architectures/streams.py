@@ -1,0 +1,155 @@
+"""The residual streams of a traced pass: which modules are layers, and where branches are added to the stream.
+
+From a layer's output back to its input runs the residual stream: through additions, and through operations and modules
+without matrix products (norms, activations, scales). An operand of an addition that is not on the stream, and that
+comes out of a product, is the end of a branch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from sdp_deepspeed.architectures.trace import Call, Node, Trace
+
+_ADDITIONS = ("add", "add_", "sub", "sub_", "addcmul", "addcmul_")
+
+
+@dataclass(eq=False)
+class BranchPath:
+    """A branch in the graph.
+
+    Args:
+        addition: node that adds it to the stream.
+        end: the operand of the addition.
+        nodes: all that compute it from the stream.
+        sums: additions to parallel branches, before that to the stream.
+    """
+
+    addition: Node
+    end: Node
+    nodes: set[Node]
+    sums: set[Node]
+
+
+@dataclass(eq=False)
+class Layer:
+    """A call of a layer, with its stream and branches.
+
+    Args:
+        stream: nodes from the layer's output (first) to its input (last).
+    """
+
+    name: str
+    module: nn.Module
+    call: Call
+    stream: list[Node]
+    paths: list[BranchPath]
+
+
+def is_nested(name: str, other: str) -> bool:
+    return is_inside(name, other) or is_inside(other, name)
+
+
+def is_inside(name: str, other: str) -> bool:
+    return f"{name}.".startswith(f"{other}.")
+
+
+def candidates(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Names of modules with siblings of the same class, or alone in a list; and of others in a list."""
+    repeated, other = [], []
+    for name, parent in model.named_modules():
+        children = [(f"{name}.{key}".lstrip("."), child) for key, child in parent.named_children()]
+        children = [(path, child) for path, child in children if any(True for _ in child.children())]
+        classes = Counter(type(child) for _, child in children)
+        is_list = isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        is_repeated = any(number > 1 for number in classes.values())
+        for path, child in children:
+            if classes[type(child)] > 1 or (is_list and (is_repeated or len(children) == 1)):
+                repeated.append(path)
+            elif is_list:
+                other.append(path)
+    return repeated, other
+
+
+def layer_of(model: nn.Module, traced: Trace, name: str) -> Layer | None:
+    """The stream and branches of a module's first call; None if it has none."""
+    calls = traced.calls.get(name, [])
+    for call in calls[:1]:
+        for output, end in call.outputs:
+            for _, given, start in call.inputs:
+                if given.shape == output.shape and given.is_floating_point() and end is not start:
+                    stream, paths = _stream(traced.nodes[call.first : call.last], start, end)
+                    if paths:
+                        return Layer(name, model.get_submodule(name), call, stream, paths)
+    return None
+
+
+def _stream(nodes: Sequence[Node], start: Node, end: Node) -> tuple[list[Node], list[BranchPath]]:
+    """Nodes from `end` back to `start` on the stream, and the branches that are added to it, in forward order."""
+    on = {start}
+    for node in nodes:
+        if not node.is_product and not on.isdisjoint(node.inputs):
+            on.add(node)
+    inside = {*nodes}
+    stream, ends = [], []
+    at = end
+    while at is not start:
+        if at not in on:
+            return [], []
+        stream.append(at)
+        before = [node for node in at.inputs if node in on]
+        if at.operation in _ADDITIONS:
+            before.sort(key=lambda node: node.order)  # the oldest operand is the stream
+            ends += [(at, node) for node in at.inputs if node not in on and node in inside]
+        else:
+            before.sort(key=lambda node: node.shape != at.shape)
+        at = before[0]
+    stream.append(start)
+    stop = {*stream}
+    paths = []
+    for addition, operand in ends:
+        parts = _parallel(addition, operand, inside, stop)
+        of_parts = [_closure(part, inside, stop) for part in parts]
+        sums = _closure(operand, inside, stop).difference(*of_parts)
+        for part, of_part in zip(parts, of_parts, strict=True):
+            if any(node.is_product for node in of_part):
+                paths.append(BranchPath(addition, part, of_part, sums))
+    return stream, sorted(paths, key=lambda path: path.end.order)
+
+
+def _parallel(addition: Node, operand: Node, inside: set[Node], stop: set[Node]) -> list[Node]:
+    """Branches that the same forward adds up before it adds them to the stream, last first."""
+    parts = [node for node in operand.inputs if node in inside and node not in stop]
+    if operand.operation not in ("add", "add_") or operand.module != addition.module or len(parts) < 2:
+        return [operand]
+    closures = [_closure(part, inside, stop) for part in parts]
+    if not all(any(node.is_product for node in closure) for closure in closures):
+        return [operand]
+    return [branch for part in parts[::-1] for branch in _parallel(addition, part, inside, stop)]
+
+
+def _closure(end: Node, inside: set[Node], stop: set[Node]) -> set[Node]:
+    """Nodes of a layer that compute a node, up to the stream."""
+    found: set[Node] = set()
+    todo = [end]
+    while todo:
+        node = todo.pop()
+        if node in inside and node not in stop and node not in found:
+            found.add(node)
+            todo += node.inputs
+    return found
+
+
+def ancestors(ends: Iterable[Node]) -> set[Node]:
+    found: set[Node] = set()
+    todo = [*ends]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.inputs
+    return found

@@ -1,0 +1,274 @@
+"""One traced forward pass of a model: a graph of its operations, without weights or computation.
+
+Nodes are calls of leaf modules (modules with parameters, none of whose children have any) and the operations between
+them; edges are tensors. The pass runs a copy of the model whose parameters are fake tensors, so that nothing is
+allocated. What does not depend on parameters (masks, positions) is computed, since a forward may read its values.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sdp_deepspeed.architectures.examples import Example
+
+# Operators that combine features or positions.
+_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "convolution", "_grouped_mm"})
+_HOSTS = ("deepspeed", "torch.distributed", "accelerate", "sdp_deepspeed")
+_HOSTS = ("deepspeed", "torch.distributed", "accelerate", "sdp_deepspeed")
+_MAX_ELEMENTS = 2**26  # of a model that is computed
+_COLLECTIVES = ("c10d", "_c10d_functional")
+
+
+@dataclass(eq=False)
+class Node:
+    """A call of a leaf module, or an operation outside of leaf modules.
+
+    Args:
+        operation: name of the operator; "module" for a leaf module, "input" for a tensor from outside of the pass.
+        module: dense name of the leaf module, or of the module in whose forward the operation runs.
+        order: position in the pass.
+        inputs: nodes whose results it reads.
+        parameters: dense names of parameters that it reads.
+        operators: names of the operators in it, whose results are floating.
+        shape, is_floating: of its (first) result.
+    """
+
+    operation: str
+    module: str
+    order: int
+    inputs: list[Node] = field(default_factory=list)
+    parameters: set[str] = field(default_factory=set)
+    operators: set[str] = field(default_factory=set)
+    shape: tuple[int, ...] = ()
+    is_floating: bool = False
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it contains a matrix product, a convolution or attention."""
+        return any(name in _PRODUCTS or "attention" in name for name in self.operators)
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a module.
+
+    Args:
+        args, kwargs: as given; tensors may have been changed in place since.
+        inputs: tensors in them with their nodes, each with its position or keyword.
+        first, last: range of the nodes that ran in it.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[tuple[int | str, torch.Tensor, Node]]
+    first: int
+    output: Any = None
+    outputs: list[tuple[torch.Tensor, Node]] = field(default_factory=list)
+    last: int = 0
+
+
+class Trace(TorchDispatchMode):
+    """A traced pass.
+
+    Attributes:
+        nodes: in the order of the pass.
+        calls: of each module, by dense name.
+        result: nodes of the model's output.
+        model: the copy that ran.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.nodes: list[Node] = []
+        self.calls: dict[str, list[Call]] = {}
+        self.result: list[Node] = []
+        self._paths = {module: name for name, module in model.named_modules()}
+        self._leaves = {name for name, module in model.named_modules() if _is_leaf(module)}
+        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._running: list[tuple[str, Node | None, Call]] = []
+        self._made: dict[int, Node] = {}  # by id of a result
+        self._written: dict[int, Node] = {}  # last write to each storage
+        self._alive: list[Any] = []  # results, so that ids stay unique
+
+    def node_of(self, tensor: torch.Tensor) -> Node:
+        """The node that made a tensor, or that wrote to it last."""
+        made, written = self._made.get(id(tensor)), self._written.get(_storage(tensor))
+        if made is None or (written is not None and written.order > made.order):
+            made = written or made
+        if made is None:
+            made = self._made[id(tensor)] = Node("input", self._path(), len(self.nodes), shape=tuple(tensor.shape))
+            self._alive.append(tensor)
+        return made
+
+    def _path(self) -> str:
+        return self._running[-1][0] if self._running else ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in _COLLECTIVES:
+            raise RuntimeError("its forward is a collective")
+        name = func._schema.name.partition("::")[2]
+        if name == "_grouped_mm" and (args[0].dim(), args[1].dim()) == (2, 3):  # fake tensors have it in bf16 only
+            result: Any = args[0].new_empty(args[0].shape[0], args[1].shape[2])
+        else:
+            result = func(*args, **kwargs)
+        node = next((leaf for _, leaf, _ in self._running if leaf is not None), None)
+        if node is None:
+            node = Node(name, self._path(), len(self.nodes))
+            self.nodes.append(node)
+        reads_values = not (name.endswith("_like") or name.startswith("new_"))
+        for tensor in tensors_in((args, kwargs)) if reads_values else []:
+            if id(tensor) in self._parameters and id(tensor) not in self._made:
+                node.parameters.add(self._parameters[id(tensor)])
+            elif (source := self.node_of(tensor)) is not node and source not in node.inputs:
+                node.inputs.append(source)
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._written |= {_storage(tensor): node for tensor in tensors_in(value)}
+        for tensor in tensors_in(result):
+            self._made[id(tensor)] = node
+            self._alive.append(tensor)
+            if tensor.is_floating_point():
+                node.operators.add(name)
+            if node.operation != "module":
+                node.shape, node.is_floating = tuple(tensor.shape), tensor.is_floating_point()
+        return result
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of all modules."""
+        path = self._paths[module]
+        values: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        given = [(key, tensor) for key, value in values for tensor in tensors_in(value)]
+        call = Call(args, kwargs, [(key, tensor, self.node_of(tensor)) for key, tensor in given], len(self.nodes))
+        self.calls.setdefault(path, []).append(call)
+        node = None
+        if path in self._leaves and all(leaf is None for _, leaf, _ in self._running):
+            node = Node("module", path, len(self.nodes))
+            self.nodes.append(node)
+        self._running.append((path, node, call))
+
+    def leave(self, module: nn.Module, _: Any, output: Any) -> None:
+        """Forward hook of all modules."""
+        _, node, call = self._running.pop()
+        call.output, call.last = output, len(self.nodes)
+        call.outputs = [(tensor, self.node_of(tensor)) for tensor in tensors_in(output)]
+        if node is not None and call.outputs:
+            node.shape, node.is_floating = tuple(call.outputs[0][0].shape), call.outputs[0][0].is_floating_point()
+
+
+def trace_pass(model: nn.Module, example: Example) -> Trace:
+    """Run a model once on an example, in evaluation mode. The model is unchanged.
+
+    A small model whose forward reads values of activations (how many tokens an expert gets) runs with random weights.
+
+    Args:
+        model: whole, on any device, including meta.
+    """
+    try:
+        return _trace(without_storage(model), example)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        if sum(parameter.numel() for parameter in model.parameters()) > _MAX_ELEMENTS:
+            raise
+        return _trace(without_storage(model, random=True), example)
+
+
+def _trace(copied: nn.Module, example: Example) -> Trace:
+    copied.eval()
+    traced = Trace(copied)
+    hooks = []
+    for module in copied.modules():
+        hooks.append(module.register_forward_pre_hook(traced.enter, with_kwargs=True, prepend=True))
+        hooks.append(module.register_forward_hook(traced.leave))
+    with torch.no_grad(), _unfused(), traced:
+        output = copied(*example.args, **example.kwargs)
+    for hook in hooks:
+        hook.remove()
+    main = next((o for name in ("loss", "logits") if (o := getattr(output, name, None)) is not None), output)
+    traced.result = [traced.node_of(tensor) for tensor in tensors_in(main)]
+    return traced
+
+
+@contextmanager
+def _unfused() -> Iterator[None]:
+    """Context in which PyTorch's own layers run their modules, in evaluation mode, too."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+def without_storage(model: nn.Module, *, random: bool = False) -> nn.Module:
+    """A copy of a model with fake parameters, or with random ones. Buffers are copied unless they have no values."""
+    memo: dict[int, Any] = {}
+    plain = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    generator = torch.Generator().manual_seed(0)
+    mode = nullcontext() if random else FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        for tensor in chain(model.parameters(), model.buffers(), plain):
+            is_parameter = isinstance(tensor, nn.Parameter)
+            if is_parameter or tensor.is_meta or type(tensor) is not torch.Tensor:
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                if random and tensor.is_floating_point():
+                    fake.normal_(generator=generator)
+                memo[id(tensor)] = nn.Parameter(fake, requires_grad=False) if is_parameter else fake
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            memo[id(hooks)] = type(hooks)((k, hook) for k, hook in hooks.items() if not _is_of_a_host(hook))
+    for tensor in chain(model.buffers(), plain):
+        memo.setdefault(id(tensor), tensor.detach().to("cpu", copy=True))
+    return copy.deepcopy(model, memo)
+
+
+def _is_of_a_host(hook: Any) -> bool:
+    """Whether a hook refers to an engine, which is not to be copied."""
+    return str(getattr(hook, "__module__", "")).startswith(_HOSTS)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Tensors in nested containers and dataclasses, in order."""
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+    return found
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Nested containers and dataclasses with other tensors."""
+
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            copied = copy.copy(leaf)
+            for name in (field.name for field in fields(leaf)):
+                object.__setattr__(copied, name, map_tensors(function, getattr(leaf, name)))
+            return copied
+        return leaf
+
+    return tree_map(of, value)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    has_parameters = any(True for _ in module.parameters(recurse=False))
+    return has_parameters and not any(True for child in module.children() for _ in child.parameters())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,159 @@
+"""Branches derived from a traced pass, without descriptions: which they are, and that a wrong one is not taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+import sdp_deepspeed
+from sdp_deepspeed.architectures import LocatedBranch, locate_branches, registry
+from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
+from tests.helpers.hand_written import HAND_WRITTEN, WIDTH, Layer, Stack, stream
+from tests.helpers.models import VOCABULARY
+from tests.helpers.oracle_grid import MODELS
+
+REFUSED = [name for name, model in HAND_WRITTEN.items() if not model.branches]
+
+
+def without_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_DESCRIPTIONS", {})
+
+
+def names_of(branches: Iterable[LocatedBranch]) -> list[tuple[str, set[str]]]:
+    return [(branch.name, {piece.parameter for piece in branch.pieces}) for branch in branches]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_derived_branches_are_those_described(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS[name].build()
+    described = [branch for branch in locate_branches(model) if branch.is_bypassed]
+    without_descriptions(monkeypatch)
+    assert names_of(proven_branches(model)) == names_of(described)
+
+
+@pytest.mark.parametrize("name", [name for name in HAND_WRITTEN if name not in REFUSED])
+def test_branches_of_a_model_by_hand(name: str) -> None:
+    model, written = HAND_WRITTEN[name].build(), HAND_WRITTEN[name]
+    sdp_deepspeed.trace(model, *written.example())
+    found: dict[str, list[set[str]]] = {}
+    for branch in proven_branches(model):
+        found.setdefault(branch.layer, []).append({piece.parameter for piece in branch.pieces})
+    expected = {
+        layer: [set(tensors_of(model, layer, names)) for names in branches]
+        for layer, branches in written.branches.items()
+    }
+    assert found == expected
+
+
+def tensors_of(model: nn.Module, layer: str, names: Iterable[str]) -> list[str]:
+    inside = tuple(f"{layer}.{name}." for name in names)
+    tensors = [*dict(model.named_parameters()), *dict(model.named_buffers())]
+    return [tensor for tensor in tensors if f"{tensor}.".startswith(inside)]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_that_add_nothing_to_a_stream_are_refused(name: str) -> None:
+    model = HAND_WRITTEN[name].build()
+    sdp_deepspeed.trace(model, *HAND_WRITTEN[name].example())
+    with pytest.raises(ValueError, match="has no residual branch that can be left out"):
+        proven_branches(model)
+
+
+def test_a_model_that_does_not_know_its_inputs_needs_an_example() -> None:
+    model = HAND_WRITTEN["nano_gpt"].build()
+    with pytest.raises(ValueError, match=r"sdp_deepspeed\.trace\(model, \*args, \*\*kwargs\)"):
+        proven_branches(model)
+    sdp_deepspeed.trace(model, *HAND_WRITTEN["nano_gpt"].example())
+    assert len(proven_branches(model)) == 6
+
+
+def test_an_example_that_does_not_fit_is_an_error() -> None:
+    model = HAND_WRITTEN["nano_gpt"].build()
+    sdp_deepspeed.trace(model, torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="could not be traced"):
+        proven_branches(model)
+
+
+class Shifted(nn.Linear):
+    """Without weights it still returns something."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+class AddsConstant(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Shifted(WIDTH, WIDTH)  # type: ignore[assignment]
+
+
+def test_a_branch_that_is_not_zero_without_its_weights_is_not_taken() -> None:
+    model = Stack(AddsConstant(), AddsConstant())
+    sdp_deepspeed.trace(model, *stream())
+    with pytest.raises(ValueError, match="without mlp it differs from the layer with zero parameters there"):
+        proven_branches(model)
+
+
+def test_layers_without_a_proof_are_replicated_with_a_warning() -> None:
+    model = Stack(Layer(), AddsConstant())
+    sdp_deepspeed.trace(model, *stream())
+    assert {branch.layer for branch in proven_branches(model)} == {"h.0"}
+    (warning,) = replicated_layers(model)
+    assert "1 layers are replicated" in warning
+    assert "'h.1'" in warning
+
+
+class ActivatedAfter(Layer):
+    """Scaling such a branch would not multiply what it adds."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + torch.tanh(self.attn(self.ln_1(x))) + self.mlp(self.ln_2(x))
+
+
+def test_a_branch_whose_output_is_not_added_as_it_is_is_shared() -> None:
+    model = Stack(ActivatedAfter(), ActivatedAfter())
+    sdp_deepspeed.trace(model, *stream())
+    assert [branch.name for branch in proven_branches(model)] == ["h.0.mlp", "h.1.mlp"]
+    assert "tanh" in replicated_layers(model)[0]
+
+
+def test_the_model_and_the_random_state_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_descriptions(monkeypatch)
+    model = hf.ResNetForImageClassification(hf.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[2, 2]))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    model.train()
+    assert proven_branches(model)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+FORMS = {
+    "bert_with_cross_attention": lambda: hf.BertLMHeadModel(
+        hf.BertConfig(
+            **{"vocab_size": VOCABULARY, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 8},
+            **{"num_hidden_layers": 2, "is_decoder": True, "add_cross_attention": True},
+        )
+    ),
+    "codegen": lambda: hf.CodeGenForCausalLM(
+        hf.CodeGenConfig(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4, n_positions=16, rotary_dim=4)
+    ),
+    "vit_msn": lambda: hf.ViTMSNForImageClassification(
+        hf.ViTMSNConfig(
+            **{"hidden_size": 16, "intermediate_size": 27, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"image_size": 8, "patch_size": 4, "hidden_dropout_prob": 0.2},
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_families_and_forms_that_are_not_described(name: str) -> None:
+    branches = proven_branches(FORMS[name]())
+    assert [branch.description.name for branch in branches] == ["attention", "mlp"] * 2
