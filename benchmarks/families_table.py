@@ -42,6 +42,7 @@ def reasons(models: Models) -> list[list[str]]:
 
 
 def _general(reason: str) -> str:
-    """A reason without the names of a model's modules and its sizes, cut to a sentence."""
-    reason = re.sub(r"'[\w.]+'|\b\w+(\.\w+)+\b|\d+(\.\d+)?(e-?\d+)?", "...", reason.partition("\n")[0])
-    return re.sub(r"\w*(For\w+|LMHead\w*|Model|Layer|Block)\b", "...", reason)[:160]
+    """The first clause of a reason, without the names of modules and classes and without sizes."""
+    clause = re.split(r"[;.:] |\n", reason.removeprefix("ValueError: "))[0]
+    clause = re.sub(r"'[\w.]+'|\b\w+(\.\w+)+|\b[A-Z]\w*[a-z]\w*[A-Z]\w*|\b\d+(\.\d+)?", "...", clause)
+    return re.sub(r"^T5\w+", "...", clause)[:120]

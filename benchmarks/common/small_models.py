@@ -20,7 +20,7 @@ MAPPINGS = {
 }
 TIMM = "timm"
 LAYERS, LENGTH = 4, 8
-MOST_PARAMETERS = 3e7
+MOST_PARAMETERS = 4.5e7
 # Sizes by the names that configs have for them. What is not named keeps its default.
 _SIZES: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size"), 32),
@@ -226,15 +226,16 @@ def _few(values: list[Any]) -> list[Any]:
 
 
 def _of_timm(module: str) -> nn.Module:
-    """The smallest model of a module; of few layers if that is large and can have them."""
+    """The smallest model of a module with more than a layer per stage; of few layers if it is large and can be."""
     timm = import_timm()
+    names = [name for name in timm.list_models(module=module) if not name.startswith(_SHALLOW)]
     sizes: dict[tuple[str, int | None], int] = {}
-    for name in sorted(timm.list_models(module=module), key=_rank_of_size)[:6]:
+    for name in sorted(names, key=_rank_of_size)[:6]:
         for depth in (None, LAYERS):
             try:
                 with torch.device("meta"):
                     model: nn.Module = timm.create_model(name, **({} if depth is None else {"depth": depth}))
-            except TypeError:  # no such argument
+            except Exception:  # it has no such argument, or a depth for each stage
                 continue
             sizes[name, depth] = sum(parameter.numel() for parameter in model.parameters())
             if sizes[name, depth] <= MOST_PARAMETERS:
@@ -247,7 +248,8 @@ def _of_timm(module: str) -> nn.Module:
     return created
 
 
-_SMALL_FIRST = ("test", "atto", "femto", "pico", "nano", "micro", "tiny", "xxs", "xxt", "xs", "small", "mini", "_s")
+_SHALLOW = ("test_", "resnet10", "resnet14", "resnetv2_10", "resnetv2_14")
+_SMALL_FIRST = ("atto", "femto", "pico", "nano", "micro", "tiny", "xxs", "xxt", "xs", "small", "mini", "_s")
 
 
 def _rank_of_size(name: str) -> tuple[int, int, str]:
@@ -287,8 +289,9 @@ def _inputs(model: Any) -> dict[str, Tensor]:
     config, dtype = model.config, next(model.parameters()).dtype
     rows = 2 * getattr(config, "num_codebooks", 1)
     tokens = torch.arange(3, 3 + rows * LENGTH).view(rows, LENGTH) % 90 + 3
-    is_of_images = type(model).__name__.partition("For")[2].startswith("ImageClassification")
-    name = "pixel_values" if is_of_images else model.main_input_name
+    name = model.main_input_name
+    if name == "inputs" and "ForImageClassification" in type(model).__name__:  # Perceiver's, of any kind of data
+        name = "pixel_values"
     if name == "pixel_values":
         size = getattr(config, "image_size", None) or 32
         height, width = size if isinstance(size, list | tuple) else (size, size)
