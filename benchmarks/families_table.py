@@ -29,20 +29,25 @@ def reasons(models: Models) -> list[list[str]]:
     """Why models are not right: verdict, reason, number and names of the models; the most frequent first."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, model in models.items():
-        short = "/".join(name.split("/")[:2])
-        if "not built" in model:
-            names.setdefault(("not built", model["not built"]), []).append(short)
-            continue
-        for kind in KINDS:
-            verdict = model[kind]
-            if verdict["word"] != "right":
-                names.setdefault((f"{kind} {verdict['word']}", _general(verdict["reason"])), []).append(short)
+        for verdict in _verdicts(model):
+            names.setdefault(verdict, []).append("/".join(name.split("/")[:2]))
     rows = sorted(names.items(), key=lambda row: (row[0][0], -len(row[1])))
     return [[word, why.replace("|", "\\|"), str(len(of)), ", ".join(of)] for (word, why), of in rows]
 
 
+def _verdicts(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Verdicts of a model with their reasons; one if they are the same for blocks and for neurons."""
+    if "not built" in model:
+        return [("not built", model["not built"][:120])]
+    blocks, neurons = ((model[kind]["word"], _general(model[kind]["reason"])) for kind in KINDS)
+    if blocks == neurons:
+        return [] if blocks[0] == "right" else [blocks]
+    both = (("blocks", *blocks), ("neurons", *neurons))
+    return [(f"{kind} {word}", why) for kind, word, why in both if word != "right"]
+
+
 def _general(reason: str) -> str:
     """The first clause of a reason, without the names of modules and classes and without sizes."""
-    clause = re.split(r"[;.:] |\n", reason.removeprefix("ValueError: "))[0]
-    clause = re.sub(r"'[\w.]+'|\b\w+(\.\w+)+|\b[A-Z]\w*[a-z]\w*[A-Z]\w*|\b\d+(\.\d+)?", "...", clause)
-    return re.sub(r"^T5\w+", "...", clause)[:120]
+    clause = re.split(r"[;.] |\n", reason)[0]
+    clause = re.sub(r"'[\w.]+'|\b\w+(\.\w+)+|\b\w*[a-z]\w*[A-Z]\w*|\b\d+(\.\d+)?", "...", clause)
+    return re.sub(r"^(T5|[A-Z]+[a-z]+)\w*(?= has no layer)", "...", clause)[:120]

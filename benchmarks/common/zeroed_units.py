@@ -61,8 +61,8 @@ def judge(model: nn.Module, run: Run, strategy: str) -> Verdict:
     try:
         branches = locate_branches(model)
         by_type, uncut = _strategies(branches, strategy)
-        plan, _ = plan_model(model, _block(by_type), WORKERS)
-        masks = [Mask(deepcopy(model), plan, rank) for rank in range(WORKERS)]
+        plan, _ = plan_model(model, _block(by_type), WORKERS, branches=branches)
+        masks = [Mask(deepcopy(model), plan, rank, branches=branches) for rank in range(WORKERS)]
         for mask in masks:
             mask.apply()
     except ValueError as refusal:
