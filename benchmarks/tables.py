@@ -351,7 +351,7 @@ def families(result: Result) -> str:
     models, versions = result["models"], result["provenance"]["versions"]
     caption = f"Transformers {versions['transformers']}"
     caption += f", timm {result['timm']}" if "timm" in result else ""
-    caption += f"; limit {result['arguments']['seconds']:.0f} s per model; {_commit(result)}:"
+    caption += f"; {_commit(result)}:"
     heads, rows = families_table.counts(models)
     why = [[word, reason, f"{number}: {names}"] for word, reason, number, names in families_table.reasons(models)]
     return f"{caption}\n\n{table(heads, rows)}\n\n{table(['', 'why', 'models'], why)}"

@@ -167,7 +167,7 @@ def _of_transformers(case: Case) -> nn.Module:
                 config.is_decoder = True
             with torch.device("meta"):
                 if sum(parameter.numel() for parameter in model_class(config).parameters()) > MOST_PARAMETERS:
-                    raise ValueError(f"more than {MOST_PARAMETERS:.0e} parameters")
+                    raise ValueError(f"more than {MOST_PARAMETERS / 1e6:.0f}M parameters")
             model: nn.Module = model_class(config).float()
             run(model)
             return model
@@ -242,7 +242,7 @@ def _of_timm(module: str) -> nn.Module:
                 break
     name, depth = min(sizes, key=sizes.__getitem__)
     if sizes[name, depth] > MOST_PARAMETERS:
-        raise ValueError(f"more than {MOST_PARAMETERS:.0e} parameters")
+        raise ValueError(f"more than {MOST_PARAMETERS / 1e6:.0f}M parameters")
     torch.manual_seed(0)
     created: nn.Module = timm.create_model(name, num_classes=7, **({} if depth is None else {"depth": depth}))
     return created
