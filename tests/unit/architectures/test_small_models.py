@@ -19,11 +19,11 @@ def refused(case: str) -> Any:
     ("case", "neurons"),
     [
         ("causal/bloom/BloomForCausalLM", "partial"),  # additions inside the bodies; attention as blocks
-        refused("causal/codegen/CodeGenForCausalLM"),  # parallel, through one norm
+        ("causal/codegen/CodeGenForCausalLM", None),  # parallel, through one norm
         ("causal/glm4/Glm4ForCausalLM", "right"),  # sandwich norms, fused gates
-        refused("causal/jamba/JambaForCausalLM"),  # layers of attention, of state space, with and without experts
+        ("causal/jamba/JambaForCausalLM", None),  # layers of attention, of state space, with and without experts
         ("causal/qwen3_moe/Qwen3MoeForCausalLM", "right"),  # experts, norms of each head
-        refused("masked/roberta-prelayernorm/RobertaPreLayerNormForMaskedLM"),  # BERT's modules, other norms
+        ("masked/roberta-prelayernorm/RobertaPreLayerNormForMaskedLM", None),  # BERT's modules, other norms
         ("seq2seq/bart/BartForConditionalGeneration", "right"),  # post-norm, cross-attention
         ("image/convnext/ConvNextForImageClassification", "right"),  # layer scale
         refused("image/poolformer/PoolFormerForImageClassification"),  # a branch whose body has no parameters
