@@ -290,6 +290,8 @@ def few_data(result: Result) -> str:
 
 def images(result: Result) -> str:
     heads, rows = image_rows(result["cells"])
+    if not rows:
+        return "*Not measured yet: so far learning rates are being chosen.*"
     seeds = "± standard error of the seeds, where there are several"
     return f"Test loss, nats, {seeds}; in parentheses minus the first row; test error:\n\n" + table(["", *heads], rows)
 
