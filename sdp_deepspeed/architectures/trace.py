@@ -229,7 +229,8 @@ def without_storage(model: nn.Module, *, random: bool = False) -> nn.Module:
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             memo[id(hooks)] = type(hooks)((k, hook) for k, hook in hooks.items() if not _is_of_a_host(hook))
     for tensor in chain(model.buffers(), plain):
-        memo.setdefault(id(tensor), tensor.detach().to("cpu", copy=True))
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
     return copy.deepcopy(model, memo)
 
 

@@ -182,9 +182,14 @@ class _Values:
         return values.as_strided(parameter.shape, (1,) * parameter.dim())
 
 
+def _copy(holder: nn.Module) -> nn.Module:
+    """A copy with its own Parameters and buffers; weights are the same memory."""
+    return copy.deepcopy(holder, {id(p): nn.Parameter(p.data) for p in holder.parameters()})
+
+
 def _without(holder: nn.Module, branches: Sequence[LocatedBranch]) -> nn.Module:
     """A copy of the layer without branches, as the mask makes it."""
-    masked = copy.deepcopy(holder)
+    masked = _copy(holder)
     for branch in branches:
         list(skip_branch(masked, branch))
         inside = {piece.parameter for piece in branch.pieces}
@@ -198,7 +203,7 @@ def _without(holder: nn.Module, branches: Sequence[LocatedBranch]) -> nn.Module:
 
 def _zeroed(holder: nn.Module, branches: Sequence[LocatedBranch]) -> nn.Module:
     """A copy of the layer in which all parameters of branches are zero."""
-    zeroed = copy.deepcopy(holder)
+    zeroed = _copy(holder)
     inside = {piece.parameter for branch in branches for piece in branch.pieces}
     for name, parameter in zeroed.named_parameters():
         if name in inside:

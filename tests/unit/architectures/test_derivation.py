@@ -157,3 +157,11 @@ FORMS = {
 def test_families_and_forms_that_are_not_described(name: str) -> None:
     branches = proven_branches(FORMS[name]())
     assert [branch.description.name for branch in branches] == ["attention", "mlp"] * 2
+
+
+def test_a_model_without_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_descriptions(monkeypatch)
+    config = hf.LlamaConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
+    with torch.device("meta"):
+        model = hf.LlamaForCausalLM(config)
+    assert len(proven_branches(model)) == 4
