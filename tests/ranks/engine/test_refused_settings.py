@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import sdp_deepspeed
 from sdp_deepspeed.parallel.consistency import check_agreement
 from tests.helpers.models import config, llama
 from tests.helpers.ranks import Rank
@@ -30,9 +31,10 @@ def test_what_is_not_possible(rank: Rank) -> None:
     refusal(ValueError, lambda: engine_of(config() | {"sdp": {"holders": 1}}), "sdp")
     refusal(ValueError, lambda: engine_of(config(holders=1, strategy={"ff": "neuron"})), "'ff' is not a branch type")
     refusal(ValueError, lambda: engine_of(config(holders=1, granularity="layer"), llama(1)), "unit")
-    refusal(ValueError, lambda: engine_of(config(holders=1), nn.Sequential(nn.Linear(3, 3))), "Sequential", "register")
+    refusal(ValueError, lambda: engine_of(config(holders=1), nn.Sequential(nn.Linear(3, 3))), "Sequential", ".trace(")
     unknown = nn.Sequential(*(nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3)) for _ in range(2)))
-    text = refusal(ValueError, lambda: engine_of(config(holders=1), unknown), "it repeats Sequential")
+    sdp_deepspeed.trace(unknown, torch.randn(2, 3))
+    text = refusal(ValueError, lambda: engine_of(config(holders=1), unknown), "Sequential has no residual branch")
     assert ("register(" in text) == (rank.rank == 0), "rank 0 has all lines"
     model: Any = llama()
     model.model.embed_tokens.sparse = True
