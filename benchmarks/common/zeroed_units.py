@@ -3,7 +3,7 @@ units are zero, in what it computes and in the gradients of what it holds (unsca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -68,8 +68,8 @@ def judge(model: nn.Module, run: Run, strategy: str) -> Verdict:
     except ValueError as refusal:
         return Verdict("refused", str(refusal))
     try:
-        share = _share_in_units(model, plan, run)
-        dense = _values(model, run)
+        dense = _values(deepcopy(model), run)
+        share = _share_in_units(model, plan, run, dense.gradients.keys())
         compared = [_compare(model, dense, mask, run) for mask in masks]
     except _NotMeasuredError as why:
         return Verdict("not measured", str(why))
@@ -167,14 +167,18 @@ def _difference(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
     return float((found - expected).abs().max()) / scale if scale else float(found.any())
 
 
-def _share_in_units(model: nn.Module, plan: Plan, run: Run) -> float:
-    """Share of the layers' parameters that are in units."""
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    shapes = {name: p.shape for name, p in model.named_parameters()}
+def _share_in_units(model: nn.Module, plan: Plan, run: Run, used: Collection[str]) -> float:
+    """Share of the layers' parameters that are in units.
+
+    Args:
+        used: parameters that count: cross-attention of a decoder without an encoder never runs.
+    """
+    shapes = {name: p.shape for name, p in model.named_parameters() if name in used}
+    sizes = {name: shape.numel() for name, shape in shapes.items()}
     held = dict.fromkeys(sizes, 0)
     for unit in plan.units:
         for piece in unit.pieces:
-            if piece.kind == "parameter":
+            if piece.kind == "parameter" and piece.parameter in used:
                 held[piece.parameter] += piece.num_elements(shapes[piece.parameter])
     layers = tuple(f"{name}." for name in _repeated_layers(model, run))
     counted = [name for name in sizes if held[name] or name.startswith(layers)]
