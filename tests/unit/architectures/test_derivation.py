@@ -161,7 +161,8 @@ def test_families_and_forms_that_are_not_described(name: str) -> None:
 
 def test_a_model_without_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     without_descriptions(monkeypatch)
-    config = hf.LlamaConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = hf.LlamaConfig(vocab_size=VOCABULARY, **sizes)
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(config)
     assert len(proven_branches(model)) == 4
