@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,18 @@ def read(tmp_path: Path) -> Read:
         return read_recipe("", SECTIONS, [str(path), *overrides])
 
     return read_from
+
+
+def test_operators_are_compiled_in_a_folder_of_the_environment(
+    read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "given")
+    read()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == "given"
+    del os.environ["TORCH_EXTENSIONS_DIR"]
+    read()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path / "torch_extensions")
 
 
 def test_overrides_reach_every_section(read: Read) -> None:
