@@ -37,6 +37,11 @@ TORCH = {
     "_pytree": "module of tree_map and tree_leaves: tensors in nested inputs and outputs",
     "_subclasses": "module of FakeTensorMode: memory of a step without computing it",
     "_schema": "names of an operation's arguments, and which it writes to",
+    "_softmax": "an operation of attention, which branches are derived from",
+    "_safe_softmax": "the same",
+    "_grouped_mm": "the operation of experts, which branches are derived from",
+    "_disable_current_modes": "leaves the contexts of callers while branches are derived and proven",
+    "_cdata": "which tensors of a traced pass share a storage",
     "_local_scalar_dense": "the operation of .item()",
     "_scaled_dot_product_flash_attention_for_cpu": "the operation of attention on CPUs, for FLOPs",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "the same",
@@ -92,7 +97,7 @@ OTHERS = {
     "_save_checkpoint": "the same",
 }
 KNOWN = TORCH | DEEPSPEED | OTHERS
-OUR_STRINGS = {"_bias", "_proj", "_token_id", "_sdp"}  # parts of names, as of "q_proj"
+OUR_STRINGS = {"_bias", "_proj", "_token_id", "_sdp", "_like"}  # parts of names, as of "q_proj"
 
 
 def is_private(name: str) -> bool:
