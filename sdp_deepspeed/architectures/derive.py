@@ -170,16 +170,19 @@ def _read_elsewhere(traced: Trace, layer: Layer) -> set[str]:
 
 
 def _refuse_other_use(traced: Trace, layer: Layer, path: BranchPath, live: set[Node], others: set[Node]) -> None:
-    """Raise NotDerived if what the branch computes is used elsewhere, too."""
+    """Raise NotDerived if what the branch computes is used elsewhere, too, or handed on to modules after the layer."""
     known = path.nodes | others | path.sums | {other.addition for other in layer.paths}
-    for node in traced.nodes[layer.call.first :]:
-        if node in live and node not in known:
-            for source in node.inputs:
-                if source in path.nodes and source not in others and _is_of_products(source, path.nodes):
-                    raise NotDerived(
-                        f"{node.operation} in {node.module!r} uses a result of {source.module!r}, which this branch "
-                        "computes"
-                    )
+    uses = [
+        (node.module, source)
+        for node in traced.nodes[layer.call.first :]
+        if node in live and node not in known
+        for source in node.inputs
+    ]
+    for name, calls in traced.calls.items():
+        uses += [(name, node) for call in calls if call.first >= layer.call.last for _, _, node in call.inputs]
+    for user, source in uses:
+        if source in path.nodes and source not in others and _is_of_products(source, path.nodes):
+            raise NotDerived(f"{user!r} uses a result of {source.module!r}, which this branch computes")
 
 
 def _is_of_products(node: Node, nodes: set[Node]) -> bool:

@@ -166,3 +166,26 @@ def test_a_model_without_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(config)
     assert len(proven_branches(model)) == 4
+
+
+class HandsOn(Layer):
+    """Gives what its attention computed to the next layer."""
+
+    def forward(self, x: Any) -> Any:
+        x, before = x if isinstance(x, tuple) else (x, None)
+        found = self.attn(self.ln_1(x))
+        x = x + found
+        return x + self.mlp(self.ln_2(x)), found if before is None else before
+
+
+class StackThatHandsOn(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.h:
+            x = layer(x)
+        return self.head(self.ln_f(x[0]))
+
+
+def test_a_branch_whose_results_go_to_other_layers_is_replicated() -> None:
+    model = StackThatHandsOn(HandsOn(), HandsOn())
+    sdp_deepspeed.trace(model, *stream())
+    assert [branch.name for branch in proven_branches(model)] == ["h.0.mlp", "h.1.attention", "h.1.mlp"]
