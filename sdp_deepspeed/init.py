@@ -282,11 +282,10 @@ def _shrink_outputs(mask: Mask) -> None:
     for branch in mask.branches:
         if branch.name not in mask.scaled or not starts_smaller(mask.model, branch):
             continue
-        for tensor in branch.cut_tensors:
-            if tensor.cut.is_output:
-                for piece, _ in mask.pieces_of(tensor.parameter):
-                    if mask.is_stored(piece):
-                        mask.view(piece).mul_(mask.scaled[branch.name])
+        for name in branch.outputs:
+            for piece, _ in mask.pieces_of(name):
+                if mask.is_stored(piece):
+                    mask.view(piece).mul_(mask.scaled[branch.name])
 
 
 def _uninitialized(names: list[str]) -> str:

@@ -25,9 +25,9 @@ class Cut:
             are cut, including running statistics.
         dim: stored dimension of the weight that runs over the neurons or heads. For a bias it is the last dimension.
         blocks: blocks stacked along `dim`, each of which runs over all heads: the number of equal blocks (3 for GPT-2's
-            `c_attn`: queries, keys, values); or, if widths differ, an attribute path of the body for each block, whose
-            value is proportional to its width (Phi-3's `qkv_proj`). A projection that interleaves them per head
-            (GPT-NeoX) is one block.
+            `c_attn`: queries, keys, values); or, if widths differ, for each block a number in proportion to its width,
+            or an attribute path of the body with such a number (Phi-3's `qkv_proj`). A projection that interleaves them
+            per head (GPT-NeoX) is one block.
         is_output: whether this is the branch's output projection, whose bias is shared. Experts and shared experts have
             one each.
         optional: whether a body may lack the module.
@@ -37,7 +37,7 @@ class Cut:
 
     module: str
     dim: int
-    blocks: int | tuple[str, ...] = 1
+    blocks: int | tuple[int | str, ...] = 1
     is_output: bool = False
     optional: bool = False
     interleaved: int = 1
@@ -62,9 +62,9 @@ class InnerLayers:
 
     Args:
         cuts: all layers that the cells run through, at least the output projection.
-        heads: attribute path of the body to the number of cells. For attention: the number of key/value heads; query
-            heads belong to the cell of their key/value head. None if each index of a cut is a cell (the neurons of an
-            MLP). It is scaled.
+        heads: attribute path of the body to the number of cells, which is scaled, or this number. For attention: the
+            number of key/value heads; query heads belong to the cell of their key/value head. None if each index of a
+            cut is a cell (the neurons of an MLP).
         scaled: further attributes of the body that are proportional to its number of cells, such as GPT-2's
             `split_size`; "OBJECT.NAME" for attributes of an object that layers share, such as "config.NAME".
         fixed: attributes that `forward` reads and that only happen to be as large as the width of the heads, such as a
@@ -77,7 +77,7 @@ class InnerLayers:
     """
 
     cuts: tuple[Cut, ...]
-    heads: str | None = None
+    heads: str | int | None = None
     scaled: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
     tail: tuple[str, ...] = ()
@@ -153,6 +153,7 @@ class Branch:
         bypassed: conditions, like `when`, for the skip connection to be the identity. Elsewhere the branch cannot be a
             block, and can only be cut into neurons.
         parameters: parameters of the layer itself that belong to the branch. A layer may have None there.
+        outputs: weights of a derived branch's output projections, behind which no norm runs.
     """
 
     name: str
@@ -169,6 +170,7 @@ class Branch:
     when: tuple[tuple[str, Any], ...] = ()
     bypassed: tuple[tuple[str, Any], ...] = ()
     parameters: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.body:

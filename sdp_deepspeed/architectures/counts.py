@@ -15,7 +15,7 @@ from sdp_deepspeed.architectures.layer_code import names_read
 def scaled_attributes(root: nn.Module, inner: InnerLayers) -> tuple[str, ...]:
     """Attribute paths to scale: those described, and the number of heads wherever the body, or the module that the
     description names, has it under this name. Whether the forward pass reads it cannot always be told from its code."""
-    if inner.heads is None:
+    if not isinstance(inner.heads, str):
         return inner.scaled
     name, number = _name(inner.heads), attribute(root, inner.heads)
     paths = [*inner.scaled, inner.heads]
@@ -46,7 +46,7 @@ def refuse_unscaled(root_name: str, root: nn.Module, inner: InnerLayers, cut: Se
     is not scaled: the body could take its activations for those of all heads, each of them narrower."""
     widths = {tensor.size * share // sum(tensor.shares) for tensor in cut for share in tensor.shares}
     widths_of_cells = {width // cells for width in widths}
-    known = {_name(path) for path in (*inner.scaled, *inner.fixed, inner.heads or "")}
+    known = {_name(path) for path in (*inner.scaled, *inner.fixed, f"{inner.heads}")}
     for path, value in _counts_read(root, inner).items() if cells > 1 else ():
         name = _name(path)
         is_number = "head" in name and "dim" not in name and value * min(widths_of_cells) in widths - widths_of_cells

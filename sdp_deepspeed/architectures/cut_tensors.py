@@ -72,7 +72,7 @@ def cut_tensors_of(root_name: str, root: nn.Module, cut: Cut) -> list[CutTensor]
     if isinstance(cut.blocks, int):
         shares = (1,) * cut.blocks
     else:
-        shares = tuple(int(attribute(root, path)) for path in cut.blocks)
+        shares = tuple(block if isinstance(block, int) else int(attribute(root, block)) for block in cut.blocks)
     result = [CutTensor(cut, f"{root_name}.{weight}", cut.dim, parameters[weight].shape[cut.dim], shares)]
     if bias in parameters and not cut.is_output:
         last = parameters[bias].dim() - 1

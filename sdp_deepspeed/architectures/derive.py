@@ -16,7 +16,16 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures.branch import CROSS_ATTENTION, LIKE_INPUT, Branch, Zeros
-from sdp_deepspeed.architectures.streams import BranchPath, Layer, ancestors, candidates, is_inside, is_nested, layer_of
+from sdp_deepspeed.architectures.streams import (
+    BranchPath,
+    Layer,
+    ancestors,
+    candidates,
+    is_inside,
+    is_nested,
+    last_products,
+    layer_of,
+)
 from sdp_deepspeed.architectures.trace import Call, Node, Trace
 
 # Operators that multiply their input by something, or only arrange it.
@@ -133,7 +142,7 @@ def _describe(traced: Trace, layer: Layer, path: BranchPath, live: set[Node]) ->
     others = set[Node]().union(*(other.nodes for other in layer.paths if other is not path))
     nodes_of_call = traced.nodes[layer.call.first : layer.call.last]
     elsewhere = _read_elsewhere(traced, layer)
-    mine = {node for node in path.nodes if node not in others and node.parameters.isdisjoint(elsewhere)}
+    mine = {node for node in path.nodes if node not in others and node.parameters.keys().isdisjoint(elsewhere)}
     _refuse_other_use(traced, layer, path, live, others)
     work = [node for node in nodes_of_call if (node.parameters or node.is_product) and node in live]
     modules = sorted(_modules(traced, layer, path, mine, work, live), key=lambda module: module.first)
@@ -159,6 +168,7 @@ def _describe(traced: Trace, layer: Layer, path: BranchPath, live: set[Node]) ->
         extra_outputs=first.extra_outputs,
         zeros=() if _is_chain(traced, layer, bodies) else tuple(module.zeros for module in bodies),
         parameters=_own_parameters(layer, mine),
+        outputs=_outputs(layer, path, mine),
         uncut_reason="its neurons or heads are not described",
     )
 
@@ -357,6 +367,23 @@ def _own_parameters(layer: Layer, mine: set[Node]) -> tuple[str, ...]:
     own = {f"{layer.name}.{name}": name for name, _ in layer.module.named_parameters(recurse=False)}
     used = {parameter for node in mine if node.operation != "module" for parameter in node.parameters}
     return tuple(name for parameter, name in own.items() if parameter in used)
+
+
+def _outputs(layer: Layer, path: BranchPath, mine: set[Node]) -> tuple[str, ...]:
+    """Weights of the layer by which all that the branch adds is multiplied, by name in the layer."""
+    names = []
+    for product in last_products(path):
+        behind = {product}
+        for node in sorted(path.nodes, key=lambda node: node.order):
+            if not behind.isdisjoint(node.inputs):
+                behind.add(node)
+        after = behind & ancestors([path.end]) - {product}
+        is_linear = all(node.operators <= _LINEAR or node.operation in ("add", "add_") for node in after)
+        if product in mine and product.operation == "module" and is_linear and product.shape[-1] in path.end.shape:
+            read = [name[len(layer.name) + 1 :] for name in product.parameters]
+            dims = [layer.module.get_parameter(name).dim() for name in read]
+            names += [name for name, dim in zip(read, dims, strict=True) if dim == max(dims)][-1:]
+    return tuple(names)
 
 
 def _type_of(traced: Trace, layer: Layer, path: BranchPath, mine: set[Node]) -> str:

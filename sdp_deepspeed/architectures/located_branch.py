@@ -67,6 +67,13 @@ class LocatedBranch:
         return tuple(name for path in self.description.parameters if (name := f"{self.layer}.{path}") in inside)
 
     @property
+    def outputs(self) -> list[str]:
+        """Dense names of the weights of the output projections."""
+        if self.is_derived:
+            return [f"{self.layer}.{name}" for name in self.description.outputs]
+        return [tensor.parameter for tensor in self.cut_tensors if tensor.cut.is_output]
+
+    @property
     def per_head_parameters(self) -> list[str]:
         """Dense names of parameters that are applied to each head, such as Qwen3's norms of queries and keys."""
         inner = self.description.inner
@@ -197,7 +204,8 @@ def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tupl
     heads = branch.inner.heads
     # Experts and shared experts have different numbers of neurons: a cell is some of each.
     widths = {tensor.size for tensor in tensors if tensor.cut.is_output} or {tensors[0].size}
-    num_cells = gcd(*widths) if heads is None else int(attribute(root, heads))
+    number = attribute(root, heads) if isinstance(heads, str) else heads
+    num_cells = gcd(*widths) if number is None else int(number)
     for tensor in tensors:
         is_of_neurons = heads is not None or tensor.size // len(tensor.shares) in {
             width * tensor.cut.interleaved for width in widths

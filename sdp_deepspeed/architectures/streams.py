@@ -132,6 +132,23 @@ def _parallel(addition: Node, operand: Node, inside: set[Node], stop: set[Node])
     return [branch for part in parts[::-1] for branch in _parallel(addition, part, inside, stop)]
 
 
+def last_products(path: BranchPath) -> list[Node]:
+    """Products of a branch that no other product follows."""
+    found: list[Node] = []
+    seen: set[Node] = set()
+    todo = [path.end]
+    while todo:
+        node = todo.pop()
+        if node not in path.nodes or node in seen:
+            continue
+        seen.add(node)
+        if node.is_product:
+            found.append(node)
+        else:
+            todo += node.inputs
+    return sorted(found, key=lambda node: node.order)
+
+
 def _closure(end: Node, inside: set[Node], stop: set[Node]) -> set[Node]:
     """Nodes of a layer that compute a node, up to the stream."""
     found: set[Node] = set()

@@ -39,7 +39,7 @@ class Node:
         module: dense name of the leaf module, or of the module in whose forward the operation runs.
         order: position in the pass.
         inputs: nodes whose results it reads.
-        parameters: dense names of parameters that it reads.
+        parameters: dense names of parameters that it reads, in this order.
         operators: names of the operators in it, whose results are floating.
         shape, is_floating: of its (first) result.
     """
@@ -48,7 +48,7 @@ class Node:
     module: str
     order: int
     inputs: list[Node] = field(default_factory=list)
-    parameters: set[str] = field(default_factory=set)
+    parameters: dict[str, None] = field(default_factory=dict)
     operators: set[str] = field(default_factory=set)
     shape: tuple[int, ...] = ()
     is_floating: bool = False
@@ -131,7 +131,7 @@ class Trace(TorchDispatchMode):
         reads_values = not (name.endswith("_like") or name.startswith("new_"))
         for tensor in tensors_in((args, kwargs)) if reads_values else []:
             if id(tensor) in self._parameters and id(tensor) not in self._made:
-                node.parameters.add(self._parameters[id(tensor)])
+                node.parameters[self._parameters[id(tensor)]] = None
             elif (source := self.node_of(tensor)) is not node and source not in node.inputs:
                 node.inputs.append(source)
         for argument, value in zip(func._schema.arguments, args, strict=False):

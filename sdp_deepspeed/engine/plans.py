@@ -25,7 +25,7 @@ from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.engine.refused_settings import refuse_config, refuse_local_optimizer
 from sdp_deepspeed.engine.tensor_parallel import refuse_stage
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.masking.proof import replicated_layers
+from sdp_deepspeed.masking.proof import replicated_layers, with_cells
 from sdp_deepspeed.messages import KEY, announce, quoted
 from sdp_deepspeed.parallel.consistency import check_same_plan, gather_objects, gather_results, run_on_all_ranks
 from sdp_deepspeed.plan.nodes import Location, ranks_per_node
@@ -69,12 +69,13 @@ def plan_and_mask(engine: SubnetworkEngine, block: SubnetworkConfig, *, logs: bo
     Raises:
         ValueError: on all ranks, if the block does not fit the model or the number of ranks.
     """
-    branches, shards = engine.tensor_parallel.branches, engine.tensor_parallel.shards
+    shards = engine.tensor_parallel.shards
     members = engine.data_parallel_ranks()
     locations = gather_objects(Location.here(), engine._control) if block.subnetworks == "nodes" else []
 
     def make() -> tuple[Plan, Mask]:
         per_node = ranks_per_node(locations, members, f"{KEY}.subnetworks") if locations else None
+        branches = with_cells(engine.module, engine.tensor_parallel.branches, block.strategy)
         plan, warnings = plan_model(
             engine.module, block, len(members), branches=branches, shards=shards, ranks_per_node=per_node
         )

@@ -270,7 +270,7 @@ def _without_heads_of_config(branch: LocatedBranch, divided: Mapping[str, Any]) 
     """Drop head counts from a config, which may count the heads of the dense model or of one rank."""
     heads = branch.description.inner.heads if branch.description.inner else None
     is_divided = not divided.keys().isdisjoint(piece.parameter for piece in branch.pieces)
-    if heads is None or not heads.startswith("config.") or not is_divided:
+    if not isinstance(heads, str) or not heads.startswith("config.") or not is_divided:
         return branch
     why = f"{heads} may count the heads of all ranks or of one; describe an attribute that counts those of one rank"
     return replace(branch, num_cells=0, cut_tensors=(), uncuttable_reason=branch.uncuttable_reason or why)

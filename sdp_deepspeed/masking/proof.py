@@ -7,28 +7,26 @@ CPU, with random weights and the inputs that it had in the traced pass; inputs t
 
 from __future__ import annotations
 
-import copy
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches
 from sdp_deepspeed.architectures.derivation import Derivation, derivation_of
 from sdp_deepspeed.architectures.streams import Layer, layer_of
-from sdp_deepspeed.architectures.trace import Node, map_tensors, tensors_in
+from sdp_deepspeed.architectures.trace import Trace
 from sdp_deepspeed.masking.absent_blocks import skip_branch
+from sdp_deepspeed.masking.replayed_layer import LAYER, ReplayedLayer, difference, first_line
 
-_LARGE = 2**22  # elements of weights that are not stored, but overlap in memory
-_TOLERANCE = 1e-4  # of fp32 sums of thousands of terms
-_LAYER = "layer"
+if TYPE_CHECKING:
+    from sdp_deepspeed.masking.cell_proof import Cells
 
+_CELLS: WeakKeyDictionary[nn.Module, tuple[Derivation, dict[str, Cells]]] = WeakKeyDictionary()
 _PROVEN: WeakKeyDictionary[nn.Module, tuple[Derivation, dict[str, str]]] = WeakKeyDictionary()
 
 
@@ -59,6 +57,51 @@ def proven_branches(model: nn.Module) -> list[LocatedBranch]:
     return proven
 
 
+def with_cells(
+    model: nn.Module, branches: Sequence[LocatedBranch], strategy: str | Mapping[str, str]
+) -> list[LocatedBranch]:
+    """Branches with the neurons or heads of those derived ones that a strategy cuts, which are proven here, once for a
+    model; or with the reason why they have none.
+
+    Args:
+        model: whole, on any device, including meta.
+        strategy: see `units_of_branches`.
+    """
+    from sdp_deepspeed.masking.cell_proof import cells_of, cut_into  # imports Mask, which imports this file
+
+    def is_cut(branch: LocatedBranch) -> bool:
+        chosen = strategy if isinstance(strategy, str) else strategy.get(branch.description.name)
+        return branch.is_derived and not branch.cut_tensors and chosen == "neuron"
+
+    if not any(is_cut(branch) for branch in branches):
+        return [*branches]
+    derivation = derivation_of(model)
+    if model not in _CELLS or _CELLS[model][0] is not derivation:
+        _CELLS[model] = derivation, {}
+    known = _CELLS[model][1]
+    of_forms: dict[Any, list[Cells]] = {}
+    for branch in filter(is_cut, branches):
+        if branch.name in known:
+            continue
+        with _disable_current_modes(), torch.device("cpu"), torch.enable_grad():
+            traced, layer = _replayable(derivation, branch.layer)
+            of_form = of_forms.setdefault(_form(layer.module, [branch]), [])
+            root = layer.module.get_submodule(branch.description.root)
+            cells = next((cells for cells in of_form if cells.applies_to(root)), None)
+            if cells is None:
+                cells = cells_of(traced, layer, _in_replayed(branch))
+                of_form.append(cells)
+            known[branch.name] = cells
+    return [cut_into(model, branch, known[branch.name]) if is_cut(branch) else branch for branch in branches]
+
+
+def _replayable(derivation: Derivation, name: str) -> tuple[Trace, Layer]:
+    traced, prefix = derivation.passes[name]
+    layer = layer_of(traced.model, traced, name.removeprefix(prefix))
+    assert layer is not None
+    return traced, layer
+
+
 def replicated_layers(model: nn.Module) -> list[str]:
     """A warning about layers that all ranks hold, in whole or in part, because a branch was not derived or proven; none
     without such layers.
@@ -78,14 +121,12 @@ def replicated_layers(model: nn.Module) -> list[str]:
 
 def _failures(model: nn.Module, branches: Sequence[LocatedBranch]) -> dict[str, str]:
     """Reasons why layers are not proven, by dense name."""
-    passes = derivation_of(model).passes
+    derivation = derivation_of(model)
     of_forms: dict[Any, str] = {}
     failures: dict[str, str] = {}
     for name in dict.fromkeys(branch.layer for branch in branches):
         of_layer = [branch for branch in branches if branch.layer == name]
-        traced, prefix = passes[name]
-        layer = layer_of(traced.model, traced, name.removeprefix(prefix))
-        assert layer is not None
+        _, layer = _replayable(derivation, name)
         form = _form(layer.module, of_layer)
         if form not in of_forms:
             of_forms[form] = _failure(layer, of_layer)
@@ -102,168 +143,51 @@ def _form(layer: nn.Module, branches: Sequence[LocatedBranch]) -> Any:
 
 def _failure(layer: Layer, branches: Sequence[LocatedBranch]) -> str:
     """Why a layer's branches are not proven; empty if they are."""
-    own = [
-        replace(
-            branch,
-            layer=_LAYER,
-            pieces=tuple(
-                replace(piece, parameter=f"{_LAYER}.{piece.parameter.removeprefix(branch.layer + '.')}")
-                for piece in branch.pieces
-            ),
-        )
-        for branch in branches
-    ]
+    own = [_in_replayed(branch) for branch in branches]
     try:
-        values = _Values()
-        holder = nn.ModuleDict({_LAYER: values.of_module(layer.module)}).train()
-        inputs = values.of((layer.call.args, layer.call.kwargs))
-        ends = _index(layer.call.inputs, layer.stream[-1]), _index(layer.call.outputs, layer.stream[0])
-        dense = _run(holder, inputs, ends)
+        replayed = ReplayedLayer(layer)
+        dense = replayed.run()
         absent_sets = [[branch] for branch in own] + ([own] if len(own) > 1 else [])
         for absent in absent_sets:
             names = ", ".join(branch.description.name for branch in absent)
-            masked = _run(_without(holder, absent), inputs, ends)
-            expected = _run(_zeroed(holder, absent), inputs, ends)
-            if difference := _difference(masked, expected):
-                return f"without {names} it differs from the layer with zero parameters there: {difference}"
-            if not _difference(masked, dense):
+            masked = _without(replayed, absent).run()
+            expected = _zeroed(replayed, absent).run()
+            if found := difference(masked, expected):
+                return f"without {names} it differs from the layer with zero parameters there: {found}"
+            if not difference(masked, dense):
                 return f"without {names} it computes the same on the example, so nothing is proven"
     except Exception as error:  # of user code that runs alone
-        return f"it could not be run alone, so nothing is proven ({type(error).__name__}: {_first_line(error)})"
+        return f"it could not be run alone, so nothing is proven ({type(error).__name__}: {first_line(error)})"
     return ""
 
 
-def _index(tensors: Sequence[tuple[Any, ...]], node: Node) -> int:
-    """Index of the stream's tensor among those of a call."""
-    return next(index for index, (*_, made) in enumerate(tensors) if made is node)
+def _in_replayed(branch: LocatedBranch) -> LocatedBranch:
+    """A branch by the names of a `ReplayedLayer`."""
+    names = [f"{LAYER}.{piece.parameter.removeprefix(branch.layer + '.')}" for piece in branch.pieces]
+    pieces = [replace(piece, parameter=name) for piece, name in zip(branch.pieces, names, strict=True)]
+    return replace(branch, layer=LAYER, pieces=tuple(pieces))
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
-class _Values:
-    """Numbers in place of fake tensors, each tensor's the same wherever it occurs."""
-
-    def __init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(0)
-        self._known: dict[int, torch.Tensor] = {}
-
-    def of(self, value: Any) -> Any:
-        return map_tensors(self._of_tensor, value)
-
-    def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._known:
-            if not isinstance(tensor, FakeTensor):
-                number = tensor.detach().clone()
-            elif tensor.is_floating_point():
-                number = torch.randn(tensor.shape, generator=self._generator)
-            else:
-                number = torch.ones(tensor.shape, dtype=tensor.dtype) * (tensor.dtype == torch.bool)
-            self._known[id(tensor)] = number.float() if number.is_floating_point() else number
-        return self._known[id(tensor)]
-
-    def of_module(self, module: nn.Module) -> nn.Module:
-        memo: dict[int, Any] = {}
-        for parameter in module.parameters():
-            memo[id(parameter)] = nn.Parameter(self._weight(parameter), requires_grad=True)
-        for buffer in module.buffers():
-            memo[id(buffer)] = self._of_tensor(buffer).abs() if isinstance(buffer, FakeTensor) else self.of(buffer)
-        return copy.deepcopy(module, memo)
-
-    def _weight(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Random weights; those of a large matrix overlap in memory, as its rows are shifted by one."""
-        if parameter.dim() < 2:
-            return 0.5 + 0.2 * torch.randn(parameter.shape, generator=self._generator)
-        scale = (parameter.shape[0] / max(1, parameter.numel())) ** (0.25 if parameter.dim() == 3 else 0.5)
-        if parameter.numel() <= _LARGE:
-            return scale * torch.randn(parameter.shape, generator=self._generator)
-        values = scale * torch.randn(sum(parameter.shape), generator=self._generator)
-        return values.as_strided(parameter.shape, (1,) * parameter.dim())
-
-
-def _copy(holder: nn.Module) -> nn.Module:
-    """A copy with its own Parameters and buffers; weights are the same memory."""
-    return copy.deepcopy(holder, {id(p): nn.Parameter(p.data) for p in holder.parameters()})
-
-
-def _without(holder: nn.Module, branches: Sequence[LocatedBranch]) -> nn.Module:
+def _without(replayed: ReplayedLayer, branches: Sequence[LocatedBranch]) -> ReplayedLayer:
     """A copy of the layer without branches, as the mask makes it."""
-    masked = _copy(holder)
+    masked = replayed.copy()
     for branch in branches:
-        list(skip_branch(masked, branch))
+        list(skip_branch(masked.holder, branch))
         inside = {piece.parameter for piece in branch.pieces}
         own = set(branch.parameters)
-        for name, parameter in masked.named_parameters():
+        for name, parameter in masked.holder.named_parameters():
             if name in inside:
                 parameter.data = torch.zeros(parameter.shape if name in own else 0)
                 parameter.requires_grad_(False)
     return masked
 
 
-def _zeroed(holder: nn.Module, branches: Sequence[LocatedBranch]) -> nn.Module:
+def _zeroed(replayed: ReplayedLayer, branches: Sequence[LocatedBranch]) -> ReplayedLayer:
     """A copy of the layer in which all parameters of branches are zero."""
-    zeroed = _copy(holder)
+    zeroed = replayed.copy()
     inside = {piece.parameter for branch in branches for piece in branch.pieces}
-    for name, parameter in zeroed.named_parameters():
+    for name, parameter in zeroed.holder.named_parameters():
         if name in inside:
             parameter.data = torch.zeros(parameter.shape)
             parameter.requires_grad_(False)
     return zeroed
-
-
-class _SameRandomNumbers(TorchDispatchMode):
-    """Each random operation draws the same numbers, however many were drawn before."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            torch.manual_seed(0)
-        if func is torch.ops.aten._grouped_mm.default:
-            return _grouped_product(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _grouped_product(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, *_: Any) -> torch.Tensor:
-    """The product of experts, also of weights that overlap in memory."""
-    if offs is None:
-        return a @ b
-    ends = offs.tolist()
-    ranges = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    if b.dim() == 2:
-        return torch.stack([a[:, rows] @ b[rows] for rows in ranges])
-    products = [a[rows] @ matrix for rows, matrix in zip(ranges, b, strict=True)]
-    return torch.cat([*products, a.new_zeros(len(a) - ends[-1], b.shape[-1])])
-
-
-def _run(holder: nn.Module, inputs: Any, ends: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """A layer's output and gradients, by name.
-
-    Args:
-        ends: indices of the stream among the layer's input and output tensors.
-    """
-    layer: Callable[..., Any] = holder.get_submodule(_LAYER)
-    original = tensors_in(inputs)[ends[0]]
-    given = original.clone().requires_grad_()
-    small = {n: p for n, p in holder.named_parameters() if p.requires_grad and p.numel() <= _LARGE}
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), _SameRandomNumbers():
-        random.seed(0)
-        stream = given * 1  # may be changed in place
-        args, kwargs = map_tensors(lambda tensor: stream if tensor is original else tensor.clone(), inputs)
-        output = tensors_in(layer(*args, **kwargs))[ends[1]]
-        wave = torch.linspace(-1, 1, output.numel()).sin().reshape(output.shape)
-        gradients = torch.autograd.grad((output * wave).sum(), [given, *small.values()], allow_unused=True)
-    named = dict(zip(("its input", *small), gradients, strict=True))
-    of_names = {f"the gradient of {name}": gradient for name, gradient in named.items() if gradient is not None}
-    return {"its output": output.detach(), **of_names}
-
-
-def _difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> str:
-    """Where two results differ, and by how much; empty if they are equal."""
-    for name in first.keys() & second.keys():
-        largest = max(1.0, float(second[name].abs().max()))
-        off = (
-            float((first[name] - second[name]).abs().max()) if first[name].shape == second[name].shape else float("nan")
-        )
-        if not off <= _TOLERANCE * largest:
-            return f"{name} by {off:.2g} of {largest:.2g}"
-    return ""

@@ -66,12 +66,12 @@ def coverage_of_branches(plan: Plan, branches: Sequence[LocatedBranch]) -> dict[
 
 
 def starts_smaller(model: nn.Module, branch: LocatedBranch) -> bool:
-    """Whether `Init` makes the output projection of a scaled branch smaller: one is described, and no norm follows."""
+    """Whether `Init` makes the output projection of a scaled branch smaller: one is known, and no norm follows."""
     description = branch.description
     after = [f"{branch.layer}.{name}" for name in description.after]
     after += [f"{branch.root}.{name}" for name in description.inner.tail] if description.inner else []
     has_norm = any("norm" in type(model.get_submodule(name)).__name__.lower() for name in after)
-    return bool(branch.cut_tensors) and not has_norm
+    return bool(branch.outputs) and not has_norm
 
 
 def describe_scale(

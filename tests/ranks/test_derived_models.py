@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -28,9 +30,14 @@ def test_the_backward_regime_agrees_with_the_reference(rank: Rank) -> None:
     check_case(Case(2, 1, "backward", model="megatron_bert"), rank)
 
 
-@pytest.mark.parametrize("name", ["mpt", "mamba"])
-def test_fsdp2_agrees_with_the_reference(rank: Rank, name: str) -> None:
-    check_against_reference(rank, DERIVED[name].build(), {"holders": 1}, optimizer="SGD")
+@pytest.mark.parametrize("regime", ["forward", "backward"])
+def test_neurons_and_heads_agree_with_the_reference(rank: Rank, regime: str) -> None:
+    check_case(Case(2, 1, regime, "neuron", model="megatron_bert", optimizer="SGD"), rank)
+
+
+@pytest.mark.parametrize(("name", "strategy"), [("mpt", {"attention": "block", "mlp": "neuron"}), ("mamba", "block")])
+def test_fsdp2_agrees_with_the_reference(rank: Rank, name: str, strategy: Any) -> None:
+    check_against_reference(rank, DERIVED[name].build(), {"holders": 1, "strategy": strategy}, optimizer="SGD")
 
 
 def test_parameters_of_a_layer_with_several_branches(rank: Rank) -> None:

@@ -1,0 +1,270 @@
+"""Proof by numbers that neurons and heads of derived branches may be absent.
+
+A layer of which the mask holds every second group of neurons or heads computes the same as the layer in which all rows
+and columns of the others are zero, and so do the gradients of what it holds; in the backward regime, the same as the
+whole layer. Counts that a forward reads (`num_heads`) are found by trying those that the pass reads, the fewest that
+are enough. Dropout drops nothing here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.architectures.branch import InnerLayers, attribute
+from sdp_deepspeed.architectures.cells import NoCells, propose_cells
+from sdp_deepspeed.architectures.cut_tensors import cut_tensors_of
+from sdp_deepspeed.architectures.streams import Layer, is_inside
+from sdp_deepspeed.architectures.trace import Trace
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.masking.replayed_layer import LAYER, ReplayedLayer, difference, first_line
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.units import Unit
+
+_MAX_ELEMENTS = 2**28  # of a layer that is computed
+_MAX_TRIALS = 24
+_TOLERANCE = 1e-3  # of fp32, behind norms over few elements
+_NUM_GROUPS = 5
+_Choice = tuple[str, str]  # a field of InnerLayers, and a name in it
+
+
+@dataclass(frozen=True)
+class Cells:
+    """What is known of the neurons or heads of a branch.
+
+    Args:
+        inner: None if it cannot be cut.
+        number: of neurons or heads.
+        reason: why it cannot be cut.
+        counts: integers that its forward reads, by attribute path, and their values. For a layer in which they differ,
+            nothing is proven.
+    """
+
+    inner: InnerLayers | None = None
+    number: int = 0
+    reason: str = ""
+    counts: tuple[tuple[str, int], ...] = ()
+
+    def applies_to(self, root: nn.Module) -> bool:
+        return all(_value(root, path) == value for path, value in self.counts)
+
+
+def _value(root: nn.Module, path: str) -> Any:
+    try:
+        return attribute(root, path)
+    except AttributeError:
+        return None
+
+
+def cells_of(traced: Trace, layer: Layer, branch: LocatedBranch) -> Cells:
+    """Propose and prove the neurons or heads of a derived branch.
+
+    Args:
+        branch: with the names of `ReplayedLayer`.
+    """
+    if sum(parameter.numel() for parameter in layer.module.parameters()) > _MAX_ELEMENTS:
+        return Cells(reason="its layer is too large for a proof of its neurons or heads")
+    counts: dict[str, int] = {}
+    try:
+        later = traced.nodes[layer.call.last :]
+        replayed = ReplayedLayer(layer, largest=_MAX_ELEMENTS, later=later, drops=False)
+        counts = _counts_read(replayed, branch)
+        probe = replayed.copy()
+        module = probe.holder.eval().get_submodule(LAYER)
+        inner, number = propose_cells(layer, module, branch.description, probe.forward)
+        cut = cut_into(replayed.holder, branch, Cells(inner, number))
+        choices: list[_Choice] = []
+        if inner.heads is not None:
+            choices += [("scaled", path) for path, value in counts.items() if _is_of_heads(value, cut)]
+            choices += [("by_head", name) for name in _arguments_by_head(traced, layer, branch, number)]
+        proven, reason = _search(replayed, branch, inner, number, choices)
+        if proven is not None:
+            return Cells(proven, number, counts=tuple(counts.items()))
+    except NoCells as problem:
+        reason = str(problem)
+    except Exception as error:  # of user code that runs alone
+        reason = f"{type(error).__name__}: {first_line(error)}"
+    return Cells(reason=reason, counts=tuple(counts.items()))
+
+
+def _is_of_heads(value: int, branch: LocatedBranch) -> bool:
+    """Whether a count may be the number of heads, or their width in some layer."""
+    per_cell, rest = divmod(value, branch.num_cells)
+    widths = {t.size * share // sum(t.shares) // branch.num_cells for t in branch.cut_tensors for share in t.shares}
+    return rest == 0 and per_cell > 0 and any(width % per_cell == 0 for width in widths)
+
+
+def cut_into(model: nn.Module, branch: LocatedBranch, cells: Cells) -> LocatedBranch:
+    """A derived branch with its neurons or heads, or with the reason why it has none."""
+    if cells.inner is None:
+        return replace(branch, uncuttable_reason=cells.reason)
+    root = model.get_submodule(branch.root)
+    tensors = [tensor for cut in cells.inner.cuts for tensor in cut_tensors_of(branch.root, root, cut)]
+    if not all(tensor.has_blocks_of(cells.number) for tensor in tensors):
+        return replace(branch, uncuttable_reason="its layers have different numbers of neurons or heads")
+    description = replace(branch.description, inner=cells.inner, uncut_reason="")
+    return replace(
+        branch, description=description, num_cells=cells.number, cut_tensors=tuple(tensors), uncuttable_reason=""
+    )
+
+
+def _search(
+    replayed: ReplayedLayer, branch: LocatedBranch, inner: InnerLayers, number: int, choices: list[_Choice]
+) -> tuple[InnerLayers | None, str]:
+    """The branch's inner layers with the fewest counts and arguments with which they are proven; None and a reason if
+    they are not."""
+    first = ""
+    for chosen in itertools.islice(_subsets(choices), _MAX_TRIALS):
+        reason = _difference(replayed, branch, _with(inner, chosen), number)
+        if not reason:
+            for choice in chosen:
+                fewer = tuple(other for other in chosen if other != choice)
+                if not _difference(replayed, branch, _with(inner, fewer), number):
+                    chosen = fewer
+            return _with(inner, chosen), ""
+        first = first or reason
+    return None, first
+
+
+def _with(inner: InnerLayers, chosen: tuple[_Choice, ...]) -> InnerLayers:
+    scaled = tuple(name for field, name in chosen if field == "scaled")
+    return replace(inner, scaled=scaled, by_head=tuple(name for field, name in chosen if field == "by_head"))
+
+
+def _subsets(choices: list[_Choice]) -> Iterator[tuple[_Choice, ...]]:
+    yield ()
+    if choices:
+        yield tuple(choices)
+    for size in range(1, len(choices)):
+        yield from itertools.combinations(choices, size)
+
+
+def _difference(replayed: ReplayedLayer, branch: LocatedBranch, inner: InnerLayers, number: int) -> str:
+    """Where the layer with some of the cells differs from what is expected; empty if nowhere."""
+    try:
+        cut = cut_into(replayed.holder, branch, Cells(inner, number))
+        for regime, subnetwork in itertools.product(("forward", "backward"), (0, 1)):
+            plan = _plan(regime, cut)
+            expected = _expected(replayed, plan, cut, subnetwork)
+            if found := difference(_masked(replayed, plan, cut, subnetwork), expected, _TOLERANCE):
+                return f"with every second of its {number} neurons or heads, {found} ({regime})"
+    except Exception as error:  # of user code, with sizes that it may not allow
+        return f"with fewer neurons or heads its forward fails ({type(error).__name__}: {first_line(error)})"
+    return ""
+
+
+def _plan(regime: str, branch: LocatedBranch) -> Plan:
+    """A plan of two subnetworks, each with every second group of cells."""
+    count = min(branch.num_cells, _NUM_GROUPS)
+    edges = [index * branch.num_cells // count for index in range(count + 1)]
+    cells = [range(start, end) for start, end in itertools.pairwise(edges)]
+    units = tuple(Unit(f"{branch.name}.{index}", branch.pieces_of_cells(group)) for index, group in enumerate(cells))
+    return Plan(regime, "neuron", 2, 1, 0, units, tuple((index % 2,) for index in range(count)), (0, 1))
+
+
+def _masked(replayed: ReplayedLayer, plan: Plan, branch: LocatedBranch, subnetwork: int) -> dict[str, torch.Tensor]:
+    """Output and gradients of the masked layer; gradients are zero for what it lacks."""
+    masked = replayed.copy()
+    mask = Mask(masked.holder, plan, subnetwork, branches=[branch], is_scaled=True)
+    mask.apply()
+    results = masked.run()
+    for name, pieces in mask.pieces.items():
+        gradient = results.get(key := f"the gradient of {name}")
+        if gradient is not None and mask.is_partial(name):
+            dense = torch.zeros(mask.shapes[name])
+            for piece, _ in pieces:
+                if mask.is_trained(piece):
+                    piece.narrow(dense).copy_(mask.view(piece, gradient))
+            results[key] = dense
+    return results
+
+
+def _expected(replayed: ReplayedLayer, plan: Plan, branch: LocatedBranch, subnetwork: int) -> dict[str, torch.Tensor]:
+    """Output and gradients of the layer with zeros in place of absent cells; of the whole layer in the backward
+    regime. As in training, the output projection is multiplied by 1 / C in the forward regime."""
+    dense = replayed.copy()
+    parameters = dict(dense.holder.named_parameters())
+    outputs = {tensor.parameter for tensor in branch.cut_tensors if tensor.cut.is_output}
+    units = [*zip(plan.units, plan.holders, strict=True)]
+    is_forward = plan.regime == "forward"
+    for name in {tensor.parameter for tensor in branch.cut_tensors if tensor.kind == "parameter"}:
+        parameters[name].data = parameters[name].data.clone()
+    with torch.no_grad():
+        for piece, holders in ((piece, holders) for unit, holders in units for piece in unit.pieces):
+            if is_forward and piece.kind == "parameter":
+                factor = 0.0 if subnetwork not in holders else 2.0 if piece.parameter in outputs else 1.0
+                piece.narrow(parameters[piece.parameter]).mul_(factor)
+    results = dense.run()
+    for piece, holders in ((piece, holders) for unit, holders in units for piece in unit.pieces):
+        gradient = results.get(f"the gradient of {piece.parameter}")
+        if gradient is not None:
+            factor = 0.0 if subnetwork not in holders else 2.0 if is_forward and piece.parameter in outputs else 1.0
+            piece.narrow(gradient).mul_(factor)
+    return results
+
+
+def _arguments_by_head(traced: Trace, layer: Layer, branch: LocatedBranch, number: int) -> list[str]:
+    """Keyword arguments of the body that may have a dim of heads."""
+    calls = traced.calls.get(f"{layer.name}.{branch.description.bodies[0]}", [])
+    call = next((call for call in calls if layer.call.first <= call.first), None)
+    return [
+        key
+        for key, tensor, _ in (call.inputs if call is not None else ())
+        if isinstance(key, str) and tensor.dim() > 2 and tensor.shape[1] % number == 0
+    ]
+
+
+def _counts_read(replayed: ReplayedLayer, branch: LocatedBranch) -> dict[str, int]:
+    """Integers that a pass reads from the modules of a branch's bodies and from their configs, by attribute path in the
+    root."""
+    watched = replayed.copy()
+    root = watched.holder.get_submodule(branch.root)
+    read: set[tuple[int, str]] = set()
+    paths: dict[int, list[str]] = {}
+    for name, module in root.named_modules():
+        if not branch.description.root and not any(is_inside(name, body) for body in branch.description.bodies):
+            continue
+        objects = {"": module} | {key: value for key, value in vars(module).items() if _is_config(value)}
+        for key, value in objects.items():
+            if id(value) not in paths:
+                _watch(value, read)
+            paths.setdefault(id(value), []).append(f"{name}.{key}".strip("."))
+    watched.forward()
+    counts = {
+        f"{path}.{name}".lstrip("."): vars_of[name]
+        for key, name in sorted(read, key=lambda item: (paths[item[0]][0], item[1]))
+        for path in paths[key]
+        if (vars_of := vars(_at(root, path))).get(name) is not None
+    }
+    return {path: value for path, value in counts.items() if type(value) is int}
+
+
+def _at(root: nn.Module, path: str) -> Any:
+    return attribute(root, path) if path else root
+
+
+def _is_config(value: object) -> bool:
+    is_data = hasattr(value, "__dict__") and not isinstance(value, nn.Module | torch.Tensor | type)
+    return is_data and not callable(value)
+
+
+def _watch(value: Any, read: set[tuple[int, str]]) -> None:
+    """Record which integers of an object are read."""
+    parent: Any = type(value)
+
+    def get(self: Any, name: str) -> Any:
+        result = parent.__getattribute__(self, name)
+        if type(result) is int:
+            read.add((id(self), name))
+        return result
+
+    try:
+        value.__class__ = type(parent.__name__, (parent,), {"__getattribute__": get})
+    except TypeError:
+        return  # without a class that can be changed, it is not scaled

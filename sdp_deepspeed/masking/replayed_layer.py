@@ -1,0 +1,171 @@
+"""A layer that runs by itself, with random weights and the inputs that it had in the traced pass."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sdp_deepspeed.architectures.streams import Layer
+from sdp_deepspeed.architectures.trace import Node, map_tensors, tensors_in
+
+LAYER = "layer"
+_LARGE = 2**22  # elements of weights that are not stored, but overlap in memory
+_TOLERANCE = 1e-4  # of fp32 sums of thousands of terms
+
+
+class ReplayedLayer:
+    """A layer in training mode, in fp32 on the CPU. Inputs that depend on weights are random.
+
+    Args:
+        layer: in the traced pass.
+        largest: number of elements of a weight up to which it does not overlap in memory.
+        later: nodes after the call, which may read further outputs of the layer.
+        drops: see `SameRandomNumbers`.
+
+    Attributes:
+        holder: module with the layer as `LAYER`.
+    """
+
+    def __init__(self, layer: Layer, *, largest: int = _LARGE, later: Sequence[Node] = (), drops: bool = True) -> None:
+        self._drops = drops
+        values = _Values(largest)
+        self.holder: nn.Module = nn.ModuleDict({LAYER: values.of_module(layer.module)}).train()
+        self._inputs = values.of((layer.call.args, layer.call.kwargs))
+        self._given = _index(layer.call.inputs, layer.stream[-1])  # indices of the stream's tensors
+        self._made = _index(layer.call.outputs, layer.stream[0])
+        read = {source for node in later for source in node.inputs}
+        self._read_later = [index for index, (_, node) in enumerate(layer.call.outputs) if node in read]
+
+    def copy(self) -> ReplayedLayer:
+        """A copy with a module of its own; weights are the same memory."""
+        copied = copy.copy(self)
+        copied.holder = copy.deepcopy(self.holder, {id(p): nn.Parameter(p.data) for p in self.holder.parameters()})
+        return copied
+
+    def forward(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The stream before the layer, and the layer's outputs."""
+        layer: Callable[..., Any] = self.holder.get_submodule(LAYER)
+        original = tensors_in(self._inputs)[self._given]
+        given = original.clone().requires_grad_()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), SameRandomNumbers(drops=self._drops):
+            random.seed(0)
+            stream = given * 1  # may be changed in place
+            args, kwargs = map_tensors(lambda tensor: stream if tensor is original else tensor.clone(), self._inputs)
+            return given, tensors_in(layer(*args, **kwargs))
+
+    def run(self) -> dict[str, torch.Tensor]:
+        """Output, what is read of further outputs, and gradients, by name."""
+        given, outputs = self.forward()
+        output = outputs[self._made]
+        small = {n: p for n, p in self.holder.named_parameters() if p.requires_grad and p.numel() <= _LARGE}
+        wave = torch.linspace(-1, 1, output.numel()).sin().reshape(output.shape)
+        with torch.enable_grad(), SameRandomNumbers(drops=self._drops):
+            gradients = torch.autograd.grad((output * wave).sum(), [given, *small.values()], allow_unused=True)
+        named = dict(zip(("its input", *small), gradients, strict=True))
+        of_names = {f"the gradient of {name}": gradient for name, gradient in named.items() if gradient is not None}
+        of_places = {f"its output {index}": outputs[index].detach() for index in self._read_later}
+        return {"its output": output.detach(), **of_places, **of_names}
+
+
+def _index(tensors: Sequence[tuple[Any, ...]], node: Node) -> int:
+    """Index of the stream's tensor among those of a call."""
+    return next(index for index, (*_, made) in enumerate(tensors) if made is node)
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+class _Values:
+    """Numbers in place of fake tensors, each tensor's the same wherever it occurs."""
+
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
+        self._generator = torch.Generator().manual_seed(0)
+        self._known: dict[int, torch.Tensor] = {}
+
+    def of(self, value: Any) -> Any:
+        return map_tensors(self._of_tensor, value)
+
+    def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._known:
+            if not isinstance(tensor, FakeTensor):
+                number = tensor.detach().clone()
+            elif tensor.is_floating_point():
+                number = torch.randn(tensor.shape, generator=self._generator)
+            else:
+                number = torch.ones(tensor.shape, dtype=tensor.dtype) * (tensor.dtype == torch.bool)
+            self._known[id(tensor)] = number.float() if number.is_floating_point() else number
+        return self._known[id(tensor)]
+
+    def of_module(self, module: nn.Module) -> nn.Module:
+        memo: dict[int, Any] = {}
+        for parameter in module.parameters():
+            memo[id(parameter)] = nn.Parameter(self._weight(parameter), requires_grad=True)
+        for buffer in module.buffers():
+            memo[id(buffer)] = self._of_tensor(buffer).abs() if isinstance(buffer, FakeTensor) else self.of(buffer)
+        return copy.deepcopy(module, memo)
+
+    def _weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Random weights; those of a large matrix overlap in memory, as its rows are shifted by one."""
+        if parameter.dim() < 2:
+            return 0.5 + 0.2 * torch.randn(parameter.shape, generator=self._generator)
+        scale = (parameter.shape[0] / max(1, parameter.numel())) ** (0.25 if parameter.dim() == 3 else 0.5)
+        if parameter.numel() <= self._largest:
+            return scale * torch.randn(parameter.shape, generator=self._generator)
+        values = scale * torch.randn(sum(parameter.shape), generator=self._generator)
+        return values.as_strided(parameter.shape, (1,) * parameter.dim())
+
+
+class SameRandomNumbers(TorchDispatchMode):
+    """Each random operation draws the same numbers, however many were drawn before.
+
+    Args:
+        drops: whether dropout drops anything; what it drops depends on the number of neurons or heads.
+    """
+
+    def __init__(self, *, drops: bool = True) -> None:
+        super().__init__()
+        self._drops = drops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._drops and func._schema.name in ("aten::bernoulli", "aten::bernoulli_"):
+            return args[0].fill_(1) if func._schema.name.endswith("_") else torch.ones_like(args[0])
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.manual_seed(0)
+        if func is torch.ops.aten._grouped_mm.default:
+            return _grouped_product(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _grouped_product(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, *_: Any) -> torch.Tensor:
+    """The product of experts, also of weights that overlap in memory."""
+    if offs is None:
+        return a @ b
+    ends = offs.tolist()
+    ranges = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    if b.dim() == 2:
+        return torch.stack([a[:, rows] @ b[rows] for rows in ranges])
+    products = [a[rows] @ matrix for rows, matrix in zip(ranges, b, strict=True)]
+    return torch.cat([*products, a.new_zeros(len(a) - ends[-1], b.shape[-1])])
+
+
+def difference(
+    first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor], tolerance: float = _TOLERANCE
+) -> str:
+    """Where two results differ, and by how much; empty if they are equal."""
+    for name in first.keys() & second.keys():
+        largest = max(1.0, float(second[name].abs().max()))
+        off = (
+            float((first[name] - second[name]).abs().max()) if first[name].shape == second[name].shape else float("nan")
+        )
+        if not off <= tolerance * largest:
+            return f"{name} by {off:.2g} of {largest:.2g}"
+    return ""

@@ -1,0 +1,140 @@
+"""Neurons and heads of derived branches: they are those of the descriptions, or there are none, with the reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import sdp_deepspeed
+from sdp_deepspeed.architectures import LocatedBranch, locate_branches, registry, units_of_branches
+from sdp_deepspeed.masking.proof import proven_branches, with_cells
+from tests.helpers.hand_written import HAND_WRITTEN, WIDTH, Layer, Stack, stream
+from tests.helpers.oracle_grid import ARCHITECTURES, MODELS
+
+# Layouts that the others do not have: interleaved queries, keys and values, by head or by group; tables and norms by
+# head; latent heads; gates that alternate with ups, beside shared experts or not; more counts; uncut heads.
+IN_SHORT = {*ARCHITECTURES, "cohere", "deberta_v2", "deepseek_v3", "falcon_grouped", "gpt_oss", "olmo2", "swinv2"}
+# Cut by their masks, which no description knows; and a bias that the first decoder layer makes for all others.
+MORE, FEWER = ("falcon_alibi",), ("t5", "mt5")
+
+Cells = tuple[int, list[tuple[object, ...]]]
+
+
+def cells(branch: LocatedBranch) -> Cells:
+    tensors: list[tuple[object, ...]] = []
+    for tensor in branch.cut_tensors:
+        widths = [tensor.size * share // sum(tensor.shares) for share in tensor.shares]
+        tensors.append((tensor.parameter, tensor.kind, tensor.dim, widths, tensor.cut.is_output))
+    return branch.num_cells, sorted(tensors)
+
+
+def derived(model: nn.Module) -> dict[str, LocatedBranch]:
+    return {branch.name: branch for branch in with_cells(model, proven_branches(model), "neuron")}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.slow) for name in MODELS]
+)
+def test_derived_cells_are_those_described(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS[name].build()
+    described = {branch.name: branch for branch in locate_branches(model) if branch.is_bypassed}
+    monkeypatch.setattr(registry, "_DESCRIPTIONS", {})
+    found = derived(model)
+    assert found.keys() == described.keys()
+    for key, branch in described.items():
+        if name in MORE and branch.uncuttable_reason:
+            assert found[key].num_cells > 1
+        elif name in FEWER and key == "decoder.block.0.cross_attention":
+            assert found[key].uncuttable_reason
+        else:
+            assert cells(found[key]) == cells(branch)
+
+
+class Heads(nn.Module):
+    """Attention with one key/value head for two query heads, in one matrix; the forward reads a number of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 4, 3
+        self.qkv, self.out = nn.Linear(WIDTH, 24), nn.Linear(12, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        width = self.num_heads * self.head_dim
+        parts = self.qkv(x).split([width, width // 2, width // 2], -1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(attended.transpose(1, 2).reshape(*x.shape[:2], width))
+
+
+class LayerWithHeads(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Heads()  # type: ignore[assignment]
+
+
+def traced(*layers: nn.Module) -> Stack:
+    model = Stack(*layers)
+    sdp_deepspeed.trace(model, *stream())
+    return model
+
+
+def test_counts_that_a_forward_reads_are_found() -> None:
+    branch = derived(traced(LayerWithHeads(), LayerWithHeads()))["h.1.attention"]
+    assert branch.description.inner is not None
+    assert branch.description.inner.scaled == ("num_heads",)
+    assert cells(branch) == (
+        2,
+        [
+            ("h.1.attn.out.weight", "parameter", 1, [12], True),
+            ("h.1.attn.qkv.bias", "parameter", 0, [12, 6, 6], False),
+            ("h.1.attn.qkv.weight", "parameter", 0, [12, 6, 6], False),
+        ],
+    )
+
+
+def test_layers_that_differ_in_a_count_are_proven_one_by_one() -> None:
+    other = LayerWithHeads()
+    other.attn.num_heads, other.attn.head_dim = 2, 6  # type: ignore[assignment]
+    found = derived(traced(LayerWithHeads(), other))
+    assert [found[f"h.{index}.attention"].num_cells for index in (0, 1)] == [2, 0]
+
+
+def test_experts_that_no_token_used_are_cut_like_the_others() -> None:
+    model = HAND_WRITTEN["mixture"].build()
+    sdp_deepspeed.trace(model, *HAND_WRITTEN["mixture"].example())
+    branch = derived(model)["h.0.mlp"]
+    outputs = [tensor.parameter for tensor in branch.cut_tensors if tensor.cut.is_output]
+    names = [*(f"experts.{index}" for index in range(4)), "shared_expert"]
+    assert sorted(outputs) == [f"h.0.mlp.{name}.c_proj.weight" for name in names]
+
+
+class NormOverNeurons(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 8), nn.RMSNorm(8), nn.Linear(8, WIDTH))  # type: ignore[assignment]
+
+
+class NormBetween(Layer):
+    """The norm makes each neuron depend on all rows before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.LayerNorm(8, elementwise_affine=False)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 8), norm, nn.Linear(8, WIDTH))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind", "reason"),
+    [
+        (NormBetween, "mlp", "the inputs of 2 depend on each other"),
+        (NormOverNeurons, "mlp", "with fewer neurons or heads its forward fails"),
+        (Layer, "attention", "with fewer neurons or heads its forward fails"),  # its number of heads is a constant
+    ],
+)
+def test_what_cannot_be_proven_is_refused_with_the_reason(layer: type[Layer], kind: str, reason: str) -> None:
+    model = traced(layer(), layer())
+    branches = with_cells(model, proven_branches(model), {kind: "neuron"})
+    with pytest.raises(ValueError, match=rf"'h\.0\.{kind}' cannot be cut: {reason}.*Use \"block\""):
+        units_of_branches(branches, strategy={kind: "neuron"})
