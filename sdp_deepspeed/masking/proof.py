@@ -50,10 +50,10 @@ def proven_branches(model: nn.Module) -> list[LocatedBranch]:
         with _disable_current_modes(), torch.device("cpu"):
             known = _PROVEN[model] = derivation, _failures(model, branches)
     failures = known[1]
-    proven = [branch for branch in branches if branch.layer not in failures]
+    proven = [branch for branch in branches if branch.name not in failures]
     if not proven:
-        layer, reason = next(iter(failures.items()))
-        raise ValueError(f"{type(model).__name__}: no residual branch can be left out: {layer!r}: {reason}")
+        name, reason = next(iter(failures.items()))
+        raise ValueError(f"{type(model).__name__}: no residual branch can be left out: {name!r}: {reason}")
     return proven
 
 
@@ -115,23 +115,22 @@ def replicated_layers(model: nn.Module) -> list[str]:
     reasons = {**derivation.reasons, **failures}
     if not reasons:
         return []
-    layer, reason = next(iter(reasons.items()))
-    return [f"{len(reasons)} layers are replicated, in whole or in part, such as {layer!r}: {reason}"]
+    name, reason = next(iter(reasons.items()))
+    return [f"branches of {len(reasons)} layers or types are replicated, such as {name!r}: {reason}"]
 
 
 def _failures(model: nn.Module, branches: Sequence[LocatedBranch]) -> dict[str, str]:
-    """Reasons why layers are not proven, by dense name."""
+    """Reasons why branches are not proven, by name."""
     derivation = derivation_of(model)
-    of_forms: dict[Any, str] = {}
+    of_forms: dict[Any, dict[str, str]] = {}
     failures: dict[str, str] = {}
     for name in dict.fromkeys(branch.layer for branch in branches):
         of_layer = [branch for branch in branches if branch.layer == name]
         _, layer = _replayable(derivation, name)
         form = _form(layer.module, of_layer)
         if form not in of_forms:
-            of_forms[form] = _failure(layer, of_layer)
-        if of_forms[form]:
-            failures[name] = of_forms[form]
+            of_forms[form] = _failures_of_layer(layer, of_layer)
+        failures |= {f"{name}.{kind}": reason for kind, reason in of_forms[form].items()}
     return failures
 
 
@@ -141,23 +140,39 @@ def _form(layer: nn.Module, branches: Sequence[LocatedBranch]) -> Any:
     return modules, shapes, tuple(branch.description for branch in branches)
 
 
-def _failure(layer: Layer, branches: Sequence[LocatedBranch]) -> str:
-    """Why a layer's branches are not proven; empty if they are."""
+def _failures_of_layer(layer: Layer, branches: Sequence[LocatedBranch]) -> dict[str, str]:
+    """Why branches of a layer are not proven, by type; each is left out by itself, then all others together."""
     own = [_in_replayed(branch) for branch in branches]
     try:
         replayed = ReplayedLayer(layer)
         dense = replayed.run()
-        absent_sets = [[branch] for branch in own] + ([own] if len(own) > 1 else [])
-        for absent in absent_sets:
-            names = ", ".join(branch.description.name for branch in absent)
-            masked = _without(replayed, absent).run()
-            expected = _zeroed(replayed, absent).run()
-            if found := difference(masked, expected):
-                return f"without {names} it differs from the layer with zero parameters there: {found}"
-            if not difference(masked, dense):
-                return f"without {names} it computes the same on the example, so nothing is proven"
     except Exception as error:  # of user code that runs alone
-        return f"it could not be run alone, so nothing is proven ({type(error).__name__}: {first_line(error)})"
+        reason = f"the layer could not be run alone, so nothing is proven ({type(error).__name__}: {first_line(error)})"
+        return {branch.description.name: reason for branch in branches}
+    failures: dict[str, str] = {}
+    for branch in own:
+        if reason := _failure(replayed, dense, [branch]):
+            failures[branch.description.name] = reason
+    left = [branch for branch in own if branch.description.name not in failures]
+    if len(left) > 1 and (reason := _failure(replayed, dense, left)):
+        failures |= {branch.description.name: reason for branch in left}
+    return failures
+
+
+def _failure(replayed: ReplayedLayer, dense: dict[str, torch.Tensor], absent: Sequence[LocatedBranch]) -> str:
+    """Why a layer without branches is not proven; empty if it is."""
+    names = ", ".join(branch.description.name for branch in absent)
+    try:
+        masked = _without(replayed, absent).run()
+        expected = _zeroed(replayed, absent).run()
+    except Exception as error:  # of user code, on zeros
+        return (
+            f"without {names} it could not be run, so nothing is proven ({type(error).__name__}: {first_line(error)})"
+        )
+    if found := difference(masked, expected):
+        return f"without {names} it differs from the layer with zero parameters there: {found}"
+    if not difference(masked, dense):
+        return f"without {names} it computes the same on the example, so nothing is proven"
     return ""
 
 

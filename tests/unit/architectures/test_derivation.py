@@ -93,19 +93,23 @@ class AddsConstant(Layer):
 
 
 def test_a_branch_that_is_not_zero_without_its_weights_is_not_taken() -> None:
-    model = Stack(AddsConstant(), AddsConstant())
-    sdp_deepspeed.trace(model, *stream())
-    with pytest.raises(ValueError, match="without mlp it differs from the layer with zero parameters there"):
-        proven_branches(model)
-
-
-def test_layers_without_a_proof_are_replicated_with_a_warning() -> None:
     model = Stack(Layer(), AddsConstant())
     sdp_deepspeed.trace(model, *stream())
-    assert {branch.layer for branch in proven_branches(model)} == {"h.0"}
+    assert [branch.name for branch in proven_branches(model)] == ["h.0.attention", "h.0.mlp", "h.1.attention"]
     (warning,) = replicated_layers(model)
-    assert "1 layers are replicated" in warning
-    assert "'h.1'" in warning
+    assert "'h.1.mlp': without mlp it differs from the layer with zero parameters there" in warning
+
+
+class OnlyConstant(AddsConstant):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.mlp(self.ln_2(x))
+
+
+def test_a_model_without_a_proven_branch_is_refused() -> None:
+    model = Stack(OnlyConstant(), OnlyConstant())
+    sdp_deepspeed.trace(model, *stream())
+    with pytest.raises(ValueError, match=r"no residual branch can be left out: 'h\.0\.mlp': without mlp it differs"):
+        proven_branches(model)
 
 
 class ActivatedAfter(Layer):
