@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from sdp_deepspeed.architectures.examples import image_shape, takes_images
 from sdp_deepspeed.messages import KEY
 
-_DEFAULT_SIZE = 224
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
 
@@ -53,31 +53,6 @@ def flops_per_element(model: nn.Module) -> Mapping[str, Fraction] | None:
     if known is None or known[0] != names:
         known = _KNOWN[model] = names, _count_or_warn(model)
     return known[1]
-
-
-def takes_images(model: nn.Module) -> bool:
-    """Whether a model takes images: according to `main_input_name`, else if its first layer is a 2-d convolution."""
-    name = getattr(model, "main_input_name", None)
-    if name is not None:
-        return bool(name == "pixel_values")
-    return isinstance(_first_with_weights(model), nn.Conv2d)
-
-
-def image_shape(model: nn.Module) -> tuple[int, int, int]:
-    """Channels, height and width of a model's images."""
-    config: Any = getattr(model, "config", None)
-    first = _first_with_weights(model)
-    of_timm = next((module.img_size for module in model.modules() if hasattr(module, "img_size")), None)
-    size: Any = getattr(config, "image_size", None) or getattr(model, "image_size", None) or of_timm or _DEFAULT_SIZE
-    height, width = (size, size) if isinstance(size, int) else size
-    channels: Any = getattr(config, "num_channels", None) or getattr(first, "in_channels", 3)
-    return int(channels), int(height), int(width)
-
-
-def _first_with_weights(model: nn.Module) -> nn.Module | None:
-    # Only leaves: other modules may have position embeddings.
-    leaves = (m for m in model.modules() if not any(True for _ in m.children()))
-    return next((m for m in leaves if any(p.dim() > 1 for p in m.parameters(recurse=False))), None)
 
 
 def _count_or_warn(model: nn.Module) -> dict[str, Fraction] | None:

@@ -28,7 +28,7 @@ from transformers import (
     AutoModelForImageClassification,
 )
 
-from sdp_deepspeed.architectures.image_flops import image_shape, takes_images
+from sdp_deepspeed.architectures.examples import image_shape, takes_images
 from sdp_deepspeed.estimate.flops import FlopCounter
 
 # Model types of this package, by the module that registers them with Transformers.

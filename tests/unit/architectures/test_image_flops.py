@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from sdp_deepspeed.architectures import unit_costs
-from sdp_deepspeed.architectures.image_flops import flops_per_element, image_shape
+from sdp_deepspeed.architectures.examples import image_shape
+from sdp_deepspeed.architectures.image_flops import flops_per_element
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.more_models import ALL_SPECIMENS
 
