@@ -28,6 +28,10 @@ class NoCells(ValueError):
     """A branch that cannot be cut, with the reason."""
 
 
+class UnevenBlocks(NoCells):
+    """Cells read different numbers of rows; with other random numbers (before a ReLU) they may not."""
+
+
 @dataclass(frozen=True)
 class _Projection:
     """An output projection, and what its cells read.
@@ -77,6 +81,8 @@ def propose_cells(
         output = module.get_submodule(node.module[len(layer.name) + 1 :])
         try:
             projections.append(_projection(name, output, results[output], parameters))
+        except UnevenBlocks:
+            raise
         except NoCells as problem:
             reasons.append(str(problem))
     if not projections:
@@ -211,7 +217,7 @@ def _blocks(name: str, of_first_cell: Tensor, number: int) -> tuple[int, ...]:
     widths = tuple(end - start for start, end in zip(starts, ends, strict=True))
     expected = [number * sum(widths[:block]) for block in range(len(widths))]
     if starts != expected or number * sum(widths) != len(of_first_cell):
-        raise NoCells(f"indices of {name} are not in blocks over all neurons or heads")
+        raise UnevenBlocks(f"indices of {name} are not in blocks over all neurons or heads")
     return widths
 
 

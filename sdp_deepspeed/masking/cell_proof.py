@@ -9,7 +9,7 @@ are enough. Dropout drops nothing here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,16 +18,17 @@ from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.branch import InnerLayers, attribute
-from sdp_deepspeed.architectures.cells import NoCells, propose_cells
+from sdp_deepspeed.architectures.cells import NoCells, UnevenBlocks, propose_cells
 from sdp_deepspeed.architectures.cut_tensors import cut_tensors_of
 from sdp_deepspeed.architectures.streams import Layer, is_inside
 from sdp_deepspeed.architectures.trace import Trace
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.masking.replayed_layer import LAYER, ReplayedLayer, difference, first_line
+from sdp_deepspeed.masking.replayed_layer import LAYER, OUTPUT, ReplayedLayer, difference, first_line
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Unit
 
 _MAX_ELEMENTS = 2**28  # of a layer that is computed
+_MAX_SEEDS = 4
 _MAX_TRIALS = 24
 _TOLERANCE = 1e-3  # of fp32, behind norms over few elements
 _NUM_GROUPS = 5
@@ -72,18 +73,16 @@ def cells_of(traced: Trace, layer: Layer, branch: LocatedBranch) -> Cells:
         return Cells(reason="its layer is too large for a proof of its neurons or heads")
     counts: dict[str, int] = {}
     try:
-        later = traced.nodes[layer.call.last :]
-        replayed = ReplayedLayer(layer, largest=_MAX_ELEMENTS, later=later, drops=False)
+        replayed, inner, number = _proposed(traced, layer, branch)
         counts = _counts_read(replayed, branch)
-        probe = replayed.copy()
-        module = probe.holder.eval().get_submodule(LAYER)
-        inner, number = propose_cells(layer, module, branch.description, probe.forward)
         cut = cut_into(replayed.holder, branch, Cells(inner, number))
+        if not cut.cut_tensors:
+            return Cells(reason=cut.uncuttable_reason)
         choices: list[_Choice] = []
         if inner.heads is not None:
             choices += [("scaled", path) for path, value in counts.items() if _is_of_heads(value, cut)]
             choices += [("by_head", name) for name in _arguments_by_head(traced, layer, branch, number)]
-        proven, reason = _search(replayed, branch, inner, number, choices)
+        proven, reason = _search(replayed, cut, choices)
         if proven is not None:
             return Cells(proven, number, counts=tuple(counts.items()))
     except NoCells as problem:
@@ -91,6 +90,21 @@ def cells_of(traced: Trace, layer: Layer, branch: LocatedBranch) -> Cells:
     except Exception as error:  # of user code that runs alone
         reason = f"{type(error).__name__}: {first_line(error)}"
     return Cells(reason=reason, counts=tuple(counts.items()))
+
+
+def _proposed(traced: Trace, layer: Layer, branch: LocatedBranch) -> tuple[ReplayedLayer, InnerLayers, int]:
+    """The layers that may be cut, and the number of cells."""
+    later = traced.nodes[layer.call.last :]
+    for seed in range(_MAX_SEEDS):
+        replayed = ReplayedLayer(layer, largest=_MAX_ELEMENTS, later=later, drops=False, seed=seed)
+        probe = replayed.copy()
+        module = probe.holder.eval().get_submodule(LAYER)
+        try:
+            return replayed, *propose_cells(layer, module, branch.description, probe.forward)
+        except UnevenBlocks:
+            if seed == _MAX_SEEDS - 1:
+                raise
+    raise AssertionError
 
 
 def _is_of_heads(value: int, branch: LocatedBranch) -> bool:
@@ -114,18 +128,29 @@ def cut_into(model: nn.Module, branch: LocatedBranch, cells: Cells) -> LocatedBr
     )
 
 
-def _search(
-    replayed: ReplayedLayer, branch: LocatedBranch, inner: InnerLayers, number: int, choices: list[_Choice]
-) -> tuple[InnerLayers | None, str]:
+def _search(replayed: ReplayedLayer, branch: LocatedBranch, choices: list[_Choice]) -> tuple[InnerLayers | None, str]:
     """The branch's inner layers with the fewest counts and arguments with which they are proven; None and a reason if
-    they are not."""
+    they are not.
+
+    Args:
+        branch: cut, without these.
+    """
+    inner = branch.description.inner
+    assert inner is not None
+    pairs = [(_plan(regime, branch), subnetwork) for regime in ("forward", "backward") for subnetwork in (0, 1)]
+    expected = [
+        _Expected(plan, subnetwork, _expected(replayed, plan, branch, subnetwork)) for plan, subnetwork in pairs
+    ]
+    with_some, dense = expected[0].results, expected[-1].results
+    if not difference({OUTPUT: with_some[OUTPUT]}, {OUTPUT: dense[OUTPUT]}):
+        return None, "without some of its neurons or heads it computes the same on the example, so nothing is proven"
     first = ""
     for chosen in itertools.islice(_subsets(choices), _MAX_TRIALS):
-        reason = _difference(replayed, branch, _with(inner, chosen), number)
+        reason = _difference(replayed, branch, _with(inner, chosen), expected)
         if not reason:
             for choice in chosen:
                 fewer = tuple(other for other in chosen if other != choice)
-                if not _difference(replayed, branch, _with(inner, fewer), number):
+                if not _difference(replayed, branch, _with(inner, fewer), expected):
                     chosen = fewer
             return _with(inner, chosen), ""
         first = first or reason
@@ -145,17 +170,27 @@ def _subsets(choices: list[_Choice]) -> Iterator[tuple[_Choice, ...]]:
         yield from itertools.combinations(choices, size)
 
 
-def _difference(replayed: ReplayedLayer, branch: LocatedBranch, inner: InnerLayers, number: int) -> str:
+@dataclass(frozen=True)
+class _Expected:
+    """What a subnetwork of a plan must compute."""
+
+    plan: Plan
+    subnetwork: int
+    results: dict[str, torch.Tensor]
+
+
+def _difference(
+    replayed: ReplayedLayer, branch: LocatedBranch, inner: InnerLayers, expected: Sequence[_Expected]
+) -> str:
     """Where the layer with some of the cells differs from what is expected; empty if nowhere."""
-    try:
-        cut = cut_into(replayed.holder, branch, Cells(inner, number))
-        for regime, subnetwork in itertools.product(("forward", "backward"), (0, 1)):
-            plan = _plan(regime, cut)
-            expected = _expected(replayed, plan, cut, subnetwork)
-            if found := difference(_masked(replayed, plan, cut, subnetwork), expected, _TOLERANCE):
-                return f"with every second of its {number} neurons or heads, {found} ({regime})"
-    except Exception as error:  # of user code, with sizes that it may not allow
-        return f"with fewer neurons or heads its forward fails ({type(error).__name__}: {first_line(error)})"
+    cut = replace(branch, description=replace(branch.description, inner=inner))
+    for case in expected:
+        try:
+            masked = _masked(replayed, case.plan, cut, case.subnetwork)
+        except Exception as error:  # of user code, with sizes that it may not allow
+            return f"with fewer neurons or heads its forward fails ({type(error).__name__}: {first_line(error)})"
+        if found := difference(masked, case.results, _TOLERANCE):
+            return f"with some of its {branch.num_cells} neurons or heads, {found} ({case.plan.regime})"
     return ""
 
 

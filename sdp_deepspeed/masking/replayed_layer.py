@@ -16,6 +16,7 @@ from sdp_deepspeed.architectures.streams import Layer
 from sdp_deepspeed.architectures.trace import Node, map_tensors, tensors_in
 
 LAYER = "layer"
+OUTPUT = "its output"
 _LARGE = 2**22  # elements of weights that are not stored, but overlap in memory
 _TOLERANCE = 1e-4  # of fp32 sums of thousands of terms
 
@@ -28,14 +29,17 @@ class ReplayedLayer:
         largest: number of elements of a weight up to which it does not overlap in memory.
         later: nodes after the call, which may read further outputs of the layer.
         drops: see `SameRandomNumbers`.
+        seed: of weights and inputs.
 
     Attributes:
         holder: module with the layer as `LAYER`.
     """
 
-    def __init__(self, layer: Layer, *, largest: int = _LARGE, later: Sequence[Node] = (), drops: bool = True) -> None:
+    def __init__(
+        self, layer: Layer, *, largest: int = _LARGE, later: Sequence[Node] = (), drops: bool = True, seed: int = 0
+    ) -> None:
         self._drops = drops
-        values = _Values(largest)
+        values = _Values(largest, seed)
         self.holder: nn.Module = nn.ModuleDict({LAYER: values.of_module(layer.module)}).train()
         self._inputs = values.of((layer.call.args, layer.call.kwargs))
         self._given = _index(layer.call.inputs, layer.stream[-1])  # indices of the stream's tensors
@@ -71,7 +75,7 @@ class ReplayedLayer:
         named = dict(zip(("its input", *small), gradients, strict=True))
         of_names = {f"the gradient of {name}": gradient for name, gradient in named.items() if gradient is not None}
         of_places = {f"its output {index}": outputs[index].detach() for index in self._read_later}
-        return {"its output": output.detach(), **of_places, **of_names}
+        return {OUTPUT: output.detach(), **of_places, **of_names}
 
 
 def _index(tensors: Sequence[tuple[Any, ...]], node: Node) -> int:
@@ -86,9 +90,9 @@ def first_line(error: Exception) -> str:
 class _Values:
     """Numbers in place of fake tensors, each tensor's the same wherever it occurs."""
 
-    def __init__(self, largest: int) -> None:
+    def __init__(self, largest: int, seed: int) -> None:
         self._largest = largest
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator = torch.Generator().manual_seed(seed)
         self._known: dict[int, torch.Tensor] = {}
 
     def of(self, value: Any) -> Any:
