@@ -340,7 +340,6 @@ class SubnetworkEngine(DeepSpeedEngine):
         """Called by DeepSpeed before each backward pass, in which the reducer's hooks receive the gradients."""
         is_last = self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
         self.optimizer.sharded.reducer.is_last_micro_step = is_last
-        self.optimizer.sharded.reducer.is_coalescing = self.optimizer._coalesce_grad_reduction
         super()._backward_prologue()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
@@ -357,7 +356,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         """Called by DeepSpeed at the end of `coalesce_grad_reduction`, which precedes a step. Collective at stage 2,
         and with `overlap_comm`."""
         reducer = optimizer.sharded.reducer
-        reducer.is_coalescing, reducer.is_last_micro_step = False, True
+        reducer.is_last_micro_step = True
         reducer.finish_backward()
 
     def step(self, lr_kwargs: Any = None) -> None:

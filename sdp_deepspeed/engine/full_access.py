@@ -80,35 +80,40 @@ class _Access:
 
 @torch.no_grad()
 def read_full(optimizer: ShardedOptimizer, name: str, kind: Quantity = "weight", key: str = "") -> torch.Tensor:
-    """Read values of a dense parameter in fp32, on the device of the weights.
+    """Read values of a dense parameter, on the device of the weights, in fp32; local gradients in their dtype.
 
     Args:
         name: dense name of a trained parameter.
         kind: "weight", "gradient" or "state". "gradient" averages the gradients, after the last micro-step; the next
-            call must be a step. At stages 0 and 1 it is before that, without a collective, what this rank has
-            accumulated, with zeros for what it lacks.
+            call must be a step. Before that at stages 0 and 1, and inside `coalesce_grad_reduction`, it is what this
+            rank has accumulated, with zeros for what it lacks, without a collective.
         key: key in the optimizer's state.
 
     Raises:
         ValueError: on all ranks, if there is no such state.
         RuntimeError: gradients are still being accumulated (stage 2).
     """
-    if is_local := kind == "gradient" and optimizer.stage < 2 and not optimizer.reducer.is_last_micro_step:
-        held = [piece for piece, _ in optimizer.mask.pieces[name] if optimizer.mask.is_held(piece)]
-    else:
-        _prepare(optimizer, kind, key)
+    if kind == "gradient" and optimizer.reducer.is_local:
+        return _local_gradient(optimizer, name)
+    _prepare(optimizer, kind, key)
     like = optimizer.mask.parameters[name]
     dense = torch.zeros(optimizer.mask.shapes[name], dtype=torch.float32, device=like.device)
-    if is_local:
-        for piece, values in zip(held, optimizer.reducer.local_gradient(name), strict=False):  # none: zeros
-            piece.narrow(dense).copy_(values)
-        return dense
     for box, values in _values(optimizer, name, kind, key):
         if box.is_written:
             box.of(dense).copy_(values)
     group = optimizer.groups.data_parallel
     if group.size > 1:
         dist.all_reduce(dense, group=group.process_group)
+    return dense
+
+
+def _local_gradient(optimizer: ShardedOptimizer, name: str) -> torch.Tensor:
+    mask, slices = optimizer.mask, optimizer.reducer.local_gradient(name)
+    like = slices[0] if slices else mask.parameters[name]
+    dense = torch.zeros(mask.shapes[name], dtype=like.dtype, device=like.device)
+    held = [piece for piece, _ in mask.pieces[name] if mask.is_held(piece)]
+    for piece, values in zip(held, slices, strict=False):  # no slices: no gradient
+        piece.narrow(dense).copy_(values)
     return dense
 
 

@@ -33,7 +33,6 @@ class SubnetworkOptimizer(ZeROOptimizer):
 
     custom_loss_scaler = False
     torch_autocast_gradscaler = None
-    _coalesce_grad_reduction = False  # set by `coalesce_grad_reduction` of DeepSpeed's engine
 
     def __init__(
         self,
@@ -76,6 +75,15 @@ class SubnetworkOptimizer(ZeROOptimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.sharded.optimizer.param_groups
+
+    @property
+    def _coalesce_grad_reduction(self) -> bool:
+        """Set by DeepSpeed's engine inside `coalesce_grad_reduction`."""
+        return self.sharded.reducer.is_coalescing
+
+    @_coalesce_grad_reduction.setter
+    def _coalesce_grad_reduction(self, value: bool) -> None:
+        self.sharded.reducer.is_coalescing = value
 
     @property
     def state(self) -> Any:

@@ -40,10 +40,11 @@ class Reducer:
         wire_dtype: communication dtype. Default: the accumulation dtype.
 
     Attributes:
-        is_last_micro_step: whether the next backward pass is the last before the step. Set by the engine.
+        is_last_micro_step: whether the backward pass that runs, or ran last, is the last before the step. Set by the
+            engine.
         is_averaged: whether gradients of this step have been averaged, so that only all ranks together can drop them.
             Equal on all ranks.
-        is_coalescing: whether backward passes only accumulate gradients, also at stage 2. Set by the engine.
+        is_coalescing: whether backward passes only accumulate gradients, also at stage 2. Set by DeepSpeed's engine.
         overlap: the argument.
     """
 
@@ -60,8 +61,7 @@ class Reducer:
         gradient_dtype: torch.dtype | None = None,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
-        self.is_last_micro_step = True
-        self.is_averaged = self.is_coalescing = False
+        self.is_last_micro_step = self.is_averaged = self.is_coalescing = False
         self.overlap = overlap
         self._mask, self._parameters, self._tensors, self._buckets = mask, parameters, tensors, buckets
         self._stage, self._bucket_size = stage, bucket_size
@@ -161,6 +161,11 @@ class Reducer:
         """Tensors of this rank without a gradient since the last step."""
         return [name for name in self._tensors if name not in self._used]
 
+    @property
+    def is_local(self) -> bool:
+        """Whether gradients are those of this rank until a later pass, which is the last of the step."""
+        return self.is_coalescing or (self._stage < 2 and not self.is_last_micro_step)
+
     def local_gradient(self, name: str) -> Sequence[torch.Tensor]:
         """What this rank has accumulated of a tensor's gradient, before it is averaged: its held slices, or nothing."""
         tensor = self._tensors.get(name)
@@ -210,7 +215,7 @@ class Reducer:
             bucket.average = None
             bucket.set_gradients(None)
             bucket.drop_gradients()
-        self.is_averaged = False
+        self.is_averaged = self.is_last_micro_step = False
         self._restart()
 
     def _drop(self, names: Collection[str]) -> None:

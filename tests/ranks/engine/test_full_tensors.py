@@ -18,6 +18,7 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 
+from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import batches, config, llama, loss_of
 from tests.helpers.ranks import Rank
@@ -127,20 +128,25 @@ def test_gradients_are_the_averages(rank: Rank) -> None:
     assert engine.get_global_grad_norm() > 0
 
 
-@pytest.mark.parametrize(("stage", "holders", "more"), [(1, 2, {}), (0, 2, {}), (1, 1, BF16)])
+@pytest.mark.parametrize(
+    ("stage", "holders", "more"), [(1, 2, {}), (0, 2, {}), (1, 1, BF16), (1, 2, OVERLAP), (2, 2, {}), (2, 1, BF16)]
+)
 def test_gradients_before_the_last_micro_step_are_this_ranks(
     stage: int, holders: int, more: dict[str, Any], rank: Rank
 ) -> None:
-    """As in plain DeepSpeed, also under `no_sync`; zeros of what the rank lacks."""
+    """As in plain DeepSpeed, also under `no_sync` and, at each stage, in passes whose averages are sent together; zeros
+    of what the rank lacks. They are in the dtype of accumulation, and reading them sends nothing."""
     settings = sgd(3, stage=stage, holders=holders, strategy="neuron") | dict(more)
-    engine, alone = engine_of(settings), llama().to(torch.bfloat16 if more else torch.float32)
-    with engine.no_sync():
+    engine, alone = engine_of(settings), llama().to(torch.bfloat16 if more == BF16 else torch.float32)
+    with TrafficCounter() as traffic, engine.no_sync() if stage < 2 and not more else engine.coalesce_grad_reduction():
+        assert not any(safe_get_full_grad(parameter).any() for parameter in engine.module.parameters())
         for batch in own_batches(rank, 2):
             engine.backward(loss_of(engine, batch))
             (loss_of(alone, batch) / 3).backward()
             found = {name: safe_get_full_grad(parameter) for name, parameter in parameters(engine).items()}
+        assert traffic.total == 0
     for name, parameter in alone.named_parameters():
-        assert found[name].shape == parameter.shape
+        assert (found[name].shape, found[name].dtype) == (parameter.shape, parameter.dtype)
         if holders == 2:
             torch.testing.assert_close(found[name], parameter.grad)
     assert found["lm_head.weight"].any()
