@@ -20,7 +20,7 @@ from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.branch import InnerLayers, attribute
 from sdp_deepspeed.architectures.cells import NoCells, UnevenBlocks, propose_cells
 from sdp_deepspeed.architectures.cut_tensors import cut_tensors_of
-from sdp_deepspeed.architectures.streams import Layer, is_inside
+from sdp_deepspeed.architectures.streams import Layer, is_nested
 from sdp_deepspeed.architectures.trace import Trace
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.replayed_layer import LAYER, OUTPUT, ReplayedLayer, difference, first_line
@@ -29,7 +29,7 @@ from sdp_deepspeed.units import Unit
 
 _MAX_ELEMENTS = 2**28  # of a layer that is computed
 _MAX_SEEDS = 4
-_MAX_TRIALS = 24
+_MAX_TRIALS = 64
 _TOLERANCE = 1e-3  # of fp32, behind norms over few elements
 _NUM_GROUPS = 5
 _Choice = tuple[str, str]  # a field of InnerLayers, and a name in it
@@ -80,7 +80,9 @@ def cells_of(traced: Trace, layer: Layer, branch: LocatedBranch) -> Cells:
             return Cells(reason=cut.uncuttable_reason)
         choices: list[_Choice] = []
         if inner.heads is not None:
-            choices += [("scaled", path) for path, value in counts.items() if _is_of_heads(value, cut)]
+            cut_modules = {layer_cut.module for layer_cut in inner.cuts}  # their sizes are those of their weights
+            of_others = {path: n for path, n in counts.items() if path.rpartition(".")[0] not in cut_modules}
+            choices += [("scaled", path) for path, value in of_others.items() if _is_of_heads(value, cut)]
             choices += [("by_head", name) for name in _arguments_by_head(traced, layer, branch, number)]
         proven, reason = _search(replayed, cut, choices)
         if proven is not None:
@@ -110,8 +112,8 @@ def _proposed(traced: Trace, layer: Layer, branch: LocatedBranch) -> tuple[Repla
 def _is_of_heads(value: int, branch: LocatedBranch) -> bool:
     """Whether a count may be the number of heads, or their width in some layer."""
     per_cell, rest = divmod(value, branch.num_cells)
-    widths = {t.size * share // sum(t.shares) // branch.num_cells for t in branch.cut_tensors for share in t.shares}
-    return rest == 0 and per_cell > 0 and any(width % per_cell == 0 for width in widths)
+    widths = {t.size * share // sum(t.shares) for t in branch.cut_tensors for share in (*t.shares, sum(t.shares))}
+    return rest == 0 and per_cell > 0 and any(width % value == 0 for width in widths)
 
 
 def cut_into(model: nn.Module, branch: LocatedBranch, cells: Cells) -> LocatedBranch:
@@ -144,17 +146,18 @@ def _search(replayed: ReplayedLayer, branch: LocatedBranch, choices: list[_Choic
     with_some, dense = expected[0].results, expected[-1].results
     if not difference({OUTPUT: with_some[OUTPUT]}, {OUTPUT: dense[OUTPUT]}):
         return None, "without some of its neurons or heads it computes the same on the example, so nothing is proven"
-    first = ""
+    best, reason = 0, ""
     for chosen in itertools.islice(_subsets(choices), _MAX_TRIALS):
-        reason = _difference(replayed, branch, _with(inner, chosen), expected)
-        if not reason:
+        number, failure = _num_equal(replayed, branch, _with(inner, chosen), expected)
+        if not failure:
             for choice in chosen:
                 fewer = tuple(other for other in chosen if other != choice)
-                if not _difference(replayed, branch, _with(inner, fewer), expected):
+                if not _num_equal(replayed, branch, _with(inner, fewer), expected)[1]:
                     chosen = fewer
             return _with(inner, chosen), ""
-        first = first or reason
-    return None, first
+        if not reason or number > best:
+            best, reason = number, failure
+    return None, reason
 
 
 def _with(inner: InnerLayers, chosen: tuple[_Choice, ...]) -> InnerLayers:
@@ -163,10 +166,9 @@ def _with(inner: InnerLayers, chosen: tuple[_Choice, ...]) -> InnerLayers:
 
 
 def _subsets(choices: list[_Choice]) -> Iterator[tuple[_Choice, ...]]:
-    yield ()
-    if choices:
-        yield tuple(choices)
-    for size in range(1, len(choices)):
+    """All subsets; those with few elements and those without few of them first."""
+    sizes = [size for pair in zip(range(len(choices) + 1), range(len(choices), -1, -1), strict=True) for size in pair]
+    for size in dict.fromkeys(sizes):
         yield from itertools.combinations(choices, size)
 
 
@@ -179,19 +181,20 @@ class _Expected:
     results: dict[str, torch.Tensor]
 
 
-def _difference(
+def _num_equal(
     replayed: ReplayedLayer, branch: LocatedBranch, inner: InnerLayers, expected: Sequence[_Expected]
-) -> str:
-    """Where the layer with some of the cells differs from what is expected; empty if nowhere."""
+) -> tuple[int, str]:
+    """In how many cases the layer with some of the cells is what is expected, and how it fails then, if it does."""
     cut = replace(branch, description=replace(branch.description, inner=inner))
-    for case in expected:
+    for number, case in enumerate(expected):
         try:
             masked = _masked(replayed, case.plan, cut, case.subnetwork)
         except Exception as error:  # of user code, with sizes that it may not allow
-            return f"with fewer neurons or heads its forward fails ({type(error).__name__}: {first_line(error)})"
+            why = f"{type(error).__name__}: {first_line(error)}"
+            return number, f"with fewer neurons or heads its forward fails ({case.plan.regime}; {why})"
         if found := difference(masked, case.results, _TOLERANCE):
-            return f"with some of its {branch.num_cells} neurons or heads, {found} ({case.plan.regime})"
-    return ""
+            return number, f"with some of its {branch.num_cells} neurons or heads, {found} ({case.plan.regime})"
+    return len(expected), ""
 
 
 def _plan(regime: str, branch: LocatedBranch) -> Plan:
@@ -251,19 +254,19 @@ def _arguments_by_head(traced: Trace, layer: Layer, branch: LocatedBranch, numbe
     return [
         key
         for key, tensor, _ in (call.inputs if call is not None else ())
-        if isinstance(key, str) and tensor.dim() > 2 and tensor.shape[1] % number == 0
+        if isinstance(key, str) and tensor.dim() > 3 and tensor.shape[1] % number == 0
     ]
 
 
 def _counts_read(replayed: ReplayedLayer, branch: LocatedBranch) -> dict[str, int]:
-    """Integers that a pass reads from the modules of a branch's bodies and from their configs, by attribute path in the
-    root."""
+    """Integers that a pass reads from the modules in a branch's bodies and around them, and from their configs, by
+    attribute path in the root."""
     watched = replayed.copy()
     root = watched.holder.get_submodule(branch.root)
     read: set[tuple[int, str]] = set()
     paths: dict[int, list[str]] = {}
     for name, module in root.named_modules():
-        if not branch.description.root and not any(is_inside(name, body) for body in branch.description.bodies):
+        if not branch.description.root and not any(is_nested(name, body) for body in branch.description.bodies):
             continue
         objects = {"": module} | {key: value for key, value in vars(module).items() if _is_config(value)}
         for key, value in objects.items():

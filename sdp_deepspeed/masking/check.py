@@ -36,7 +36,7 @@ def check_plan(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch]) 
             raise ValueError(
                 f"plan: subnetwork {min(without)} has no unit of {name!r}; each needs a group of neurons or a head"
             )
-        if any(plan.coverage_of(index) < 1 for index in units):
+        if any(plan.coverage_of(index) < 1 for index in units) and not by_name[name].is_derived:
             _check_norms(model, by_name[name])
     if not plan.is_dense:
         _refuse_synchronized_norms(model, plan)
