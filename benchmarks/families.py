@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import re
 import sys
 import time
@@ -29,8 +28,8 @@ from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
+from transformers.utils.logging import set_verbosity_error
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.provenance import write_result
@@ -52,6 +51,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    set_verbosity_error()
     known: dict[str, Any] = {}
     if arguments.output.exists():
         known = json.loads(arguments.output.read_text(encoding="utf-8"))["models"]
