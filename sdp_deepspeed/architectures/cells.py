@@ -139,6 +139,8 @@ def _projection(
     weight, dim = _weight_of(name, output, results)
     prefix = f"{name}." if name else ""
     others = {n: p for n, p in parameters.items() if p is not getattr(output, weight)}
+    if not others:
+        raise NoCells(f"the branch has no weight before {name or type(output).__name__}")
     total = torch.stack([(result * _numbers(result)).sum() for result in results]).sum()
     (gradient,) = torch.autograd.grad(total, [getattr(output, weight)], create_graph=True)  # linear in the inputs
     gradient = gradient * _numbers(gradient)
@@ -170,6 +172,8 @@ def _weight_of(name: str, output: nn.Module, results: Sequence[Tensor]) -> tuple
     if isinstance(output, CONVOLUTIONS):
         return "weight", 1
     weights = {n: p for n, p in output.named_parameters(recurse=False) if p.dim() in (2, 3)}
+    if not weights:
+        raise NoCells(f"{name or type(output).__name__} has no matrix of its own")
     first = torch.stack([result[..., 0].sum() for result in results]).sum()
     gradients = torch.autograd.grad(first, [*weights.values()], retain_graph=True, allow_unused=True)
     for (key, weight), gradient in zip(weights.items(), gradients, strict=True):

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import sdp_deepspeed
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches, registry, units_of_branches
 from sdp_deepspeed.masking.proof import proven_branches, with_cells
+from sdp_deepspeed.masking.scale import starts_smaller
 from tests.helpers.hand_written import HAND_WRITTEN, WIDTH, Layer, Stack, stream
 from tests.helpers.oracle_grid import ARCHITECTURES, MODELS
 
@@ -50,6 +51,19 @@ def test_derived_cells_are_those_described(name: str, monkeypatch: pytest.Monkey
             assert found[key].uncuttable_reason
         else:
             assert cells(found[key]) == cells(branch)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "convnext", "gpt_oss", "qwen2_moe", "resnet"])
+def test_init_makes_the_same_output_projections_smaller(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of derived blocks, whose neurons are not derived, too; none before a norm."""
+    model = MODELS[name].build()
+    described = {branch.name: branch for branch in locate_branches(model) if branch.is_bypassed}
+    monkeypatch.setattr(registry, "_DESCRIPTIONS", {})
+    for branch in proven_branches(model):
+        expected = described[branch.name]
+        assert starts_smaller(model, branch) == starts_smaller(model, expected)
+        if starts_smaller(model, branch):
+            assert sorted(branch.outputs) == sorted(expected.outputs)
 
 
 class Heads(nn.Module):
