@@ -113,6 +113,7 @@ class Zeros:
         size: None if it is the input's.
         is_flat: whether all dims but the last are one, as in the output of experts.
         is_tuple: whether a single output is in a tuple.
+        like: position or keyword of the input; None if it is the first argument.
     """
 
     num_outputs: int = 1
@@ -120,6 +121,7 @@ class Zeros:
     size: int | None = None
     is_flat: bool = False
     is_tuple: bool = False
+    like: int | str | None = None
 
 
 LIKE_INPUT = Zeros()
@@ -144,8 +146,8 @@ class Branch:
             None if the layer adds it.
         zeros: what each body returns if the branch is absent, for bodies of which one does not run on just the output
             of the one before. By default, the first returns zeros, and others return their input.
-        extra_outputs: keyword arguments that an absent body returns as its further outputs (T5's position bias); other
-            outputs are None.
+        extra_outputs: keywords or positions of arguments that an absent body returns as its further outputs (T5's
+            position bias); other outputs are None.
         uncut_reason: why there is no `inner`, for error messages.
         experts: description of a mixture of experts; some layers of the class may lack them.
         when: conditions for a layer to have this branch: attribute paths with a value or a type, for classes whose
@@ -164,7 +166,7 @@ class Branch:
     inner: InnerLayers | None = None
     added_to: int | str | None = None
     zeros: tuple[Zeros, ...] = ()
-    extra_outputs: tuple[str, ...] = ()
+    extra_outputs: tuple[int | str, ...] = ()
     uncut_reason: str = ""
     experts: Experts | None = None
     when: tuple[tuple[str, Any], ...] = ()

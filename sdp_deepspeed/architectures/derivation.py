@@ -3,9 +3,13 @@ not run, such as the vision tower of a language model."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -44,9 +48,24 @@ def derivation_of(model: nn.Module) -> Derivation:
     given = given_example(model)
     known = _KNOWN.get(model)
     if known is None or known[0] != modules or known[1] is not given:
-        with torch.random.fork_rng(devices=[]), _disable_current_modes(), torch.device("cpu"):
+        with known_random_numbers(), _disable_current_modes(), torch.device("cpu"):
             known = _KNOWN[model] = modules, given, _derive(model)
     return known[2]
+
+
+@contextmanager
+def known_random_numbers() -> Iterator[None]:
+    """Context in which random numbers on the CPU are the same on all ranks; afterwards they go on as before."""
+    state, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            np.random.set_state(of_numpy)
 
 
 def _derive(model: nn.Module) -> Derivation:
@@ -69,9 +88,36 @@ def _derive(model: nn.Module) -> Derivation:
         prefix = f"{name}." if name else ""
         ran |= {f"{prefix}{path}" for path in traced.calls}
         branches, reasons = derive(module, traced)
+        branches = _also_in_training(module, example, branches, reasons)
         result.branches.update({prefix + layer: found for layer, found in branches.items()})
         result.passes.update({prefix + layer: (traced, prefix) for layer in branches})
         result.reasons.update({prefix + layer: reason for layer, reason in reasons.items()})
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     ordered = {layer: result.branches[layer] for layer in sorted(result.branches, key=lambda layer: order[layer])}
     return Derivation(ordered, result.passes, result.reasons, problem)
+
+
+def _also_in_training(
+    module: nn.Module, example: Example, branches: Mapping[str, list[Branch]], reasons: dict[str, str]
+) -> dict[str, list[Branch]]:
+    """Those branches that a pass in training mode has, too, if there is one with this example: further losses may use
+    what they compute. Adds reasons for the others."""
+    try:
+        traced = trace_pass(module, example, is_training=True)
+    except Exception:  # of user code, such as one that needs labels in training mode only
+        return dict(branches)
+    in_training, why = derive(module, traced)
+    result: dict[str, list[Branch]] = {}
+    for layer, of_layer in branches.items():
+        same = [{*branch.modules, *branch.parameters} for branch in in_training.get(layer, ())]
+        left = [
+            branch
+            for branch in of_layer
+            if f"{layer}.{branch.bodies[0]}" not in traced.calls  # left out at random
+            or {*branch.modules, *branch.parameters} in same
+        ]
+        if len(left) < len(of_layer):
+            reasons[layer] = f"in training mode: {why.get(layer, 'it computes something else')}"
+        if left:
+            result[layer] = left
+    return result

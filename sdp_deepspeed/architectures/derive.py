@@ -52,9 +52,8 @@ def derive(model: nn.Module, traced: Trace) -> tuple[dict[str, list[Branch]], di
     known: list[dict[str, list[Branch]]] = []
     for names in candidates(model):
         of_names: dict[str, list[Branch]] = {}
-        layers = {name: layer for name in names if (layer := layer_of(model, traced, name)) is not None}
-        for name, layer in layers.items():
-            if branches := _branches(traced, layer, live, reasons):
+        for name in names:
+            if branches := _branches_of_calls(model, traced, name, live, reasons):
                 of_names[name] = branches
         known.append(of_names)
     chosen = _innermost(model, *known)
@@ -90,6 +89,18 @@ def _num_parameters(model: nn.Module, layer: str, branches: Sequence[Branch]) ->
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
+def _branches_of_calls(
+    model: nn.Module, traced: Trace, name: str, live: set[Node], reasons: dict[str, str]
+) -> list[Branch]:
+    """Branches of a module that may be called several times; none if its calls differ."""
+    layers = [layer_of(model, traced, name, call) for call in traced.calls.get(name, ())]
+    of_calls = [[] if layer is None else _branches(traced, layer, live, reasons) for layer in layers]
+    if any(branches != of_calls[0] for branches in of_calls):
+        reasons[name] = "its calls in one pass differ"
+        return []
+    return of_calls[0] if of_calls else []
+
+
 def _branches(traced: Trace, layer: Layer, live: set[Node], reasons: dict[str, str]) -> list[Branch]:
     branches: list[Branch] = []
     names: Counter[str] = Counter()
@@ -117,7 +128,7 @@ class _Module:
         is_product: whether it contains a product.
         added_to: position or keyword of the argument to which it adds its output itself.
         zeros: number and shape of its outputs.
-        extra_outputs: keyword arguments that it returns as further outputs.
+        extra_outputs: positions or keywords of arguments that it returns as further outputs.
     """
 
     name: str
@@ -125,7 +136,7 @@ class _Module:
     is_product: bool
     added_to: int | str | None = None
     zeros: Zeros = LIKE_INPUT
-    extra_outputs: tuple[str, ...] = ()
+    extra_outputs: tuple[int | str, ...] = ()
 
     @property
     def keeps_shape(self) -> bool:
@@ -251,9 +262,13 @@ def _as_whole(
     if extra is None:
         return None
     num_outputs = len(output) if is_tuple else 1
-    zeros = _zeros(tuple(call.inputs[0][1].shape), tuple(first.shape), num_outputs, is_tuple=is_tuple)
+    of_stream = [(key, tensor) for key, tensor, node in call.inputs if node in path.nodes or node in stream]
+    key, given = of_stream[0] if of_stream else call.inputs[0][:2]
+    zeros = _zeros(tuple(given.shape), tuple(first.shape), num_outputs, is_tuple=is_tuple)
     if zeros is None:
         return None
+    if key != next(iter((*range(len(call.args)), *call.kwargs))):
+        zeros = replace(zeros, like=key)
     relative = name[len(layer.name) + 1 :]
     is_product = any(node.is_product for node in inside)
     return _Module(relative, inside[0].order, is_product, added_to, zeros, extra)
@@ -276,18 +291,19 @@ def _residual(call: Call, path: BranchPath, mine: set[Node], on_stream: set[Node
 
 def _extra_outputs(
     traced: Trace, call: Call, output: tuple[object, ...], of_call: set[Node], live: set[Node]
-) -> tuple[str, ...] | None:
-    """Keyword arguments that a module returns after its first output; None if others of its results are used."""
-    names: list[str] = []
+) -> tuple[int | str, ...] | None:
+    """Positions or keywords of arguments that a module returns after its first output; None if others of its results
+    are used."""
+    names: list[int | str] = []
     used = {source for node in traced.nodes[call.last :] if node in live for source in node.inputs}
     for index, value in enumerate(output[1:]):
         if not isinstance(value, torch.Tensor):
             continue
         node = traced.node_of(value)
-        given = [key for key, tensor, _ in call.inputs if tensor is value and isinstance(key, str)]
+        given = [key for key, tensor, _ in call.inputs if tensor is value]
         if given and len(names) == index:
             names.append(given[0])
-        elif node in used and node in of_call and node is not call.outputs[0][1]:
+        elif node in used and (given or (node in of_call and node is not call.outputs[0][1])):
             return None
     return tuple(names)
 
@@ -310,7 +326,7 @@ def _is_chain(traced: Trace, layer: Layer, bodies: Sequence[_Module]) -> bool:
     """Whether each body only gets the output of the one before, so that its input can pass through."""
     calls = [traced.calls[f"{layer.name}.{module.name}"] for module in bodies]
     of_layer = [next(c for c in of_body if layer.call.first <= c.first) for of_body in calls]
-    is_like_input = bodies[0].zeros.size is None and not bodies[0].zeros.is_flat and not bodies[0].zeros.is_tuple
+    is_like_input = bodies[0].keeps_shape or bodies[0].zeros == Zeros(bodies[0].zeros.num_outputs)
     if len(bodies) == 1:
         return is_like_input
     if tuple(of_layer[0].inputs[0][1].shape) != tuple(of_layer[-1].outputs[0][0].shape):
@@ -357,7 +373,9 @@ def _tail(traced: Trace, layer: Layer, path: BranchPath, modules: Sequence[_Modu
     names = [name for _, name in sorted(tail)]
     left = [n for n in between if not any(is_inside(n.module, f"{layer.name}.{name}") for name in names)]
     for node in left:
-        if not node.operators <= _LINEAR and node.operation != "add":
+        is_sum = node.operation in ("add", "add_") and not node.parameters
+        is_sum = is_sum and (node in path.sums or {*node.inputs} <= behind)
+        if not node.operators <= _LINEAR and not is_sum:
             raise NotDerived(f"{node.operation} in {node.module!r} runs on the branch's output, which is not linear")
     return tuple(names)
 

@@ -75,16 +75,14 @@ def candidates(model: nn.Module) -> tuple[list[str], list[str]]:
     return repeated, other
 
 
-def layer_of(model: nn.Module, traced: Trace, name: str) -> Layer | None:
-    """The stream and branches of a module's first call; None if it has none."""
-    calls = traced.calls.get(name, [])
-    for call in calls[:1]:
-        for output, end in call.outputs:
-            for _, given, start in call.inputs:
-                if given.shape == output.shape and given.is_floating_point() and end is not start:
-                    stream, paths = _stream(traced.nodes[call.first : call.last], start, end)
-                    if paths:
-                        return Layer(name, model.get_submodule(name), call, stream, paths)
+def layer_of(model: nn.Module, traced: Trace, name: str, call: Call) -> Layer | None:
+    """The stream and branches of a call of a module; None if it has none."""
+    for output, end in call.outputs:
+        for _, given, start in call.inputs:
+            if given.shape == output.shape and given.is_floating_point() and end is not start:
+                stream, paths = _stream(traced.nodes[call.first : call.last], start, end)
+                if paths:
+                    return Layer(name, model.get_submodule(name), call, stream, paths)
     return None
 
 
@@ -122,13 +120,16 @@ def _stream(nodes: Sequence[Node], start: Node, end: Node) -> tuple[list[Node], 
 
 
 def _parallel(addition: Node, operand: Node, inside: set[Node], stop: set[Node]) -> list[Node]:
-    """Branches that the same forward adds up before it adds them to the stream, last first."""
+    """Branches that the same forward adds up, and may multiply, before it adds them to the stream, last first."""
+    whole = operand
+    while operand.operation in ("mul", "div") and len(operand.inputs) == 1 and not operand.parameters:
+        operand = operand.inputs[0]
     parts = [node for node in operand.inputs if node in inside and node not in stop]
     if operand.operation not in ("add", "add_") or operand.module != addition.module or len(parts) < 2:
-        return [operand]
+        return [whole]
     closures = [_closure(part, inside, stop) for part in parts]
     if not all(any(node.is_product for node in closure) for closure in closures):
-        return [operand]
+        return [whole]
     return [branch for part in parts[::-1] for branch in _parallel(addition, part, inside, stop)]
 
 

@@ -16,7 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -24,7 +29,6 @@ from sdp_deepspeed.architectures.examples import Example
 
 # Operators that combine features or positions.
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "convolution", "_grouped_mm"})
-_HOSTS = ("deepspeed", "torch.distributed", "accelerate", "sdp_deepspeed")
 _HOSTS = ("deepspeed", "torch.distributed", "accelerate", "sdp_deepspeed")
 _MAX_ELEMENTS = 2**26  # of a model that is computed
 _COLLECTIVES = ("c10d", "_c10d_functional")
@@ -41,7 +45,9 @@ class Node:
         inputs: nodes whose results it reads.
         parameters: dense names of parameters that it reads, in this order.
         operators: names of the operators in it, whose results are floating.
+        constants: numbers among the arguments of these operators, and of all others in it.
         shape, is_floating: of its (first) result.
+        value: result of an operation, if the trace keeps values.
     """
 
     operation: str
@@ -50,8 +56,10 @@ class Node:
     inputs: list[Node] = field(default_factory=list)
     parameters: dict[str, None] = field(default_factory=dict)
     operators: set[str] = field(default_factory=set)
+    constants: list[Any] = field(default_factory=list)
     shape: tuple[int, ...] = ()
     is_floating: bool = False
+    value: torch.Tensor | None = None
 
     @property
     def is_product(self) -> bool:
@@ -86,11 +94,15 @@ class Trace(TorchDispatchMode):
         calls: of each module, by dense name.
         result: nodes of the model's output.
         model: the copy that ran.
+
+    Args:
+        keeps_values: whether nodes keep their results.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, keeps_values: bool = False) -> None:
         super().__init__()
         self.model = model
+        self._keeps_values = keeps_values
         self.nodes: list[Node] = []
         self.calls: dict[str, list[Call]] = {}
         self.result: list[Node] = []
@@ -120,7 +132,8 @@ class Trace(TorchDispatchMode):
         if func.namespace in _COLLECTIVES:
             raise RuntimeError("its forward is a collective")
         name = func._schema.name.partition("::")[2]
-        if name == "_grouped_mm" and (args[0].dim(), args[1].dim()) == (2, 3):  # fake tensors have it in bf16 only
+        is_fake = name == "_grouped_mm" and isinstance(args[1], FakeTensor)
+        if is_fake and (args[0].dim(), args[1].dim()) == (2, 3):  # fake tensors have it in bf16 only
             result: Any = args[0].new_empty(args[0].shape[0], args[1].shape[2])
         else:
             result = func(*args, **kwargs)
@@ -128,6 +141,7 @@ class Trace(TorchDispatchMode):
         if node is None:
             node = Node(name, self._path(), len(self.nodes))
             self.nodes.append(node)
+        node.constants += [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int | float | str)]
         reads_values = not (name.endswith("_like") or name.startswith("new_"))
         for tensor in tensors_in((args, kwargs)) if reads_values else []:
             if id(tensor) in self._parameters and id(tensor) not in self._made:
@@ -144,6 +158,7 @@ class Trace(TorchDispatchMode):
                 node.operators.add(name)
             if node.operation != "module":
                 node.shape, node.is_floating = tuple(tensor.shape), tensor.is_floating_point()
+                node.value = tensor.clone() if self._keeps_values else None
         return result
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -167,9 +182,21 @@ class Trace(TorchDispatchMode):
         if node is not None and call.outputs:
             node.shape, node.is_floating = tuple(call.outputs[0][0].shape), call.outputs[0][0].is_floating_point()
 
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context in which calls of the model, or of its modules, are recorded, without gradients."""
+        hooks = []
+        for module in self.model.modules():
+            hooks.append(module.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True))
+            hooks.append(module.register_forward_hook(self.leave))
+        with torch.no_grad(), _unfused(), self:
+            yield
+        for hook in hooks:
+            hook.remove()
 
-def trace_pass(model: nn.Module, example: Example) -> Trace:
-    """Run a model once on an example, in evaluation mode. The model is unchanged.
+
+def trace_pass(model: nn.Module, example: Example, *, is_training: bool = False) -> Trace:
+    """Run a model once on an example, in evaluation mode or in training mode. The model is unchanged.
 
     A small model whose forward reads values of activations (how many tokens an expert gets) runs with random weights.
 
@@ -177,24 +204,17 @@ def trace_pass(model: nn.Module, example: Example) -> Trace:
         model: whole, on any device, including meta.
     """
     try:
-        return _trace(without_storage(model), example)
+        return _trace(without_storage(model).train(is_training), example)
     except (DataDependentOutputException, DynamicOutputShapeException):
         if sum(parameter.numel() for parameter in model.parameters()) > _MAX_ELEMENTS:
             raise
-        return _trace(without_storage(model, random=True), example)
+        return _trace(without_storage(model, random=True).train(is_training), example)
 
 
 def _trace(copied: nn.Module, example: Example) -> Trace:
-    copied.eval()
     traced = Trace(copied)
-    hooks = []
-    for module in copied.modules():
-        hooks.append(module.register_forward_pre_hook(traced.enter, with_kwargs=True, prepend=True))
-        hooks.append(module.register_forward_hook(traced.leave))
-    with torch.no_grad(), _unfused(), traced:
+    with traced.recording():
         output = copied(*example.args, **example.kwargs)
-    for hook in hooks:
-        hook.remove()
     main = next((o for name in ("loss", "logits") if (o := getattr(output, name, None)) is not None), output)
     traced.result = [traced.node_of(tensor) for tensor in tensors_in(main)]
     return traced

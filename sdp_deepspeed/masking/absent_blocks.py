@@ -8,7 +8,7 @@ layer runs its own forward on ordinary tensors, so compilers, checkpointing and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +29,14 @@ class Absent:
 
     Args:
         num_outputs: number of outputs of the body; 0 for a module that returns its input.
-        extra_outputs: keyword arguments that are returned as further outputs; remaining outputs are None.
+        extra_outputs: keywords or positions of arguments that are returned as further outputs; others are None.
         has_storage: whether the zeros need storage, because the layer writes to them.
         added_to: position or keyword of the argument to which the body adds its output itself.
         zeros: shape of the zeros.
     """
 
     num_outputs: int
-    extra_outputs: tuple[str, ...] = ()
+    extra_outputs: tuple[int | str, ...] = ()
     has_storage: bool = False
     added_to: int | str | None = None
     zeros: Zeros = LIKE_INPUT
@@ -64,24 +64,26 @@ def skip_branch(model: nn.Module, branch: LocatedBranch) -> Iterator[nn.Module]:
 
 def _pass_or_zero(forward: ReplacedForward, *args: Any, **kwargs: Any) -> Any:
     state: Absent = forward.state
-    x = args[0] if args else next(iter(kwargs.values()))
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    x = given[next(iter(given)) if state.zeros.like is None else state.zeros.like]
     if not state.num_outputs:
         return x
     if state.added_to is not None:
-        stream = kwargs[state.added_to] if isinstance(state.added_to, str) else args[state.added_to]
-        return around(stream, state.num_outputs, state.extra_outputs, kwargs)
+        return around(given[state.added_to], state.num_outputs, state.extra_outputs, given)
     shape = [math.prod(x.shape[:-1]), x.shape[-1]] if state.zeros.is_flat else [*x.shape]
     if state.zeros.size is not None:
         shape[state.zeros.dim] = state.zeros.size
     zeros = x.new_zeros(shape) if state.has_storage else x.new_zeros(()).expand(shape)  # one element
     if state.zeros.is_tuple:
         return (zeros,)
-    return around(zeros, state.num_outputs, state.extra_outputs, kwargs)
+    return around(zeros, state.num_outputs, state.extra_outputs, given)
 
 
-def around(output: torch.Tensor, num_outputs: int, extra_outputs: tuple[str, ...], kwargs: dict[str, Any]) -> Any:
+def around(
+    output: torch.Tensor, num_outputs: int, extra_outputs: tuple[int | str, ...], given: Mapping[Any, Any]
+) -> Any:
     """Outputs of a body: `output`, then the arguments in `extra_outputs` (T5's position bias), else None."""
     if num_outputs == 1:
         return output
-    further = [kwargs.get(name) for name in extra_outputs]
+    further = [given.get(name) for name in extra_outputs]
     return (output, *further, *[None] * (num_outputs - 1 - len(further)))

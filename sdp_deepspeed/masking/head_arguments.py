@@ -27,7 +27,7 @@ class HeldHeads:
     num_heads: int
     by_head: tuple[str, ...]
     num_outputs: int
-    extra_outputs: tuple[str, ...]
+    extra_outputs: tuple[int | str, ...]
 
 
 def select_heads(body: nn.Module, branch: LocatedBranch, heads: Sequence[int]) -> None:

@@ -1,8 +1,9 @@
 """Proof by numbers that derived branches may be absent.
 
 The oracle needs no names: a layer in which a branch is absent computes the same as the layer in which all parameters of
-that branch are zero, and so do its gradients. Each form of a layer runs once by itself in training mode, in fp32 on the
-CPU, with random weights and the inputs that it had in the traced pass; inputs that depend on weights are random.
+that branch are zero, and so do its gradients; and what a branch adds is multiplied as the mask multiplies the branch.
+Each form of a layer, and of its calls, runs once by itself in training mode, in fp32 on the CPU, with random weights and
+the inputs that it had in the traced pass; inputs that depend on weights are random.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches
-from sdp_deepspeed.architectures.derivation import Derivation, derivation_of
-from sdp_deepspeed.architectures.streams import Layer, layer_of
-from sdp_deepspeed.architectures.trace import Trace
+from sdp_deepspeed.architectures.derivation import Derivation, derivation_of, known_random_numbers
+from sdp_deepspeed.architectures.streams import Layer, is_inside, layer_of
+from sdp_deepspeed.architectures.trace import Node, Trace
 from sdp_deepspeed.masking.absent_blocks import skip_branch
 from sdp_deepspeed.masking.replayed_layer import LAYER, ReplayedLayer, difference, first_line
+from sdp_deepspeed.masking.scale import scale_block
 
 if TYPE_CHECKING:
     from sdp_deepspeed.masking.cell_proof import Cells
 
+_FACTOR = 3.0
 _CELLS: WeakKeyDictionary[nn.Module, tuple[Derivation, dict[str, Cells]]] = WeakKeyDictionary()
 _PROVEN: WeakKeyDictionary[nn.Module, tuple[Derivation, dict[str, str]]] = WeakKeyDictionary()
 
@@ -47,7 +50,7 @@ def proven_branches(model: nn.Module) -> list[LocatedBranch]:
     derivation = derivation_of(model)
     known = _PROVEN.get(model)
     if known is None or known[0] is not derivation:
-        with _disable_current_modes(), torch.device("cpu"):
+        with known_random_numbers(), _disable_current_modes(), torch.device("cpu"):
             known = _PROVEN[model] = derivation, _failures(model, branches)
     failures = known[1]
     proven = [branch for branch in branches if branch.name not in failures]
@@ -83,9 +86,9 @@ def with_cells(
     for branch in filter(is_cut, branches):
         if branch.name in known:
             continue
-        with _disable_current_modes(), torch.device("cpu"), torch.enable_grad():
-            traced, layer = _replayable(derivation, branch.layer)
-            of_form = of_forms.setdefault(_form(layer.module, [branch]), [])
+        with known_random_numbers(), _disable_current_modes(), torch.device("cpu"), torch.enable_grad():
+            traced, layer = _replayable(derivation, branch.layer)[0]
+            of_form = of_forms.setdefault(_form(traced, layer, [branch]), [])
             root = layer.module.get_submodule(branch.description.root)
             cells = next((cells for cells in of_form if cells.applies_to(root)), None)
             if cells is None:
@@ -95,11 +98,12 @@ def with_cells(
     return [cut_into(model, branch, known[branch.name]) if is_cut(branch) else branch for branch in branches]
 
 
-def _replayable(derivation: Derivation, name: str) -> tuple[Trace, Layer]:
+def _replayable(derivation: Derivation, name: str) -> list[tuple[Trace, Layer]]:
+    """Each call of a layer."""
     traced, prefix = derivation.passes[name]
-    layer = layer_of(traced.model, traced, name.removeprefix(prefix))
-    assert layer is not None
-    return traced, layer
+    relative = name.removeprefix(prefix)
+    layers = [layer_of(traced.model, traced, relative, call) for call in traced.calls[relative]]
+    return [(traced, layer) for layer in layers if layer is not None]
 
 
 def replicated_layers(model: nn.Module) -> list[str]:
@@ -126,18 +130,28 @@ def _failures(model: nn.Module, branches: Sequence[LocatedBranch]) -> dict[str, 
     failures: dict[str, str] = {}
     for name in dict.fromkeys(branch.layer for branch in branches):
         of_layer = [branch for branch in branches if branch.layer == name]
-        _, layer = _replayable(derivation, name)
-        form = _form(layer.module, of_layer)
-        if form not in of_forms:
-            of_forms[form] = _failures_of_layer(layer, of_layer)
-        failures |= {f"{name}.{kind}": reason for kind, reason in of_forms[form].items()}
+        for traced, layer in _replayable(derivation, name):
+            form = _form(traced, layer, of_layer)
+            if form not in of_forms:
+                of_forms[form] = _failures_of_layer(layer, of_layer)
+            failures |= {f"{name}.{kind}": reason for kind, reason in of_forms[form].items()}
     return failures
 
 
-def _form(layer: nn.Module, branches: Sequence[LocatedBranch]) -> Any:
-    modules = tuple((name, type(module)) for name, module in layer.named_modules())
-    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
-    return modules, shapes, tuple(branch.description for branch in branches)
+def _form(traced: Trace, layer: Layer, branches: Sequence[LocatedBranch]) -> Any:
+    """What two calls of layers have in common if they compute the same of other weights: the operations with their
+    constants, and where their inputs come from."""
+    prefix, start = len(layer.name), layer.call.first
+
+    def described(node: Node) -> Any:
+        before = [max(-1, of.order - start) for of in node.inputs if of.operation != "input"]
+        parameters = sorted(parameter[prefix:] for parameter in node.parameters)
+        return (node.operation, node.module[prefix:], node.shape, *map(repr, node.constants), *before, *parameters)
+
+    operations = tuple(described(node) for node in traced.nodes[start : layer.call.last])
+    modules = tuple((name, type(module)) for name, module in layer.module.named_modules())
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.module.named_parameters())
+    return operations, modules, shapes, tuple(branch.description for branch in branches)
 
 
 def _failures_of_layer(layer: Layer, branches: Sequence[LocatedBranch]) -> dict[str, str]:
@@ -145,7 +159,7 @@ def _failures_of_layer(layer: Layer, branches: Sequence[LocatedBranch]) -> dict[
     own = [_in_replayed(branch) for branch in branches]
     try:
         replayed = ReplayedLayer(layer)
-        dense = replayed.run()
+        dense = replayed.copy().run()
     except Exception as error:  # of user code that runs alone
         reason = f"the layer could not be run alone, so nothing is proven ({type(error).__name__}: {first_line(error)})"
         return {branch.description.name: reason for branch in branches}
@@ -163,8 +177,11 @@ def _failure(replayed: ReplayedLayer, dense: dict[str, torch.Tensor], absent: Se
     """Why a layer without branches is not proven; empty if it is."""
     names = ", ".join(branch.description.name for branch in absent)
     try:
-        masked = _without(replayed, absent).run()
         expected = _zeroed(replayed, absent).run()
+        if not all(bool(tensor.isfinite().all()) for tensor in expected.values()):
+            return f"with zero parameters in {names} it does not compute finite numbers"
+        masked = _without(replayed, absent).run()
+        is_scaled = len(absent) > 1 or _is_scaled(replayed, absent[0])
     except Exception as error:  # of user code, on zeros
         return (
             f"without {names} it could not be run, so nothing is proven ({type(error).__name__}: {first_line(error)})"
@@ -173,7 +190,30 @@ def _failure(replayed: ReplayedLayer, dense: dict[str, torch.Tensor], absent: Se
         return f"without {names} it differs from the layer with zero parameters there: {found}"
     if not difference(masked, dense):
         return f"without {names} it computes the same on the example, so nothing is proven"
-    return ""
+    return "" if is_scaled else f"what {names} adds is not multiplied if the output of its last module is"
+
+
+def _is_scaled(replayed: ReplayedLayer, branch: LocatedBranch) -> bool:
+    """Whether what a branch adds is multiplied by a factor if the mask multiplies the branch by that."""
+    scaled = replayed.copy()
+    scale_block(scaled.holder, branch, 1 / _FACTOR)
+    without, with_it, multiplied = (
+        _after_addition(layer, branch) for layer in (_zeroed(replayed, [branch]), replayed.copy(), scaled)
+    )
+    if without is None or with_it is None or multiplied is None:
+        return False
+    return not difference({LAYER: multiplied}, {LAYER: without + _FACTOR * (with_it - without)})
+
+
+def _after_addition(replayed: ReplayedLayer, branch: LocatedBranch) -> torch.Tensor | None:
+    """The stream after a branch was added to it; None if that is not once."""
+    traced = Trace(replayed.holder, keeps_values=True)
+    replayed.forward(traced)
+    layer = layer_of(replayed.holder, traced, LAYER, traced.calls[LAYER][0])
+    body = branch.bodies[0]
+    paths = [] if layer is None else layer.paths
+    values = [path.addition.value for path in paths if any(is_inside(node.module, body) for node in path.nodes)]
+    return values[0] if len(values) == 1 else None
 
 
 def _in_replayed(branch: LocatedBranch) -> LocatedBranch:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sdp_deepspeed.architectures.derivation import known_random_numbers
 from sdp_deepspeed.architectures.streams import Layer
-from sdp_deepspeed.architectures.trace import Node, map_tensors, tensors_in
+from sdp_deepspeed.architectures.trace import Node, Trace, map_tensors, tensors_in
 
 LAYER = "layer"
 OUTPUT = "its output"
@@ -26,7 +27,7 @@ class ReplayedLayer:
 
     Args:
         layer: in the traced pass.
-        largest: number of elements of a weight up to which it does not overlap in memory.
+        largest: number of elements of a weight up to which it does not overlap in memory; None for a default.
         later: nodes after the call, which may read further outputs of the layer.
         drops: see `SameRandomNumbers`.
         seed: of weights and inputs.
@@ -36,10 +37,10 @@ class ReplayedLayer:
     """
 
     def __init__(
-        self, layer: Layer, *, largest: int = _LARGE, later: Sequence[Node] = (), drops: bool = True, seed: int = 0
+        self, layer: Layer, *, largest: int | None = None, later: Sequence[Node] = (), drops: bool = True, seed: int = 0
     ) -> None:
         self._drops = drops
-        values = _Values(largest, seed)
+        values = _Values(_LARGE if largest is None else largest, seed)
         self.holder: nn.Module = nn.ModuleDict({LAYER: values.of_module(layer.module)}).train()
         self._inputs = values.of((layer.call.args, layer.call.kwargs))
         self._given = _index(layer.call.inputs, layer.stream[-1])  # indices of the stream's tensors
@@ -50,16 +51,22 @@ class ReplayedLayer:
     def copy(self) -> ReplayedLayer:
         """A copy with a module of its own; weights are the same memory."""
         copied = copy.copy(self)
-        copied.holder = copy.deepcopy(self.holder, {id(p): nn.Parameter(p.data) for p in self.holder.parameters()})
+        copied.holder = copy.deepcopy(
+            self.holder, {id(p): nn.Parameter(p.data, p.requires_grad) for p in self.holder.parameters()}
+        )
         return copied
 
-    def forward(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The stream before the layer, and the layer's outputs."""
+    def forward(self, traced: Trace | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The stream before the layer, and the layer's outputs.
+
+        Args:
+            traced: records the pass, if given, which then has no gradients.
+        """
         layer: Callable[..., Any] = self.holder.get_submodule(LAYER)
         original = tensors_in(self._inputs)[self._given]
         given = original.clone().requires_grad_()
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), SameRandomNumbers(drops=self._drops):
-            random.seed(0)
+        recording = nullcontext() if traced is None else traced.recording()
+        with known_random_numbers(), torch.enable_grad(), SameRandomNumbers(drops=self._drops), recording:
             stream = given * 1  # may be changed in place
             args, kwargs = map_tensors(lambda tensor: stream if tensor is original else tensor.clone(), self._inputs)
             return given, tensors_in(layer(*args, **kwargs))
@@ -68,12 +75,14 @@ class ReplayedLayer:
         """Output, what is read of further outputs, and gradients, by name."""
         given, outputs = self.forward()
         output = outputs[self._made]
-        small = {n: p for n, p in self.holder.named_parameters() if p.requires_grad and p.numel() <= _LARGE}
         wave = torch.linspace(-1, 1, output.numel()).sin().reshape(output.shape)
         with torch.enable_grad(), SameRandomNumbers(drops=self._drops):
-            gradients = torch.autograd.grad((output * wave).sum(), [given, *small.values()], allow_unused=True)
-        named = dict(zip(("its input", *small), gradients, strict=True))
-        of_names = {f"the gradient of {name}": gradient for name, gradient in named.items() if gradient is not None}
+            (output * wave).sum().backward()
+        trained = {name: parameter for name, parameter in self.holder.named_parameters() if parameter.requires_grad}
+        of_names = {
+            f"the gradient of {name}": torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for name, tensor in {"its input": given, **trained}.items()
+        }
         of_places = {f"its output {index}": outputs[index].detach() for index in self._read_later}
         return {OUTPUT: output.detach(), **of_places, **of_names}
 
@@ -112,7 +121,7 @@ class _Values:
     def of_module(self, module: nn.Module) -> nn.Module:
         memo: dict[int, Any] = {}
         for parameter in module.parameters():
-            memo[id(parameter)] = nn.Parameter(self._weight(parameter), requires_grad=True)
+            memo[id(parameter)] = nn.Parameter(self._weight(parameter), requires_grad=parameter.numel() <= _LARGE)
         for buffer in module.buffers():
             memo[id(buffer)] = self._of_tensor(buffer).abs() if isinstance(buffer, FakeTensor) else self.of(buffer)
         return copy.deepcopy(module, memo)
@@ -144,9 +153,21 @@ class SameRandomNumbers(TorchDispatchMode):
             return args[0].fill_(1) if func._schema.name.endswith("_") else torch.ones_like(args[0])
         if torch.Tag.nondeterministic_seeded in func.tags:
             torch.manual_seed(0)
+        is_product = func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and not kwargs
+        if is_product and args[-1].stride() == (1, 1) and args[-1].numel() > _LARGE:
+            product = _product_in_overlapping_memory(*args[-2:])
+            return product if len(args) == 2 else args[0] + product
         if func is torch.ops.aten._grouped_mm.default:
             return _grouped_product(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _product_in_overlapping_memory(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a @ b` where `b[i, j]` is `v[i + j]`: a correlation, without a copy of b."""
+    values = b.as_strided((sum(b.shape) - 1,), (1,))
+    length = 2 * len(values)
+    spectrum = torch.fft.rfft(values, length) * torch.fft.rfft(a, length).conj()
+    return torch.fft.irfft(spectrum, length)[:, : b.shape[1]]
 
 
 def _grouped_product(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, *_: Any) -> torch.Tensor:

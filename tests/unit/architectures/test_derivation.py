@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,8 +13,10 @@ import transformers as hf
 from torch import nn
 
 import sdp_deepspeed
-from sdp_deepspeed.architectures import LocatedBranch, locate_branches, registry
+from sdp_deepspeed.architectures import LocatedBranch, locate_branches, registry, units_of_branches
+from sdp_deepspeed.masking import Mask, replayed_layer
 from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
+from sdp_deepspeed.plan.plan import Plan
 from tests.helpers.hand_written import HAND_WRITTEN, WIDTH, Layer, Stack, stream
 from tests.helpers.models import VOCABULARY
 from tests.helpers.oracle_grid import MODELS
@@ -126,15 +130,224 @@ def test_a_branch_whose_output_is_not_added_as_it_is_is_shared() -> None:
     assert "tanh" in replicated_layers(model)[0]
 
 
+class Squared(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        added = self.mlp(self.ln_2(x))
+        return x + self.attn(self.ln_1(x)) + added * added
+
+
+class AddsBias(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.attn(self.ln_1(x)) + (self.mlp(self.ln_2(x)) + self.bias)
+
+
+class ActivatedInTraining(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        added = self.mlp(self.ln_2(x))
+        return x + self.attn(self.ln_1(x)) + (torch.tanh(added) if self.training else added)
+
+
+class ByConstant(nn.Linear):
+    """The same modules and shapes, but another result."""
+
+    shift = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.shift
+
+
+class FormByConstant(Layer):
+    def __init__(self, shift: float) -> None:
+        super().__init__()
+        self.mlp = ByConstant(WIDTH, WIDTH)  # type: ignore[assignment]
+        self.mlp.shift = shift  # type: ignore[assignment]
+
+
+class Calls(Stack):
+    """Calls its layers twice, in different modes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for is_second in (False, True):
+            for layer in self.h:
+                x = layer(x, is_second)
+        return self.head(x)
+
+
+class Called(Layer):
+    def forward(self, x: torch.Tensor, is_second: bool) -> Any:  # type: ignore[override]  # on purpose
+        added = self.mlp(self.ln_2(x))
+        return self.ln_1(x + torch.cos(added)) if is_second else x + added
+
+
+class WithLoss(Stack):
+    """Its training loss reads what branches compute."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x, loss = super().forward(x), torch.zeros(())
+        for layer in self.h if self.training else ():
+            loss = loss + layer.mlp.added.square().mean()  # type: ignore[union-attr, operator]
+        return x, loss
+
+
+class Remembers(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = RemembersOutput(WIDTH, WIDTH)  # type: ignore[assignment]
+
+
+class RemembersOutput(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.added = super().forward(x)
+        return self.added
+
+
+ALL_BUT_ONE = ["h.0.attention", "h.0.mlp", "h.1.attention"]
+UNFIT = {
+    "squared": (lambda: Stack(Layer(), Squared()), "what mlp adds is not multiplied", ALL_BUT_ONE),
+    "bias": (lambda: Stack(Layer(), AddsBias()), "add in 'h.1'", ALL_BUT_ONE),
+    "activated": (lambda: Stack(Layer(), ActivatedInTraining()), "in training mode: tanh", ALL_BUT_ONE),
+    "constant": (
+        lambda: Stack(FormByConstant(0.0), FormByConstant(1.0)),
+        "differs from the layer with zero parameters",
+        ALL_BUT_ONE,
+    ),
+    "loss": (lambda: WithLoss(Remembers(), Remembers()), "in training mode: ", ["h.0.attention", "h.1.attention"]),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_branch_that_would_be_wrong_is_shared(name: str) -> None:
+    """If it were scaled, in another layer of its class, or in training mode."""
+    build, reason, expected = UNFIT[name]
+    model = build()
+    sdp_deepspeed.trace(model, *stream())
+    assert [branch.name for branch in proven_branches(model)] == expected
+    assert reason in replicated_layers(model)[0]
+
+
+def test_a_layer_that_is_called_in_several_ways_is_refused() -> None:
+    model = Calls(Called(), Called())
+    sdp_deepspeed.trace(model, *stream())
+    with pytest.raises(ValueError, match="its calls in one pass differ"):
+        proven_branches(model)
+
+
+class MultipliesSum(Layer):
+    """A sum of branches is multiplied (Granite's mixtures of experts)."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + 0.5 * (self.attn(self.ln_1(x)) + self.mlp(self.ln_2(x)))
+
+
+class ReadsMemory(nn.Module):
+    """Its first tensor is not what it maps to the stream, and its first argument no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.queries = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, mask: None, memory: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        keys = self.keys(memory)
+        return (self.queries(x) @ keys.mT).softmax(-1) @ keys
+
+
+class ReturnsArgument(nn.Module):
+    """Returns a value for all later layers, which it got by position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, first: torch.Tensor | None) -> Any:
+        value = self.value(x)
+        return self.out(value if first is None else value + first), value if first is None else first
+
+
+class Passes(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.cross = ReturnsArgument(), ReadsMemory()  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor, first: torch.Tensor | None) -> Any:  # type: ignore[override]
+        attended, first = self.attn(self.ln_1(x), first)
+        x = x + attended
+        return x + self.cross(None, memory, self.ln_2(x)), first
+
+
+class StackThatPasses(Stack):
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        first = None
+        for layer in self.h:
+            x, first = layer(x, memory, first)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("build", "shapes", "number"),
+    [
+        (lambda: Stack(MultipliesSum(), MultipliesSum()), [(3, 4, WIDTH)], 4),
+        (lambda: StackThatPasses(Passes(), Passes(), Passes()), [(3, 1, WIDTH), (3, 6, WIDTH)], 5),
+    ],
+)
+def test_subnetworks_on_other_shapes_than_the_example(build: Any, shapes: list[tuple[int, ...]], number: int) -> None:
+    torch.manual_seed(0)
+    model = build()
+    sdp_deepspeed.trace(model, *(torch.randn(2, 5, WIDTH) for _ in shapes))
+    branches = proven_branches(model)
+    assert len(branches) == number
+    units = units_of_branches(branches, strategy="block", num_subnetworks=2)
+    holders = tuple((index % 2,) for index in range(number))
+    plan = Plan("forward", "block", 2, 1, 0, tuple(units), holders, (0, 1))
+    batch = [torch.randn(shape) for shape in shapes]
+    for rank in (0, 1):
+        masked, zeroed = copy.deepcopy(model), copy.deepcopy(model)
+        Mask(masked, plan, rank, branches=branches).apply()
+        absent = [unit for unit, (holder,) in zip(units, holders, strict=True) if holder != rank]
+        for piece in (piece for unit in absent for piece in unit.pieces):
+            zeroed.get_parameter(piece.parameter).data.zero_()
+        torch.testing.assert_close(masked(*batch), zeroed(*batch))
+
+
+def test_a_model_on_the_meta_device_with_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_descriptions(monkeypatch)
+    with torch.device("meta"):
+        model = hf.LlamaForCausalLM(
+            hf.LlamaConfig(
+                **{"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24},
+                **{"num_hidden_layers": 2, "num_attention_heads": 2},
+            )
+        )
+    assert len(proven_branches(model)) == 4
+
+
+def test_large_matrices_are_proven_without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their elements overlap in memory."""
+    monkeypatch.setattr(replayed_layer, "_LARGE", 100)
+    model = HAND_WRITTEN["nano_gpt"].build()
+    sdp_deepspeed.trace(model, *HAND_WRITTEN["nano_gpt"].example())
+    assert len(proven_branches(model)) == 6
+
+
+def test_reentrant_checkpointing_is_no_obstacle() -> None:
+    model = FORMS["codegen"]()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    assert len(proven_branches(model)) == 4
+
+
 def test_the_model_and_the_random_state_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     without_descriptions(monkeypatch)
     model = hf.ResNetForImageClassification(hf.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[2, 2]))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    state = torch.get_rng_state()
+    state, of_python = torch.get_rng_state(), random.getstate()
     model.train()
     assert proven_branches(model)
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == of_python
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
