@@ -2,8 +2,8 @@
 
 The oracle needs no names: a layer in which a branch is absent computes the same as the layer in which all parameters of
 that branch are zero, and so do its gradients; and what a branch adds is multiplied as the mask multiplies the branch.
-Each form of a layer, and of its calls, runs once by itself in training mode, in fp32 on the CPU, with random weights and
-the inputs that it had in the traced pass; inputs that depend on weights are random.
+Each form of a layer, and of its calls, runs once by itself in training mode, in fp32 on the CPU, with random weights
+and the inputs that it had in the traced pass; inputs that depend on weights are random.
 """
 
 from __future__ import annotations
