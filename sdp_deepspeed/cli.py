@@ -89,11 +89,11 @@ def _options(
 
 
 def _byte_count(text: str) -> int:
-    """Bytes of "5GB" or "200M" (powers of 1000), "24GiB" (powers of 1024), or a number."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.ASCII | re.IGNORECASE)
+    """Bytes of "5GB" or "200M" (powers of 1000), or "24GiB" (powers of 1024)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B?", text.strip(), re.ASCII | re.IGNORECASE)
     count = 0
     if match is not None:
-        exponent = " KMGT".index((match[2] or " ").upper())
+        exponent = " KMGT".index(match[2].upper())
         count = int(float(match[1]) * (1024 if match[3] else 1000) ** exponent)
     if count < 1:
         raise ValueError(f"got {text!r}, expected a size such as 24GiB or 200MB")

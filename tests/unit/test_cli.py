@@ -100,6 +100,7 @@ def test_without_arguments_and_version(capsys: Capture) -> None:
         ("estimate .", "expected a file"),
         ("estimate run.yaml --ranks 0", "Invalid value for '--ranks'"),
         ("estimate run.yaml --fit much", "got 'much', expected a size such as 24GiB"),
+        ("estimate run.yaml --fit 24", "got '24', expected a size such as 24GiB"),
         ("estimate run.yaml sdp.coverage", "expected key=value"),
         ("estimate run.yaml sdp.coverige=0.5", "did you mean 'coverage'"),
         ("estimate run.yaml sdp.coverage=0.4 --ranks 4", "0.4 of 4 subnetworks"),
