@@ -33,7 +33,8 @@ def trace(model: nn.Module, *args: Any, **kwargs: Any) -> None:
         model: the model that is trained.
         args, kwargs: of its forward pass, such as a batch of two rows.
     """
-    vars(model)[_EXAMPLE] = Example(args, kwargs)
+    inside = model._modules.get("_orig_mod")  # of torch.compile's wrapper
+    vars(model if inside is None else inside)[_EXAMPLE] = Example(args, kwargs)
 
 
 def given_example(model: nn.Module) -> Example | None:

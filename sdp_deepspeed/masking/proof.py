@@ -243,6 +243,7 @@ def _zeroed(replayed: ReplayedLayer, branches: Sequence[LocatedBranch]) -> Repla
     inside = {piece.parameter for branch in branches for piece in branch.pieces}
     for name, parameter in zeroed.holder.named_parameters():
         if name in inside:
-            parameter.data = torch.zeros(parameter.shape)
+            size = parameter.untyped_storage().nbytes() // parameter.element_size()  # elements may overlap
+            parameter.data = parameter.new_zeros(size).as_strided(parameter.shape, parameter.stride())
             parameter.requires_grad_(False)
     return zeroed

@@ -76,6 +76,12 @@ def test_a_model_that_does_not_know_its_inputs_needs_an_example() -> None:
     assert len(proven_branches(model)) == 6
 
 
+def test_an_example_of_a_compiled_model() -> None:
+    model = HAND_WRITTEN["nano_gpt"].build()
+    sdp_deepspeed.trace(torch.compile(model), *HAND_WRITTEN["nano_gpt"].example())
+    assert len(proven_branches(model)) == 6
+
+
 def test_an_example_that_does_not_fit_is_an_error() -> None:
     model = HAND_WRITTEN["nano_gpt"].build()
     sdp_deepspeed.trace(model, torch.zeros(2, 3))
