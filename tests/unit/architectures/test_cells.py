@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +12,9 @@ from torch.nn import functional as F
 
 import sdp_deepspeed
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches, registry, units_of_branches
+from sdp_deepspeed.architectures.branch import InnerLayers
+from sdp_deepspeed.architectures.cells import propose_cells
+from sdp_deepspeed.masking import cell_proof
 from sdp_deepspeed.masking.proof import proven_branches, with_cells
 from sdp_deepspeed.masking.scale import starts_smaller
 from tests.helpers.hand_written import HAND_WRITTEN, WIDTH, Layer, Stack, stream
@@ -152,3 +158,19 @@ def test_what_cannot_be_proven_is_refused_with_the_reason(layer: type[Layer], ki
     branches = with_cells(model, proven_branches(model), {kind: "neuron"})
     with pytest.raises(ValueError, match=rf"'h\.0\.{kind}' cannot be cut: {reason}.*Use \"block\""):
         units_of_branches(branches, strategy={kind: "neuron"})
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("phi3", 1), ("gpt_oss", 2)])
+def test_a_wrong_layout_of_gates_and_ups_is_refused(name: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phi-3 has blocks of gates and of ups, in GPT-OSS they alternate."""
+
+    def propose(*given: Any) -> tuple[InnerLayers, int]:
+        inner, number = propose_cells(*given)
+        cuts = [replace(cut, blocks=blocks) if "gate_up" in cut.module else cut for cut in inner.cuts]
+        return replace(inner, cuts=tuple(cuts)), number
+
+    monkeypatch.setattr(registry, "_DESCRIPTIONS", {})
+    monkeypatch.setattr(cell_proof, "propose_cells", propose)
+    model = MODELS[name].build()
+    (branch, *_) = (b for b in with_cells(model, proven_branches(model), {"mlp": "neuron"}) if b.name.endswith(".mlp"))
+    assert "with some of its" in branch.uncuttable_reason
