@@ -78,7 +78,8 @@ def test_a_model_that_does_not_know_its_inputs_needs_an_example() -> None:
 
 def test_an_example_of_a_compiled_model() -> None:
     model = HAND_WRITTEN["nano_gpt"].build()
-    sdp_deepspeed.trace(torch.compile(model), *HAND_WRITTEN["nano_gpt"].example())
+    compiled: Any = torch.compile(model)
+    sdp_deepspeed.trace(compiled, *HAND_WRITTEN["nano_gpt"].example())
     assert len(proven_branches(model)) == 6
 
 
@@ -412,3 +413,17 @@ def test_a_branch_whose_results_go_to_other_layers_is_replicated() -> None:
     model = StackThatHandsOn(HandsOn(), HandsOn())
     sdp_deepspeed.trace(model, *stream())
     assert [branch.name for branch in proven_branches(model)] == ["h.0.mlp", "h.1.attention", "h.1.mlp"]
+
+
+class AddsProduct(Layer):
+    """Adds a branch and multiplies it in one operation."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x + self.attn(self.ln_1(x))
+        return torch.addcmul(x, torch.full_like(x, 0.5), self.mlp(self.ln_2(x)))
+
+
+def test_a_branch_that_is_multiplied_as_it_is_added() -> None:
+    model = Stack(AddsProduct(), AddsProduct())
+    sdp_deepspeed.trace(model, *stream())
+    assert [branch.description.name for branch in proven_branches(model)] == ["attention", "mlp"] * 2
