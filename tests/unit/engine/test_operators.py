@@ -29,23 +29,22 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_wait_for_a_lock_names_it(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    is_waiting, wait = threading.Event(), FileBaton.wait
+    is_said, wait = threading.Event(), FileBaton.wait
 
-    def noted_wait(self: FileBaton) -> None:
-        is_waiting.set()
+    def wait_for_user(self: FileBaton) -> None:
+        """Who reads it deletes the lock; if nothing is said, the test fails after a minute."""
+        is_said.wait(60)
+        lock.unlink()
         wait(self)
 
-    class Delete(logging.Handler):
-        """What a user does who reads it, so that the wait ends."""
-
+    class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             said.append(record.getMessage())
-            is_waiting.wait()
-            lock.unlink()
+            is_said.set()
 
-    monkeypatch.setattr(FileBaton, "wait", noted_wait)
+    monkeypatch.setattr(FileBaton, "wait", wait_for_user)
     monkeypatch.setattr(operators, "PATIENCE", 0.01)
-    monkeypatch.setattr(operators.logger, "handlers", [Delete()])
+    monkeypatch.setattr(operators.logger, "handlers", [Keep()])
     with pytest.raises(ImportError):  # nothing was compiled
         CPUAdamBuilder().load(verbose=False)
     (text,) = said
