@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -375,3 +376,9 @@ def test_destroyed_engines_leave_room(rank: Rank) -> None:
         states.append(dense_state(engine))
         engine.destroy()
     assert_identical(*states)
+
+
+def test_no_operator_is_loaded(rank: Rank) -> None:
+    """DeepSpeed's all-reduce for inference on CPUs, which each environment would compile for minutes."""
+    micro_step(engine_of(sgd()), own_batches(rank, 1)[0])
+    assert "shm_comm" not in Path("/proc/self/maps").read_text()
