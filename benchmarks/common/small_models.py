@@ -136,7 +136,7 @@ def import_timm(folder: str | None = None) -> Any:
 
 
 def build(case: Case) -> nn.Module:
-    """A model in training mode without dropout, the same each time; no bias is zero and no norm is one.
+    """A model in training mode without dropout and noise, the same each time; no bias is zero and no norm is one.
 
     Raises:
         Exception: of any kind: it cannot be built that small.
@@ -151,7 +151,8 @@ def build(case: Case) -> nn.Module:
     for module in model.modules():
         for name, value in vars(module).items():
             is_probability = "drop" in name or (name == "p" and "drop" in type(module).__name__.lower())
-            if is_probability and isinstance(value, float):
+            is_noise = name == "jitter_noise"  # of routers: subnetworks would draw other numbers
+            if (is_probability or is_noise) and isinstance(value, float):
                 setattr(module, name, 0.0)
     return model.train()
 

@@ -213,8 +213,11 @@ def trace_pass(model: nn.Module, example: Example, *, is_training: bool = False)
 
 def _trace(copied: nn.Module, example: Example) -> Trace:
     traced = Trace(copied)
+    dtype = next((p.dtype for p in copied.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    given = (example.args, example.kwargs)  # of the model's dtype, which hosts change, and on the CPU
+    args, kwargs = map_tensors(lambda t: t.to("cpu", dtype if t.is_floating_point() else t.dtype), given)
     with traced.recording():
-        output = copied(*example.args, **example.kwargs)
+        output = copied(*args, **kwargs)
     main = next((o for name in ("loss", "logits") if (o := getattr(output, name, None)) is not None), output)
     traced.result = [traced.node_of(tensor) for tensor in tensors_in(main)]
     return traced

@@ -83,6 +83,12 @@ def test_an_example_of_a_compiled_model() -> None:
     assert len(proven_branches(model)) == 6
 
 
+def test_an_example_has_the_dtype_of_the_model() -> None:
+    model = HAND_WRITTEN["parallel"].build().bfloat16()
+    sdp_deepspeed.trace(model, *HAND_WRITTEN["parallel"].example())
+    assert len(proven_branches(model)) == 6
+
+
 def test_an_example_that_does_not_fit_is_an_error() -> None:
     model = HAND_WRITTEN["nano_gpt"].build()
     sdp_deepspeed.trace(model, torch.zeros(2, 3))

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from benchmarks.common.small_models import Case, cases
 from benchmarks.families import measure, measured
-
-
-def refused(case: str) -> Any:
-    """Until branches are derived."""
-    return pytest.param(case, None, marks=pytest.mark.xfail(strict=True, reason="not described"))
 
 
 @pytest.mark.parametrize(
@@ -26,7 +19,7 @@ def refused(case: str) -> Any:
         ("masked/roberta-prelayernorm/RobertaPreLayerNormForMaskedLM", None),  # BERT's modules, other norms
         ("seq2seq/bart/BartForConditionalGeneration", "right"),  # post-norm, cross-attention
         ("image/convnext/ConvNextForImageClassification", "right"),  # layer scale
-        refused("image/poolformer/PoolFormerForImageClassification"),  # a branch whose body has no parameters
+        ("image/poolformer/PoolFormerForImageClassification", None),  # a branch whose body has no parameters
         ("image/resnet/ResNetForImageClassification", "right"),  # batch norms, a ReLU on the stream
     ],
 )
