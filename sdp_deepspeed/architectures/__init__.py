@@ -1,9 +1,9 @@
-"""Descriptions of the residual branches of layer classes.
+"""Residual branches of models: described by layer class, or derived from a traced pass.
 
-families.py lists all that this package describes, by layer class; a new family goes into the file of its kind
-(decoders.py, encoders.py, mixtures.py, vision.py and so on). registry.py finds the description of a layer, and
-located_branch.py the branches of a model. A model without any described layer is refused, with instructions
-(unknown_models.py). Nothing is guessed.
+A model with described layers (families.py, registry.py) has the branches of its descriptions. Those of other models are
+derived: trace.py records a forward pass, streams.py finds what is added to residual streams, derive.py the modules that
+compute it, and cells.py its neurons and heads; masking/proof.py proves them. located_branch.py has the branches of a
+model either way. A model without any is refused, with instructions (unknown_models.py).
 
 To describe your own model:
 
