@@ -156,6 +156,7 @@ class Branch:
             block, and can only be cut into neurons.
         parameters: parameters of the layer itself that belong to the branch. A layer may have None there.
         outputs: weights of a derived branch's output projections, behind which no norm runs.
+        is_projected: whether matrices run on the skip connection of a derived branch.
     """
 
     name: str
@@ -173,6 +174,7 @@ class Branch:
     bypassed: tuple[tuple[str, Any], ...] = ()
     parameters: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    is_projected: bool = False
 
     def __post_init__(self) -> None:
         if not self.body:
@@ -191,7 +193,7 @@ class Branch:
 
     def is_bypassed(self, layer: nn.Module) -> bool:
         """Whether the skip connection of a layer is the identity (`bypassed`)."""
-        return _meets(layer, self.bypassed)
+        return not self.is_projected and _meets(layer, self.bypassed)
 
     @property
     def norms(self) -> tuple[str, ...]:

@@ -180,6 +180,7 @@ def _describe(traced: Trace, layer: Layer, path: BranchPath, live: set[Node]) ->
         zeros=() if _is_chain(traced, layer, bodies) else tuple(module.zeros for module in bodies),
         parameters=_own_parameters(layer, mine),
         outputs=_outputs(layer, path, mine),
+        is_projected=not layer.is_bypassed,
         uncut_reason="its neurons or heads are not described",
     )
 
@@ -265,8 +266,9 @@ def _as_whole(
     of_stream = [(key, tensor) for key, tensor, node in call.inputs if node in path.nodes or node in stream]
     key, given = of_stream[0] if of_stream else call.inputs[0][:2]
     zeros = _zeros(tuple(given.shape), tuple(first.shape), num_outputs, is_tuple=is_tuple)
-    if zeros is None:
+    if zeros is None and layer.is_bypassed:
         return None
+    zeros = zeros or Zeros(num_outputs, size=first.shape[-1])  # of a branch that is never absent
     if key != next(iter((*range(len(call.args)), *call.kwargs))):
         zeros = replace(zeros, like=key)
     relative = name[len(layer.name) + 1 :]

@@ -137,8 +137,9 @@ def _derived(model: nn.Module) -> list[LocatedBranch]:
     branches = []
     for name, of_layer in derivation.branches.items():
         for branch in of_layer:
-            pieces = _pieces(name, model.get_submodule(name), branch)
-            branches.append(LocatedBranch(name, branch, pieces, uncuttable_reason=branch.uncut_reason, is_derived=True))
+            layer = model.get_submodule(name)
+            located = LocatedBranch(name, branch, _pieces(name, layer, branch), is_bypassed=branch.is_bypassed(layer))
+            branches.append(replace(located, uncuttable_reason=branch.uncut_reason, is_derived=True))
     if not branches:
         refuse_unknown_model(model, derivation)
     return branches

@@ -41,6 +41,7 @@ class Layer:
 
     Args:
         stream: nodes from the layer's output (first) to its input (last).
+        is_bypassed: whether the skip connection has no matrices, so that branches can be blocks.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Layer:
     call: Call
     stream: list[Node]
     paths: list[BranchPath]
+    is_bypassed: bool = True
 
 
 def is_nested(name: str, other: str) -> bool:
@@ -83,7 +85,33 @@ def layer_of(model: nn.Module, traced: Trace, name: str, call: Call) -> Layer | 
                 stream, paths = _stream(traced.nodes[call.first : call.last], start, end)
                 if paths:
                     return Layer(name, model.get_submodule(name), call, stream, paths)
+    if len(call.inputs) == len(call.outputs) == 1:
+        nodes = traced.nodes[call.first : call.last]
+        stream, paths = _projected_stream(nodes, call.inputs[0][2], call.outputs[0][1])
+        if paths:
+            return Layer(name, model.get_submodule(name), call, stream, paths, is_bypassed=False)
     return None
+
+
+def _projected_stream(nodes: Sequence[Node], start: Node, end: Node) -> tuple[list[Node], list[BranchPath]]:
+    """The stream of a layer whose skip connection has fewer products than its only branch, such as the first of a stage
+    of a ResNet."""
+    inside = {*nodes}
+    stream = [end]
+    while end.operation not in _ADDITIONS and len(end.inputs) == 1 and end in inside and not end.is_product:
+        end = end.inputs[0]
+        stream.append(end)
+    if end.operation not in _ADDITIONS or len(end.inputs) != 2 or not inside.issuperset(end.inputs):
+        return [], []
+    of_operands = [(_closure(operand, inside, {start}), operand) for operand in end.inputs]
+    (shorter, _), (longer, operand) = sorted(of_operands, key=lambda item: _num_products(item[0]))
+    if not 0 < _num_products(shorter) < _num_products(longer) or not shorter.isdisjoint(longer):
+        return [], []
+    return [*stream, start], [BranchPath(end, operand, longer, set())]
+
+
+def _num_products(nodes: set[Node]) -> int:
+    return sum(node.is_product for node in nodes)
 
 
 def _stream(nodes: Sequence[Node], start: Node, end: Node) -> tuple[list[Node], list[BranchPath]]:

@@ -129,7 +129,7 @@ def _failures(model: nn.Module, branches: Sequence[LocatedBranch]) -> dict[str, 
     of_forms: dict[Any, dict[str, str]] = {}
     failures: dict[str, str] = {}
     for name in dict.fromkeys(branch.layer for branch in branches):
-        of_layer = [branch for branch in branches if branch.layer == name]
+        of_layer = [branch for branch in branches if branch.layer == name and branch.is_bypassed]
         for traced, layer in _replayable(derivation, name):
             form = _form(traced, layer, of_layer)
             if form not in of_forms:

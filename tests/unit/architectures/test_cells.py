@@ -46,7 +46,7 @@ def derived(model: nn.Module) -> dict[str, LocatedBranch]:
 )
 def test_derived_cells_are_those_described(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS[name].build()
-    described = {branch.name: branch for branch in locate_branches(model) if branch.is_bypassed}
+    described = {branch.name: branch for branch in locate_branches(model)}
     monkeypatch.setattr(registry, "_DESCRIPTIONS", {})
     found = derived(model)
     assert found.keys() == described.keys()
@@ -63,7 +63,7 @@ def test_derived_cells_are_those_described(name: str, monkeypatch: pytest.Monkey
 def test_init_makes_the_same_output_projections_smaller(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of derived blocks, whose neurons are not derived, too; none before a norm."""
     model = MODELS[name].build()
-    described = {branch.name: branch for branch in locate_branches(model) if branch.is_bypassed}
+    described = {branch.name: branch for branch in locate_branches(model)}
     monkeypatch.setattr(registry, "_DESCRIPTIONS", {})
     for branch in proven_branches(model):
         expected = described[branch.name]
