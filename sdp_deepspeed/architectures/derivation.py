@@ -4,7 +4,8 @@ not run, such as the vision tower of a language model."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -17,12 +18,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from sdp_deepspeed.architectures.branch import Branch
 from sdp_deepspeed.architectures.derive import derive
 from sdp_deepspeed.architectures.examples import Example, example_of, given_example
+from sdp_deepspeed.architectures.likeness import likeness
 from sdp_deepspeed.architectures.trace import Trace, trace_pass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Derivation:
-    """What was derived of a model.
+    """What was derived of a model, and of all that are like it.
 
     Args:
         branches: of each layer, by dense name, in forward order.
@@ -40,6 +42,8 @@ class Derivation:
 # Cached by model: a masked model, or one on other devices, would run differently.
 _Modules = tuple[tuple[str, type], ...]
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[_Modules, Example | None, Derivation]] = WeakKeyDictionary()
+_OF_MODELS_LIKE: OrderedDict[Hashable, Derivation] = OrderedDict()  # for copies and further models of a config
+_NUM_KEPT = 16
 
 
 def derivation_of(model: nn.Module) -> Derivation:
@@ -48,9 +52,21 @@ def derivation_of(model: nn.Module) -> Derivation:
     given = given_example(model)
     known = _KNOWN.get(model)
     if known is None or known[0] != modules or known[1] is not given:
-        with known_random_numbers(), _disable_current_modes(), torch.device("cpu"):
-            known = _KNOWN[model] = modules, given, _derive(model)
+        key = likeness(model)
+        derivation = _OF_MODELS_LIKE.pop(key, None)
+        if derivation is None:
+            with known_random_numbers(), _disable_current_modes(), torch.device("cpu"):
+                derivation = _derive(model)
+        _OF_MODELS_LIKE[key] = derivation
+        if len(_OF_MODELS_LIKE) > _NUM_KEPT:
+            _OF_MODELS_LIKE.popitem(last=False)
+        known = _KNOWN[model] = modules, given, derivation
     return known[2]
+
+
+def known_derivation(model: nn.Module) -> Derivation | None:
+    """What `derivation_of` returned for a model; None if it was not called."""
+    return _KNOWN[model][2] if model in _KNOWN else None
 
 
 @contextmanager

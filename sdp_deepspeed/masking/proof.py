@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches
-from sdp_deepspeed.architectures.derivation import Derivation, derivation_of, known_random_numbers
+from sdp_deepspeed.architectures.derivation import Derivation, derivation_of, known_derivation, known_random_numbers
 from sdp_deepspeed.architectures.streams import Layer, is_inside, layer_of
 from sdp_deepspeed.architectures.trace import Node, Trace
 from sdp_deepspeed.masking.absent_blocks import skip_branch
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from sdp_deepspeed.masking.cell_proof import Cells
 
 _FACTOR = 3.0
-_CELLS: WeakKeyDictionary[nn.Module, tuple[Derivation, dict[str, Cells]]] = WeakKeyDictionary()
-_PROVEN: WeakKeyDictionary[nn.Module, tuple[Derivation, dict[str, str]]] = WeakKeyDictionary()
+_CELLS: WeakKeyDictionary[Derivation, dict[str, Cells]] = WeakKeyDictionary()  # by name of a branch
+_FAILURES: WeakKeyDictionary[Derivation, dict[str, str]] = WeakKeyDictionary()  # reasons, by name of a branch
 
 
 def proven_branches(model: nn.Module) -> list[LocatedBranch]:
@@ -48,11 +48,10 @@ def proven_branches(model: nn.Module) -> list[LocatedBranch]:
     if not any(branch.is_derived for branch in branches):
         return branches
     derivation = derivation_of(model)
-    known = _PROVEN.get(model)
-    if known is None or known[0] is not derivation:
+    if derivation not in _FAILURES:
         with known_random_numbers(), _disable_current_modes(), torch.device("cpu"):
-            known = _PROVEN[model] = derivation, _failures(model, branches)
-    failures = known[1]
+            _FAILURES[derivation] = _failures(derivation, branches)
+    failures = _FAILURES[derivation]
     proven = [branch for branch in branches if branch.name not in failures]
     if not proven:
         name, reason = next(iter(failures.items()))
@@ -79,9 +78,7 @@ def with_cells(
     if not any(is_cut(branch) for branch in branches):
         return [*branches]
     derivation = derivation_of(model)
-    if model not in _CELLS or _CELLS[model][0] is not derivation:
-        _CELLS[model] = derivation, {}
-    known = _CELLS[model][1]
+    known = _CELLS.setdefault(derivation, {})
     of_forms: dict[Any, list[Cells]] = {}
     for branch in filter(is_cut, branches):
         if branch.name in known:
@@ -113,19 +110,16 @@ def replicated_layers(model: nn.Module) -> list[str]:
     Args:
         model: whose branches are known from `proven_branches`.
     """
-    if model not in _PROVEN:
-        return []
-    derivation, failures = _PROVEN[model]
-    reasons = {**derivation.reasons, **failures}
+    derivation = known_derivation(model)
+    reasons = {} if derivation is None else {**derivation.reasons, **_FAILURES[derivation]}
     if not reasons:
         return []
     name, reason = next(iter(reasons.items()))
     return [f"branches of {len(reasons)} layers or types are replicated, such as {name!r}: {reason}"]
 
 
-def _failures(model: nn.Module, branches: Sequence[LocatedBranch]) -> dict[str, str]:
+def _failures(derivation: Derivation, branches: Sequence[LocatedBranch]) -> dict[str, str]:
     """Reasons why branches are not proven, by name."""
-    derivation = derivation_of(model)
     of_forms: dict[Any, dict[str, str]] = {}
     failures: dict[str, str] = {}
     for name in dict.fromkeys(branch.layer for branch in branches):

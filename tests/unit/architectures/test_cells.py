@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sdp_deepspeed
-from sdp_deepspeed.architectures import LocatedBranch, locate_branches, registry, units_of_branches
+from sdp_deepspeed.architectures import LocatedBranch, derivation, locate_branches, registry, units_of_branches
 from sdp_deepspeed.architectures.branch import InnerLayers
 from sdp_deepspeed.architectures.cells import propose_cells
 from sdp_deepspeed.masking import cell_proof
@@ -27,6 +28,12 @@ IN_SHORT = {*ARCHITECTURES, "cohere", "deberta_v2", "deepseek_v3", "falcon_group
 MORE, FEWER = ("falcon_alibi",), ("t5", "mt5")
 
 Cells = tuple[int, list[tuple[object, ...]]]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other tests' models that are like this one."""
+    monkeypatch.setattr(derivation, "_OF_MODELS_LIKE", OrderedDict())
 
 
 def cells(branch: LocatedBranch) -> Cells:

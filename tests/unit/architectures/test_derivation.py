@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +14,8 @@ import transformers as hf
 from torch import nn
 
 import sdp_deepspeed
-from sdp_deepspeed.architectures import LocatedBranch, locate_branches, registry, units_of_branches
+from sdp_deepspeed.architectures import LocatedBranch, derivation, locate_branches, registry, units_of_branches
+from sdp_deepspeed.architectures.likeness import likeness
 from sdp_deepspeed.masking import Mask, replayed_layer
 from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
 from sdp_deepspeed.plan.plan import Plan
@@ -22,6 +24,12 @@ from tests.helpers.models import VOCABULARY
 from tests.helpers.oracle_grid import MODELS
 
 REFUSED = [name for name, model in HAND_WRITTEN.items() if not model.branches]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other tests' models that are like this one."""
+    monkeypatch.setattr(derivation, "_OF_MODELS_LIKE", OrderedDict())
 
 
 def without_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,3 +441,36 @@ def test_a_branch_that_is_multiplied_as_it_is_added() -> None:
     model = Stack(AddsProduct(), AddsProduct())
     sdp_deepspeed.trace(model, *stream())
     assert [branch.description.name for branch in proven_branches(model)] == ["attention", "mlp"] * 2
+
+
+def test_models_that_are_alike_are_derived_once() -> None:
+    first, other = HAND_WRITTEN["nano_gpt"].build(), HAND_WRITTEN["nano_gpt"].build()
+    sdp_deepspeed.trace(first, *HAND_WRITTEN["nano_gpt"].example())
+    sdp_deepspeed.trace(other, *HAND_WRITTEN["nano_gpt"].example())
+    known = derivation.derivation_of(first)
+    assert derivation.derivation_of(copy.deepcopy(first)) is known
+    assert derivation.derivation_of(other) is known
+
+
+def _closure() -> Any:
+    return lambda x: x
+
+
+DIFFERENCES: dict[str, Any] = {
+    "attribute": lambda model: setattr(model.h[1], "scale", 2.0),
+    "forward": lambda model: setattr(model.h[1].mlp, "forward", _closure()),
+    "module": lambda model: setattr(model.h[1], "mlp", nn.Sequential(model.h[1].mlp)),
+    "hook": lambda model: model.h[1].register_forward_hook(lambda *_: None),
+    "buffer": lambda model: model.h[1].register_buffer("mask", torch.ones(2)),
+    "dtype": lambda model: model.bfloat16(),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_models_that_differ_are_not_alike(name: str) -> None:
+    first = Stack(Layer(), Layer())
+    sdp_deepspeed.trace(first, *stream())
+    other = copy.deepcopy(first)
+    assert likeness(other) == likeness(first)
+    DIFFERENCES[name](other)
+    assert likeness(other) != likeness(first)
