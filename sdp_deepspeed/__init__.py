@@ -18,6 +18,7 @@ __all__ = [
     "__version__",
     "check_description",
     "fully_shard",
+    "join",
     "reestimate_batch_norm",
     "trace",
 ]
@@ -30,6 +31,7 @@ _MODULES = {
     "Plan": "plan.plan",
     "check_description": "masking.description",
     "fully_shard": "fsdp.shard",
+    "join": "teams.join",
     "reestimate_batch_norm": "batch_norm",
     "trace": "architectures.examples",
 }
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from sdp_deepspeed.init import Init
     from sdp_deepspeed.masking.description import check_description
     from sdp_deepspeed.plan.plan import Plan
+    from sdp_deepspeed.teams.join import join
 else:
 
     def __getattr__(name: str) -> Any:

@@ -86,6 +86,28 @@ class LocalSteps(BaseModel):
         title="a number from 0 to below 1",
         description="Nesterov momentum of the outer SGD.",
     )
+    teams: int | None = Field(
+        default=None,
+        ge=2,
+        title="an integer, at least 2",
+        description="Number K of teams, jobs of their own that may come and go, for `sdp_deepspeed.join`. The plan is "
+        "that of K workers.",
+    )
+    wait_timeout: float = Field(
+        default=1800.0,
+        gt=0,
+        allow_inf_nan=False,
+        title="seconds above 0",
+        description="With `teams`: how long a team waits for others, such as the last holder of a unit.",
+    )
+    exchange_timeout: float = Field(
+        default=60.0,
+        gt=0,
+        allow_inf_nan=False,
+        title="seconds above 0",
+        description="With `teams`: how long an exchange of 16 MB may take, before it is repeated with the teams that "
+        "are still here.",
+    )
 
 
 class SubnetworkConfig(BaseModel):
@@ -337,6 +359,16 @@ def _with_plan(key: str) -> Combination:
     return Combination(key, is_refused, "has no effect with a plan file, which decides it", "remove it")
 
 
+def _with_teams(key: str) -> Combination:
+    def is_refused(config: SubnetworkConfig) -> bool:
+        has_teams = config.local_steps is not None and config.local_steps.teams is not None
+        return has_teams and _is_set(config, key)
+
+    return Combination(
+        key, is_refused, "cannot be combined with local_steps.teams, whose plan never changes", "remove it"
+    )
+
+
 REFUSED_COMBINATIONS = (
     Combination(
         "coverage",
@@ -350,6 +382,7 @@ REFUSED_COMBINATIONS = (
         "has no effect with a plan file, which cannot change",
         'use assignment "auto"',
     ),
+    *map(_with_teams, ("subnetworks", "redraw_interval")),
     _without_strategy("granularity", "block"),
     _without_strategy("neuron_groups", "neuron"),
     *map(_with_plan, ("granularity", "shared", "neuron_groups", "seed", "coverage", "holders")),

@@ -52,7 +52,7 @@ def test_every_key_is_read() -> None:
         "regime": "backward",
         "strategy": {"attention": "neuron", "mlp": "block"},
         "coverage": 1,
-        "subnetworks": 4,
+        "subnetworks": "auto",
         "granularity": "layer",
         "assignment": "auto",
         "shared": [r"layers\.0\."],
@@ -62,7 +62,14 @@ def test_every_key_is_read() -> None:
         "allow_optimizer": True,
         "check_agreement": True,
         "checkpoint": {"asynchronous": True, "keep_last": 2, "verify": False},
-        "local_steps": {"every": 10, "outer_lr": 0.7, "outer_momentum": 0.9},
+        "local_steps": {
+            "every": 10,
+            "outer_lr": 0.7,
+            "outer_momentum": 0.9,
+            "teams": 4,
+            "wait_timeout": 60.0,
+            "exchange_timeout": 5.0,
+        },
     }
     config = parse({KEY: settings})
     assert config is not None
@@ -180,6 +187,7 @@ def test_keys_that_the_rest_of_the_block_makes_pointless_are_errors() -> None:
     for settings, name in [
         ({"coverage": 0.5, "holders": 2}, "coverage"),
         ({**plan, "redraw_interval": 5}, "redraw_interval"),
+        ({"coverage": 0.5, "subnetworks": 2, "local_steps": {"teams": 2, "every": 2}}, "subnetworks"),
         ({"coverage": 0.5, "strategy": "neuron", "granularity": "layer"}, "granularity"),
         ({"coverage": 0.5, "neuron_groups": 2}, "neuron_groups"),
         ({**plan, "coverage": rules}, "coverage"),

@@ -64,7 +64,9 @@ TORCH = {
     "_unsharded_param": "the same",
     "_get_backend": "timeout of the default group, for groups that are created later",
     "_device_types": "the same",
-    "_timeout": "the same",
+    "_timeout": "the same, and of the group of a meeting of teams",
+    "_Options": "of gloo groups, which have devices",
+    "_devices": "the same",
     "_last_lr": "learning rates that a schedule reports, after a load under another plan",
     "_schedulers": "schedules in a schedule",
 }

@@ -1,0 +1,188 @@
+"""Who takes part in a meeting, and who has what: computed by every rank of every team from the same facts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from sdp_deepspeed.messages import listed
+from sdp_deepspeed.plan.plan import Plan
+
+START = "start"  # the call that takes part in a meeting of any kind
+STEP = "step"  # the call after which weights are averaged
+NO_STATE = -1  # version of a team that has no anchors yet
+
+Teams = tuple[int, ...]  # ascending
+
+
+@dataclass(frozen=True)
+class Member:
+    """Facts of a team that has come to a meeting.
+
+    Args:
+        identity: unique for each start of a team.
+        version: meetings that counted, `NO_STATE` before the first.
+        call: name of the call that all teams make together, or `START`.
+        attempts: meetings that the team has tried.
+        group: identity of the process group that it has from the last meeting, or "".
+        store: "host:port" of the store in its rank 0.
+        may_begin: whether it has waited long enough for teams that are missing at the first meeting.
+        agreed: what must be equal on all teams, by name.
+    """
+
+    identity: str
+    team: int
+    version: int
+    call: str
+    attempts: int
+    group: str
+    store: str
+    may_begin: bool
+    agreed: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Member:
+        """Facts of a team, which may have another version of this package."""
+        return cls(**{field.name: data.get(field.name, {}) for field in fields(cls)})
+
+
+class Refused(RuntimeError):
+    """This team cannot take part."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The meeting cannot take place with the teams that are here.
+
+    Args:
+        reason: what is missing, for the log and the error at the time limit.
+        can_begin: whether it may take place without the missing teams after the time limit.
+    """
+
+    reason: str
+    can_begin: bool = False
+
+
+@dataclass(frozen=True)
+class Attendance:
+    """A meeting that can take place.
+
+    Args:
+        members: those who take part, by team.
+        call: of all members but those that start.
+        version: before the meeting; `NO_STATE` if no team has a state.
+        current: teams of this version.
+        sources: for each set of holders, the team whose anchors are copied to those that lack them.
+        source_versions: versions of `sources`, for each set of holders.
+    """
+
+    members: tuple[Member, ...]
+    call: str
+    version: int
+    current: Teams
+    sources: Mapping[Teams, int]
+    source_versions: Mapping[Teams, int]
+
+    @property
+    def teams(self) -> Teams:
+        return tuple(member.team for member in self.members)
+
+    @property
+    def averages(self) -> bool:
+        """Whether weights are averaged."""
+        return self.call == STEP
+
+    @property
+    def next_version(self) -> int:
+        return self.version + 1 if self.averages else max(self.version, 0)
+
+    @property
+    def identity(self) -> str:
+        """The same on all ranks, different for each attempt."""
+        attempts = [(member.identity, member.attempts) for member in self.members]
+        return hashlib.sha256(repr(attempts).encode()).hexdigest()[:16]
+
+    def version_of(self, team: int) -> int:
+        return next(member.version for member in self.members if member.team == team)
+
+    def copies(self, team: int, holders: Teams) -> bool:
+        """Whether a team takes anchors over that it holds of a unit with these holders."""
+        if self.version == NO_STATE:
+            return team != self.sources[holders]
+        return self.version_of(team) < self.source_versions[holders]
+
+
+def attend(members: Sequence[Member], me: str, plan: Plan) -> Attendance | Wait:
+    """Decide whether and how the teams that are here meet.
+
+    Args:
+        members: all that have come.
+        me: identity of this team.
+        plan: with one worker for each team.
+
+    Raises:
+        Refused: this team cannot take part, or teams make different calls.
+    """
+    mine = next(member for member in members if member.identity == me)
+    same = [member for member in members if member.agreed == mine.agreed]
+    others = [member for member in members if member.agreed != mine.agreed]
+    if (wait := _refuse_difference(mine, same, others, plan.num_subnetworks)) is not None:
+        return wait
+    first: dict[int, Member] = {}  # of each number, a team that trains before one that starts
+    for member in sorted(same, key=lambda member: (member.team, member.call == START, member.identity)):
+        first.setdefault(member.team, member)
+    if first[mine.team] is not mine:
+        return Wait(f"another process is team {mine.team} already; end it, or set another SDP_TEAM")
+    present = tuple(first.values())
+    calls = {member.call: member for member in reversed(present) if member.call != START}
+    if len(calls) > 1:
+        text = " and ".join(f"team {member.team} calls {call}" for call, member in sorted(calls.items()))
+        raise Refused(
+            f"all teams must make the same calls: {text}; give all teams the same number of steps, or leave()"
+        )
+    return _with_holders(present, next(iter(calls), START), plan)
+
+
+def _refuse_difference(mine: Member, same: Sequence[Member], others: Sequence[Member], num_teams: int) -> Wait | None:
+    """Refuse this team if it starts and differs from a majority, or from teams that train; they ignore it."""
+    if not others or mine.call != START:
+        return None
+    other = min(others, key=lambda member: (member.call == START, member.team))
+    names = [name for name, value in mine.agreed.items() if other.agreed.get(name) != value]
+    text = " and ".join(f"{name} {mine.agreed[name]}, team {other.team} has {other.agreed.get(name)}" for name in names)
+    everyone = len({member.team for member in (*same, *others)}) == num_teams
+    if other.call != START or len(same) < len(others) or (len(same) == len(others) and everyone):
+        raise Refused(f"team {mine.team} has {text}; start all teams with the same program and config")
+    return Wait(f"team {mine.team} has {text}") if len(same) == len(others) else None
+
+
+def _with_holders(present: Sequence[Member], call: str, plan: Plan) -> Attendance | Wait:
+    """The meeting of these teams, if they have the anchors of every unit."""
+    versions = {member.team: member.version for member in present}
+    newest = max(versions.values())
+    current = tuple(team for team, version in versions.items() if version == newest)
+    everyone = tuple(range(plan.num_subnetworks))
+    least = newest if call != START else min(newest, 0)  # teams that all start take what they have
+    sources: dict[Teams, int] = {}
+    source_versions: dict[Teams, int] = {}
+    for holders in dict.fromkeys((everyone, *plan.holders)):
+        able = [team for team in holders if versions.get(team, NO_STATE - 1) >= least]
+        if able:
+            best = max(versions[team] for team in able)
+            sources[holders] = next(team for team in able if versions[team] == best)
+            source_versions[holders] = best
+    lost = [(unit, holders) for unit, holders in zip(plan.units, plan.holders, strict=True) if holders not in sources]
+    absent = [team for team in everyone if team not in versions]
+    if lost:
+        units = listed(unit.name for unit, _ in lost)
+        needed = listed(sorted({team for _, holders in lost for team in holders}))
+        state = f" with version {newest}" if newest > NO_STATE else ""
+        return Wait(f"no holder of {units}{state} is here; waiting for one of teams {needed}")
+    if newest == NO_STATE and absent and not any(member.may_begin for member in present):
+        return Wait(f"waiting for teams {listed(absent)}", can_begin=True)
+    return Attendance(tuple(present), call, newest, current, sources, source_versions)

@@ -1,0 +1,102 @@
+"""`sdp_deepspeed.join`: reduce a model to the subnetwork of this team."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from sdp_deepspeed.config import SubnetworkConfig, parse
+from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.masking.proof import proven_branches, with_cells
+from sdp_deepspeed.messages import KEY
+from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.teams.ranks import TeamRanks
+from sdp_deepspeed.teams.team import Team
+from sdp_deepspeed.teams.weights import TorchHost, hide_absent
+from sdp_deepspeed.version import __version__
+
+logger = logging.getLogger("sdp_deepspeed")
+
+NUMBER, LIGHTHOUSE = "SDP_TEAM", "TORCHFT_LIGHTHOUSE"  # variables of the environment
+
+
+def join(model: nn.Module, block: Mapping[str, Any], *, communication_dtype: torch.dtype = torch.float32) -> Team:
+    """Reduce a model to the subnetwork of this team, for training that meets the other teams every H steps.
+
+    Call it on all ranks of the team, after `init_process_group` if the team has several, and before anything wraps the
+    model or takes its parameters: DistributedDataParallel, FSDP2's `fully_shard`, the optimizer. The module is changed
+    in place; parameters that this team lacks are gone. Then call `start` before the first step, and `step` after each
+    step of the optimizer.
+
+    The number of this team is read from SDP_TEAM, the address of torchft's lighthouse from TORCHFT_LIGHTHOUSE; `sdp
+    teams` sets both.
+
+    Args:
+        model: whole, on its final device, with the same weights in all ranks of the team.
+        block: the block `subnetwork_data_parallel` with `local_steps.teams`, the same in all teams.
+        communication_dtype: dtype in which differences are sent.
+
+    Raises:
+        ValueError: the block, the model or the environment is not supported. The model is unchanged.
+    """
+    config = _parse(block)
+    settings = config.local_steps
+    assert settings is not None
+    assert settings.teams is not None
+    number, address = _environment(settings.teams)
+    branches = with_cells(model, proven_branches(model), config.strategy)
+    plan, warnings = plan_model(model, config, settings.teams, branches=branches)
+    mask = Mask(model, plan, number, branches=branches, is_scaled=config.branch_scale == "training")
+    ranks = TeamRanks(settings.wait_timeout + settings.exchange_timeout)
+    mask.apply()
+    for warning in warnings if ranks.rank == 0 else ():
+        logger.warning("%s: %s", KEY, warning)
+    agreed = {
+        "version of sdp_deepspeed": __version__,
+        "plan": plan.hash[:12],
+        "model": _hash(mask, config),
+        "local_steps": f"every {settings.every}, outer_lr {settings.outer_lr}, momentum {settings.outer_momentum}",
+        "communication_dtype": str(communication_dtype).removeprefix("torch."),
+    }
+    host = TorchHost(model, hide_absent(mask))
+    return Team(mask, settings, host, ranks, address=address, agreed=agreed, communication_dtype=communication_dtype)
+
+
+def _parse(block: Mapping[str, Any]) -> SubnetworkConfig:
+    if not isinstance(block, Mapping) or KEY in block:
+        raise ValueError(
+            f'join: block: expected the contents of {KEY!r}, such as {{"coverage": 0.5, "local_steps": ...}}'
+        )
+    if block.get("schedule") is not None:
+        raise ValueError(f"{KEY}.schedule: the plan of teams never changes; remove it")
+    config = parse({KEY: dict(block)})
+    if config is None:
+        raise ValueError(f"{KEY}.enabled: got false, expected true for join")
+    if config.local_steps is None or config.local_steps.teams is None:
+        raise ValueError(f'join: expected {KEY}.local_steps such as {{"teams": 4, "every": 50}}')
+    return config.model_copy(update={"subnetworks": config.local_steps.teams})
+
+
+def _environment(num_teams: int) -> tuple[int, str]:
+    """Number of this team, and the address of the lighthouse."""
+    number, address = os.environ.get(NUMBER, ""), os.environ.get(LIGHTHOUSE, "")
+    if not number.isascii() or not number.isdecimal() or int(number) >= num_teams:
+        raise ValueError(f"{NUMBER}: got {number!r}, expected a number from 0 to {num_teams - 1}; `sdp teams` sets it")
+    if not address.startswith("http"):
+        raise ValueError(f'{LIGHTHOUSE}: got {address!r}, expected an address such as "http://host:29510"')
+    if importlib.util.find_spec("torchft") is None:
+        raise ValueError('teams need torchft: pip install "sdp_deepspeed[teams]"')
+    return int(number), address
+
+
+def _hash(mask: Mask, config: SubnetworkConfig) -> str:
+    """What subnetworks have in common beside the plan."""
+    shapes = [(name, tuple(shape)) for name, shape in mask.shapes.items()]
+    return hashlib.sha256(repr((shapes, mask.trainable, config.branch_scale)).encode()).hexdigest()[:12]

@@ -1,0 +1,406 @@
+"""`Team`: what `join` returns. `_meet` has the order of a meeting."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import Subset
+
+from sdp_deepspeed.config import LocalSteps
+from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.messages import KEY, announce, listed
+from sdp_deepspeed.teams.attendance import NO_STATE, START, STEP, Attendance, Member, Wait, attend
+from sdp_deepspeed.teams.exchange import Exchange
+from sdp_deepspeed.teams.meeting_point import REMIND, RETRY, MeetingPoint
+from sdp_deepspeed.teams.ranks import TeamRanks
+from sdp_deepspeed.teams.shares import Range, buckets, num_elements, shares_of
+from sdp_deepspeed.teams.weights import TorchHost, Weights
+
+logger = logging.getLogger("sdp_deepspeed")
+
+Work = Callable[[Exchange], None]
+
+
+class Team:
+    """One team of a run. All its ranks make the same calls.
+
+    Args:
+        mask: applied.
+        host: reads and writes the weights.
+        address: of the lighthouse.
+        agreed: further facts that must be equal on all teams, by name.
+        communication_dtype: of the differences that are sent.
+
+    Attributes:
+        number: of this team, from 0.
+        plan: of one worker for each team.
+        version: number of meetings that counted; 0 before the first, -1 before `start`.
+    """
+
+    def __init__(
+        self,
+        mask: Mask,
+        settings: LocalSteps,
+        host: TorchHost,
+        ranks: TeamRanks,
+        *,
+        address: str,
+        agreed: Mapping[str, Any],
+        communication_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.number, self.plan, self.version = mask.rank, mask.plan, NO_STATE
+        self._mask, self._settings, self._ranks, self._address = mask, settings, ranks, address
+        self._agreed = {"ranks": ranks.size, **agreed}
+        self._dtype = communication_dtype
+        self._shares = shares_of(mask, ranks.rank, ranks.size)
+        self._weights = Weights(host, mask, ranks)
+        self._anchors = torch.zeros(num_elements(self._shares))
+        self._momentum = torch.zeros(len(self._anchors) if settings.outer_momentum else 0)
+        self._steps_since = 0  # the last meeting
+        self._point: MeetingPoint | None = None
+        self._attempts = 0
+        self._teams: tuple[int, ...] = ()  # at the last meeting
+
+    # ---- training -----------------------------------------------------------------------------------------------
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run so far: H for each meeting, and those since. A team that comes back goes on with
+        this one, in its data and its learning rate."""
+        return max(self.version, 0) * self._settings.every + self._steps_since
+
+    def start(self) -> None:
+        """Meet the other teams before the first step; collective.
+
+        Call it when the model is wrapped, and weights and states are loaded. The first time in a run it waits for all
+        teams, which take the same initial weights. A team that comes later, or comes back, waits for the next meeting
+        of the others, and goes on with their weights.
+
+        Raises:
+            RuntimeError: on all ranks of the team, if it differs from the others, or the wait is too long.
+        """
+        if self._point is not None:
+            raise RuntimeError(f"team {self.number} has started already; call start() once")
+        if self.version == NO_STATE:
+            self._weights.read(self._shares, self._anchors)
+        self._point = MeetingPoint(
+            self._address,
+            self.number,
+            is_first=self._ranks.rank == 0,
+            exchange_timeout=self._settings.exchange_timeout,
+        )
+        self._take_part(START)
+
+    def step(self) -> bool:
+        """Call after each step of the optimizer. Every H-th time the teams meet; collective then.
+
+        Returns:
+            Whether they have met.
+
+        Raises:
+            RuntimeError: weights are not finite, which ends this team, or a wait is too long.
+        """
+        self._check_started("step")
+        self._steps_since += 1
+        if self._steps_since < self._settings.every:
+            return False
+        self._take_part(STEP)
+        return True
+
+    def leave(self) -> None:
+        """Leave the run, after the last call: the others wait no more for this team."""
+        if self._point is not None:
+            self._point.leave()
+        self._ranks.close()
+
+    def shard(self, dataset: Any) -> Any:
+        """This team's part of a dataset: every K-th sample, or `dataset.shard` if it has that."""
+        count = self.plan.num_subnetworks
+        if hasattr(dataset, "shard"):
+            return dataset.shard(num_shards=count, index=self.number)
+        return Subset(dataset, range(self.number, len(dataset), count))
+
+    # ---- the dense model, and checkpoints -----------------------------------------------------------------------
+
+    def dense_state_dict(self) -> dict[str, torch.Tensor]:
+        """The dense model of the anchors, fp32 in host memory, by dense name; collective in all teams.
+
+        Returns:
+            On rank 0 of each team; empty on its other ranks.
+        """
+        return self._dense_state_dict("dense_state_dict", lambda attendance: attendance.teams)
+
+    def _dense_state_dict(
+        self, call: str, receivers: Callable[[Attendance], tuple[int, ...]]
+    ) -> dict[str, torch.Tensor]:
+        self._check_started(call)
+        vector = torch.zeros(sum(share.length for share in self._shares))
+
+        def work(exchange: Exchange) -> None:
+            attendance = exchange.attendance
+            for bucket in buckets(self._shares):
+                wanted = [
+                    [r for r in bucket if team in receivers(attendance) and not self._stores(team, r.holders)]
+                    for team in attendance.teams
+                ]
+                for r, values in exchange.send(bucket, wanted, lambda r: r.of(self._anchors)):
+                    vector[r.dense_offset : r.dense_offset + r.length] = values
+
+        attendance = self._take_part(call, work)
+        return self._assemble(vector) if self.number in receivers(attendance) else {}
+
+    def _assemble(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Dense tensors of rank 0, from the shares of all ranks of the team."""
+        dense = {}
+        for share in self._shares:
+            if share.offset is not None:
+                values = self._anchors[share.offset : share.offset + share.length]
+            else:
+                values = vector[share.dense_offset : share.dense_offset + share.length]
+            whole = self._ranks.join_shares(values, torch.Size(share.shape).numel()).view(share.shape)
+            if self._ranks.rank == 0:
+                name = share.piece.parameter
+                if name not in dense:
+                    dense[name] = torch.empty(self._mask.shapes[name])
+                share.piece.narrow(dense[name]).copy_(whole)
+        exchanged = {share.piece.parameter for share in self._shares}
+        for name in self._mask.parameters.keys() - exchanged:  # frozen on all teams
+            values = self._weights.dense(name)
+            if self._ranks.rank == 0:
+                dense[name] = values
+        return {name: dense[name] for name in self._mask.parameters} if dense else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of this rank needs beside the host's own: version, and this rank's anchors and momentum."""
+        return {
+            "team": self.number,
+            "rank": self._ranks.rank,
+            "agreed": self._agreed,
+            "version": self.version,
+            "steps_since": self._steps_since,
+            "anchors": self._anchors.clone(),
+            "momentum": self._momentum.clone(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state of the same rank, before `start`.
+
+        Raises:
+            ValueError: it is the state of another team, rank or plan.
+        """
+        if self._point is not None:
+            raise RuntimeError("load_state_dict: the team has started; load before start()")
+        here = {"team": self.number, "rank": self._ranks.rank, **self._agreed}
+        there = {"team": state["team"], "rank": state["rank"], **state["agreed"]}
+        for name, value in here.items():
+            if there.get(name) != value:
+                raise ValueError(f"load_state_dict: the state has {name} {there.get(name)}, here it is {value}")
+        self.version, self._steps_since = state["version"], state["steps_since"]
+        self._anchors.copy_(state["anchors"])
+        self._momentum.copy_(state["momentum"])
+
+    # ---- meetings -----------------------------------------------------------------------------------------------
+
+    def _take_part(self, call: str, work: Work | None = None) -> Attendance:
+        """Meet until a meeting counts, and take its result over.
+
+        Args:
+            work: what this call exchanges, beside anchors for those that lack them.
+        """
+        deltas = self._finite_deltas() if call == STEP else None
+        begin, failing_since = time.monotonic(), None
+        reason, reminded = "", begin
+        while True:
+            now = time.monotonic()
+            is_late = now - begin > self._settings.wait_timeout
+            gathered = time.monotonic()
+            attendance = self._attend(call, may_begin=is_late)
+            if isinstance(attendance, Wait):
+                reason = attendance.reason
+                if is_late and not attendance.can_begin:
+                    self.leave()
+                    raise RuntimeError(f"team {self.number}: {reason}; gave up after {now - begin:.0f} s")
+                if now - reminded > REMIND:
+                    reminded = now
+                    self._log(f"{reason}, since {now - begin:.0f} s", is_warning=True)
+                time.sleep(RETRY)
+                continue
+            met = time.monotonic()
+            result = _Result(self, attendance, deltas)
+            error, num_bytes = self._try(attendance, result, work)
+            if error is None:
+                result.take_over()
+                done = time.monotonic()
+                self._log_meeting(call, attendance, met - begin, done - met, num_bytes)
+                return attendance
+            failing_since = failing_since or gathered
+            if met - failing_since > self._settings.wait_timeout:
+                self.leave()
+                raise RuntimeError(f"team {self.number}: no meeting counted for {met - failing_since:.0f} s: {error}")
+            self._log(f"a meeting did not count and is repeated: {error}", is_warning=True)
+            time.sleep(RETRY)
+
+    def _attend(self, call: str, *, may_begin: bool) -> Attendance | Wait:
+        """Ask who is here; the same on all ranks of the team."""
+        assert self._point is not None
+        answer: list[Member] | str = ""
+        self._attempts += 1
+        if self._ranks.rank == 0:
+            mine = Member(
+                identity=self._point.identity,
+                team=self.number,
+                version=self.version,
+                call=call,
+                attempts=self._attempts,
+                group=self._point.group_name,
+                store=self._point.store,
+                may_begin=may_begin,
+                agreed=self._agreed,
+            )
+            try:
+                answer = self._point.gather(mine, self._settings.wait_timeout)
+            except TimeoutError as error:
+                answer = str(error)
+        identity, answer = self._ranks.broadcast((self._point.identity, answer))
+        self._point.identity = identity
+        try:
+            if isinstance(answer, str):
+                raise RuntimeError(answer)
+            return attend(answer, identity, self.plan)
+        except RuntimeError:
+            self.leave()
+            raise
+
+    def _try(self, attendance: Attendance, result: _Result, work: Work | None) -> tuple[str | None, int]:
+        """Exchange, and agree with all teams that all have finished.
+
+        Returns:
+            None if the meeting counts, or the error; number of bytes sent.
+        """
+        assert self._point is not None
+        point, problem = self._point, None
+        exchange: Exchange | None = None
+        try:
+            group = point.connect(attendance, self._ranks.rank)
+            stores_all = self.plan.regime == "backward"
+            exchange = Exchange(group, attendance, self.number, stores_all, self._dtype)
+            for bucket in buckets(self._shares):
+                result.exchange(exchange, bucket)
+            if work is not None:
+                work(exchange)
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
+        if not self._ranks.all(problem is None):
+            point.disconnect()
+            return problem or "it failed on another rank of this team", 0
+        assert exchange is not None
+        try:
+            exchange.confirm()
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
+        try:
+            counts = point.decide(attendance.identity, problem is None)
+        except RuntimeError as error:
+            counts, problem = False, problem or str(error).splitlines()[0]
+        if not self._ranks.all(counts):
+            point.disconnect()
+            return problem or "another team has not finished", 0
+        return None, exchange.num_bytes
+
+    def _finite_deltas(self) -> torch.Tensor:
+        deltas = self._deltas()
+        if not self._ranks.all(bool(deltas.isfinite().all())):
+            self.leave()
+            raise RuntimeError(
+                f"team {self.number}: weights are not finite at step {self.num_steps}; the other teams go on, start it "
+                "again to take over their weights"
+            )
+        return deltas
+
+    def _deltas(self) -> torch.Tensor:
+        """Anchors minus weights of this rank's shares."""
+        weights = torch.empty_like(self._anchors)
+        self._weights.read(self._shares, weights)
+        return torch.sub(self._anchors, weights, out=weights)
+
+    def _outer_step(
+        self, anchors: torch.Tensor, momentum: torch.Tensor, means: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """New anchors and momentum: torch's SGD, with Nesterov's momentum."""
+        if self._settings.outer_momentum:
+            momentum = momentum * self._settings.outer_momentum + means
+            means = means + self._settings.outer_momentum * momentum
+        return anchors - self._settings.outer_lr * means, momentum
+
+    def _stores(self, team: int, holders: tuple[int, ...]) -> bool:
+        return self.plan.regime == "backward" or team in holders
+
+    def _check_started(self, call: str) -> None:
+        if self._point is None:
+            raise RuntimeError(f"{call}: call team.start() first, after the model is wrapped and loaded")
+
+    def _log(self, text: str, *, is_warning: bool = False) -> None:
+        if self._ranks.rank == 0:
+            logger.log(logging.WARNING if is_warning else logging.INFO, "team %d: %s", self.number, text)
+
+    def _log_meeting(self, call: str, attendance: Attendance, waited: float, exchanged: float, num_bytes: int) -> None:
+        text = (
+            f"{call}, version {self.version}, with teams {listed(attendance.teams, limit=16)}; waited {waited:.1f} s, "
+            f"sent {num_bytes:,} bytes in {exchanged:.1f} s"
+        )
+        self._log(text)
+        if attendance.teams != self._teams and self._ranks.rank == 0:
+            announce(f"{KEY}: team {self.number}: {text}", logger)
+        self._teams = attendance.teams
+
+
+class _Result:
+    """What a meeting computes, which replaces the team's state if it counts."""
+
+    def __init__(self, team: Team, attendance: Attendance, deltas: torch.Tensor | None) -> None:
+        self._team, self._attendance = team, attendance
+        self._is_current = team.number in attendance.current
+        self._deltas = None
+        if attendance.averages and self._is_current:
+            self._deltas = team._deltas() if deltas is None else deltas
+        self._means = torch.zeros_like(team._anchors) if attendance.averages else None
+        holders = {share.holders for share in team._shares if share.offset is not None}
+        self._copies = any(attendance.copies(team.number, of) for of in holders)
+        self._anchors = team._anchors.clone() if self._copies else team._anchors
+        self._momentum = team._momentum.clone() if self._copies else team._momentum
+
+    def exchange(self, exchange: Exchange, bucket: list[Range]) -> None:
+        """Average a bucket, and copy it to teams that lack it."""
+        if self._means is not None:
+            exchange.average(bucket, self._deltas, self._means)
+        exchange.copy(bucket, lambda r: self._new(r)[0], self._anchors)
+        if len(self._team._momentum):
+            exchange.copy(bucket, lambda r: self._new(r)[1], self._momentum)
+
+    def take_over(self) -> None:
+        """Replace the team's anchors, momentum, version and weights."""
+        team = self._team
+        if self._means is not None and self._is_current:
+            self._anchors, self._momentum = team._outer_step(team._anchors, team._momentum, self._means)
+        if team.version != NO_STATE and self._copies:
+            team._log(
+                f"missed meetings after version {team.version}: takes over version {self._attendance.next_version}, "
+                f"drops {team._steps_since} steps",
+                is_warning=True,
+            )
+        changed = team._ranks.all(torch.equal(self._anchors, team._anchors)) is False
+        team._anchors, team._momentum = self._anchors, self._momentum
+        if changed or self._attendance.averages:
+            team._weights.write(team._shares, team._anchors)
+            team._steps_since = 0
+        team.version = self._attendance.next_version
+
+    def _new(self, r: Range) -> tuple[torch.Tensor, torch.Tensor]:
+        """New anchors and momentum of a range at its source."""
+        team = self._team
+        anchors, momentum = r.of(team._anchors), r.of(team._momentum) if len(team._momentum) else team._momentum
+        return (anchors, momentum) if self._means is None else team._outer_step(anchors, momentum, r.of(self._means))

@@ -1,0 +1,140 @@
+"""Weights of a team, as its host stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.teams.ranks import TeamRanks
+from sdp_deepspeed.teams.shares import Share
+from sdp_deepspeed.units import Piece
+
+
+class TorchHost:
+    """Reads and writes parameters of a bare module, of DistributedDataParallel, and of `fully_shard`.
+
+    Other hosts have the same two methods. All ranks of a team call them.
+
+    Args:
+        model: masked, before the host changes it. Hosts that replace Parameters keep modules and names of attributes.
+        names: dense names of the parameters that the team has.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        self._places = {}
+        for name in names:
+            path, _, attribute = name.rpartition(".")
+            self._places[name] = (model.get_submodule(path), attribute)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The team's whole tensor, detached."""
+        parameter = self._parameter(name)
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Set the team's whole tensor."""
+        parameter = self._parameter(name)
+        if isinstance(parameter, DTensor):
+            values = values.to(parameter.device, parameter.dtype)
+            mesh, placements = parameter.device_mesh, parameter.placements
+            values = distribute_tensor(values, mesh, placements, src_data_rank=None).to_local()
+            parameter = parameter.to_local()
+        parameter.copy_(values)
+
+    def _parameter(self, name: str) -> torch.Tensor:
+        module, attribute = self._places[name]
+        parameter: torch.Tensor = getattr(module, attribute)
+        return parameter.detach()
+
+
+class Weights:
+    """The pieces of dense tensors that a team stores.
+
+    Args:
+        host: reads and writes whole tensors of the team.
+        mask: applied.
+    """
+
+    def __init__(self, host: TorchHost, mask: Mask, ranks: TeamRanks) -> None:
+        self._host, self._mask, self._ranks = host, mask, ranks
+
+    @torch.no_grad()
+    def read(self, shares: Iterable[Share], target: torch.Tensor) -> None:
+        """Read this rank's shares, fp32, into a vector; collective in the team."""
+        for share, values in self._pieces(shares):
+            assert share.offset is not None
+            target[share.offset : share.offset + share.length] = share.of(values)
+
+    @torch.no_grad()
+    def write(self, shares: Iterable[Share], source: torch.Tensor) -> None:
+        """Set weights to this rank's shares in a vector; collective in the team."""
+        for name, of_name in _by_name(shares):
+            pieces = {share.piece: self._whole(share, source) for share in of_name}
+            if of_name[0].piece.dim is None:
+                self._host.write(name, pieces[of_name[0].piece])
+                continue
+            held = {piece: values for piece, values in pieces.items() if self._mask.is_held(piece)}
+            if held:
+                dim = of_name[0].piece.dim
+                self._host.write(name, torch.cat([*held.values()], dim))
+            for piece, values in pieces.items():
+                if piece not in held:  # backward regime: a frozen tensor beside the parameter
+                    self._mask.view(piece).copy_(values)
+
+    @torch.no_grad()
+    def dense(self, name: str) -> torch.Tensor:
+        """A copy of a tensor that every team has whole; collective in the team."""
+        return self._host.read(name).to("cpu", torch.float32, copy=True)
+
+    def _pieces(self, shares: Iterable[Share]) -> Iterator[tuple[Share, torch.Tensor]]:
+        for name, of_name in _by_name(shares):
+            is_read = of_name[0].piece.dim is None or any(self._mask.is_held(share.piece) for share in of_name)
+            whole = self._host.read(name) if is_read else None
+            for share in of_name:
+                yield share, self._piece(share.piece, whole)
+
+    def _piece(self, piece: Piece, whole: torch.Tensor | None) -> torch.Tensor:
+        if piece.dim is None:
+            assert whole is not None
+            return whole
+        return self._mask.view(piece, of=whole) if self._mask.is_held(piece) else self._mask.view(piece)
+
+    def _whole(self, share: Share, source: torch.Tensor) -> torch.Tensor:
+        assert share.offset is not None
+        count = int(torch.Size(share.shape).numel())
+        values = source[share.offset : share.offset + share.length]
+        return self._ranks.join_shares(values, count).view(share.shape)
+
+
+def _by_name(shares: Iterable[Share]) -> Iterator[tuple[str, list[Share]]]:
+    """Stored shares of each tensor."""
+    of_names: dict[str, list[Share]] = {}
+    for share in shares:
+        if share.offset is not None:
+            of_names.setdefault(share.piece.parameter, []).append(share)
+    yield from of_names.items()
+
+
+def hide_absent(mask: Mask) -> list[str]:
+    """Take parameters that this team lacks out of its modules, where hosts would find empty tensors.
+
+    They become plain attributes, which some modules read to describe themselves, or use as zeros.
+
+    Returns:
+        Dense names of the parameters that the team has.
+    """
+    present = []
+    for name, pieces in mask.pieces.items():
+        if any(mask.is_stored(piece) for piece, _ in pieces):
+            present.append(name)
+            continue
+        path, _, attribute = name.rpartition(".")
+        module = mask.model.get_submodule(path)
+        parameter = module._parameters.pop(attribute)
+        assert parameter is not None
+        vars(module)[attribute] = parameter.detach()
+    return present

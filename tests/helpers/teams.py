@@ -1,0 +1,174 @@
+"""Teams for tests: each a world of its own of forked ranks, which meet at a lighthouse in the process of the test."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import os
+import signal
+import sys
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.helpers.ranks import TIMEOUT, forkserver_context
+
+HEARTBEAT_TIMEOUT = 3.0  # seconds, of the lighthouse
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the function of a rank is told."""
+
+    team: int
+    rank: int
+    size: int
+    folder: Path
+
+
+@dataclass
+class StartedTeam:
+    """The ranks of a team."""
+
+    processes: list[Any]
+    errors: list[Path]
+
+    def wait(self) -> list[int]:
+        """Exit codes; ranks that do not end are killed, after they have written their stacks."""
+        for process in self.processes:
+            process.join(TIMEOUT)
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+                process.join(2)
+                process.kill()
+                process.join()
+        return [process.exitcode for process in self.processes]
+
+    def finish(self) -> None:
+        """Wait, and fail with the first error of a rank."""
+        codes = self.wait()
+        assert codes == [0] * len(codes), self.error()
+
+    def error(self) -> str:
+        """What the ranks have written."""
+        return "\n".join(file.read_text() for file in self.errors if file.exists())
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+@dataclass
+class Teams:
+    """Starts teams of one run.
+
+    Args:
+        address: of the lighthouse.
+        folder: that all share.
+    """
+
+    address: str
+    folder: Path
+    started: list[StartedTeam] = field(default_factory=list)
+
+    def start(
+        self, function: Callable[..., None], team: int, size: int = 1, *arguments: Any, **environment: str
+    ) -> StartedTeam:
+        """Start the ranks of a team; each calls `function(place, *arguments)`."""
+        context = forkserver_context()
+        name = uuid.uuid4().hex[:8]
+        errors = [self.folder / f"error-{team}-{rank}-{name}" for rank in range(size)]
+        variables = {"SDP_TEAM": str(team), "TORCHFT_LIGHTHOUSE": self.address, "RUST_LOG": "error", **environment}
+        processes = []
+        for rank in range(size):
+            place = Place(team, rank, size, self.folder)
+            processes.append(
+                context.Process(target=_main, args=(function, place, variables, name, errors[rank], arguments))
+            )
+            processes[-1].start()
+        self.started.append(StartedTeam(processes, errors))
+        return self.started[-1]
+
+
+@contextmanager
+def teams(folder: Path, address: str | None = None) -> Iterator[Teams]:
+    """A lighthouse, unless there is one; what still runs at the end is killed."""
+    if importlib.util.find_spec("torchft") is None:
+        pytest.skip("torchft is not installed; it has wheels for Python 3.11 to 3.13")
+    light = None if address is not None else lighthouse()
+    run = Teams(address or address_of(light), folder)
+    try:
+        yield run
+    finally:
+        for team in run.started:
+            team.kill()
+        if light is not None:
+            light.shutdown()
+
+
+def lighthouse(port: int = 0) -> Any:
+    os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
+    from torchft.coordination import LighthouseServer
+
+    return LighthouseServer(
+        bind=f"127.0.0.1:{port}",
+        min_replicas=1,
+        join_timeout_ms=int(TIMEOUT * 1000),
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=int(HEARTBEAT_TIMEOUT * 1000),
+    )
+
+
+def address_of(light: Any) -> str:
+    return f"http://127.0.0.1:{urlsplit(light.address()).port}"
+
+
+def run_teams(
+    function: Callable[..., None], folder: Path, num_teams: int, size: int, *arguments: Any, **environment: str
+) -> None:
+    """Run all teams of a run to their ends."""
+    with teams(folder) as run:
+        started = [run.start(function, team, size, *arguments, **environment) for team in range(num_teams)]
+        for team in started:
+            team.finish()
+
+
+def _main(
+    function: Callable[..., None],
+    place: Place,
+    environment: Mapping[str, str],
+    name: str,
+    error: Path,
+    arguments: Sequence[Any],
+) -> None:
+    faulthandler.register(signal.SIGUSR1, error.with_suffix(".stack").open("w"))
+    os.environ |= {**environment, "RANK": str(place.rank), "WORLD_SIZE": str(place.size), "LOCAL_RANK": str(place.rank)}
+    sys.stdout.flush()
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{place.folder}/rendezvous-{name}",
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timedelta(seconds=TIMEOUT),
+        )
+        function(place, *arguments)
+    except BaseException:
+        error.write_text(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)

@@ -1,0 +1,133 @@
+"""Teams of each host against the reference of local steps, DiLoCo by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sdp_deepspeed
+from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.reference.local_steps import LocalReference, LocalSteps
+from sdp_deepspeed.reference.virtual_workers import Reference
+from tests.helpers.models import MIXED, batches, llama, loss_of
+from tests.helpers.teams import Place, run_teams
+
+STEPS = 6  # H is 2 or 3: two or three meetings
+# Sums in another order, over the ranks of a team and over teams; weights are below 1.
+TOLERANCE = 2e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    """Teams of `size` ranks."""
+
+    host: str
+    num_teams: int
+    size: int
+    block: dict[str, Any] = field(default_factory=dict)
+    outer: tuple[float, float] = (1.0, 0.0)
+    every: int = 3
+
+    @property
+    def whole_block(self) -> dict[str, Any]:
+        steps = {
+            "teams": self.num_teams,
+            "every": self.every,
+            "outer_lr": self.outer[0],
+            "outer_momentum": self.outer[1],
+        }
+        return {"coverage": 0.5, **self.block, "local_steps": steps}
+
+
+CASES = {
+    "bare": Case("bare", 4, 1),
+    "DiLoCo": Case("ddp", 2, 2, {"coverage": 1.0}, (0.7, 0.9), every=2),
+    "DDP, momentum": Case("ddp", 2, 2, {}, (0.7, 0.9), every=2),
+    "fully_shard": Case("fully_shard", 2, 2, {}, (0.7, 0.9)),
+    "bare, neurons": Case("bare", 4, 1, {"strategy": "neuron"}, (0.7, 0.9), every=2),
+    "fully_shard, neurons": Case("fully_shard", 2, 2, {"strategy": MIXED}),
+    "bare, backward": Case("bare", 4, 1, {"regime": "backward"}, (0.7, 0.9)),
+    "DDP, backward, neurons": Case("ddp", 2, 2, {"regime": "backward", "strategy": "neuron"}),
+    "fully_shard, backward": Case("fully_shard", 2, 2, {"regime": "backward"}, (0.7, 0.9)),
+}
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def wrapped(host: str, model: Any) -> Any:
+    if host == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if host == "fully_shard":
+        for layer in model.model.layers:
+            torch.distributed.fsdp.fully_shard(layer)
+        return torch.distributed.fsdp.fully_shard(model)
+    return model
+
+
+def train(place: Place, cases: list[Case]) -> None:
+    """Train each case, one after the other; rank 0 of each team saves the dense model."""
+    for index, case in enumerate(cases):
+        model: Any = llama()
+        team = sdp_deepspeed.join(model, case.whole_block)
+        run = wrapped(case.host, model)
+        optimizer = sgd(p for p in run.parameters() if p.requires_grad)
+        team.start()
+        data = batches(case.num_teams * case.size, 1)
+        for _ in range(STEPS):
+            (batch,) = next(data)[place.team * place.size + place.rank]
+            loss_of(run, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            team.step()
+        assert team.version == STEPS // case.every
+        dense = team.dense_state_dict()
+        assert bool(dense) == (place.rank == 0)
+        if dense:
+            torch.save(dense, place.folder / f"{index}-{place.team}.pt")
+        team.leave()
+
+
+def expected(case: Case) -> dict[str, torch.Tensor]:
+    model = llama()
+    steps = LocalSteps(case.every, *case.outer)
+    block = parse({KEY: {key: value for key, value in case.whole_block.items() if key != "local_steps"}})
+    assert block is not None
+    plan, _ = plan_model(model, block, case.num_teams)
+    ranks = tuple(rank // case.size for rank in range(case.num_teams * case.size))
+    plan = replace(plan, subnetwork_of_rank=ranks)
+
+    def make_team(model: nn.Module, ranks: Any) -> Reference:
+        return Reference(model, plan, lambda named: sgd(named.values()), loss_of, ranks=ranks)
+
+    reference = LocalReference(model, plan, steps, make_team)
+    data = batches(len(ranks), 1)
+    for _ in range(STEPS):
+        reference.step(next(data))
+    return {name: anchor.detach() for name, anchor in reference.anchors.items()}
+
+
+def check(folder: Path, names: list[str]) -> None:
+    cases = [CASES[name] for name in names]
+    run_teams(train, folder, cases[0].num_teams, cases[0].size, cases)
+    for index, (name, case) in enumerate(zip(names, cases, strict=True)):
+        wanted, before = expected(case), dict(llama().named_parameters())
+        assert max((wanted[key] - before[key]).abs().max() for key in wanted) > 1e-2
+        for team in range(case.num_teams):
+            dense = torch.load(folder / f"{index}-{team}.pt")
+            assert dense.keys() == wanted.keys()
+            for key, value in wanted.items():
+                difference = (dense[key] - value).abs().max()
+                assert difference < TOLERANCE, (name, team, key, difference)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_teams_are_diloco_by_hand(size: int, tmp_path: Path) -> None:
+    check(tmp_path, [name for name, case in CASES.items() if case.size == size])
