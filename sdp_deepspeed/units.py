@@ -76,7 +76,7 @@ class UnitCost:
     Args:
         num_parameters: trainable elements.
         num_bytes: bytes of its parameters and buffers.
-        flops: forward FLOPs per token, or per image of models that take images; multiply and add counted as two.
+        flops: forward FLOPs per example of the batch, or per token of text and sound; multiply and add counted as two.
     """
 
     num_parameters: int

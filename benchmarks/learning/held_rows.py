@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.learning.row_sites import AbsentBranch, FrozenRows, MaskedGradient, MaskedInput, Rows, Site, SkippedRows
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches
+from sdp_deepspeed.masking.experts import mixtures
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
 
@@ -126,7 +127,7 @@ def _sites(
     units = [(index, pieces) for index, pieces in _units_of(plan, branch) if plan.coverage_of(index) < 1]
     if not units:
         return
-    if branch.description.experts or branch.description.extra_outputs:
+    if mixtures(model, [branch]) or branch.description.extra_outputs:
         raise ValueError(f"{branch.name}: it has further outputs, or its rows depend on each other; use Reference")
     if branch.parameters and plan.regime == "backward":
         raise ValueError(

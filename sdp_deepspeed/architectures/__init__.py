@@ -17,7 +17,7 @@ strategy, a branch also names the layers that its neurons or heads run through:
     inner=architectures.InnerLayers((architectures.Cut("up", dim=0), architectures.Cut("down", dim=1, is_output=True)))
 """
 
-from sdp_deepspeed.architectures.branch import CROSS_ATTENTION, Branch, Cut, Experts, InnerLayers
+from sdp_deepspeed.architectures.branch import CROSS_ATTENTION, Branch, Cut, InnerLayers
 from sdp_deepspeed.architectures.families import FAMILIES, is_of_package
 from sdp_deepspeed.architectures.located_branch import LocatedBranch, locate_branches
 from sdp_deepspeed.architectures.registry import branches_of, register
@@ -36,7 +36,6 @@ __all__ = [
     "CROSS_ATTENTION",
     "Branch",
     "Cut",
-    "Experts",
     "InnerLayers",
     "LocatedBranch",
     "branches_of",

@@ -87,24 +87,6 @@ class InnerLayers:
 
 
 @dataclass(frozen=True)
-class Experts:
-    """Experts in a branch's body, of which each token uses some.
-
-    Args:
-        module: submodule of the body whose parameters have experts along the first dimension, or a ModuleList of
-            experts.
-        router: submodule of the body that chooses experts.
-        num_active: attribute path of the body to the number of experts per token.
-        noise: attribute path of the body to the strength of its input noise in training.
-    """
-
-    module: str
-    router: str
-    num_active: str
-    noise: str | None = None
-
-
-@dataclass(frozen=True)
 class Zeros:
     """What a body returns if its branch is absent: zeros in the shape of its input, of another size along `dim`.
 
@@ -149,7 +131,6 @@ class Branch:
         extra_outputs: keywords or positions of arguments that an absent body returns as its further outputs (T5's
             position bias); other outputs are None.
         uncut_reason: why there is no `inner`, for error messages.
-        experts: description of a mixture of experts; some layers of the class may lack them.
         when: conditions for a layer to have this branch: attribute paths with a value or a type, for classes whose
             config decides what they compute. Several branches may have the same name.
         bypassed: conditions, like `when`, for the skip connection to be the identity. Elsewhere the branch cannot be a
@@ -169,7 +150,6 @@ class Branch:
     zeros: tuple[Zeros, ...] = ()
     extra_outputs: tuple[int | str, ...] = ()
     uncut_reason: str = ""
-    experts: Experts | None = None
     when: tuple[tuple[str, Any], ...] = ()
     bypassed: tuple[tuple[str, Any], ...] = ()
     parameters: tuple[str, ...] = ()

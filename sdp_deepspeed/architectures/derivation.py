@@ -29,12 +29,14 @@ class Derivation:
     Args:
         branches: of each layer, by dense name, in forward order.
         passes: the traced pass in which a layer ran, and the prefix of the layer's name, by dense name of the layer.
+        traced: all passes, each with the prefix of its names.
         reasons: why further branches of a layer cannot be units, by dense name.
         problem: why nothing could be traced; empty if it could.
     """
 
     branches: dict[str, list[Branch]]
     passes: dict[str, tuple[Trace, str]]
+    traced: list[tuple[Trace, str]]
     reasons: dict[str, str]
     problem: str = ""
 
@@ -85,7 +87,7 @@ def known_random_numbers() -> Iterator[None]:
 
 
 def _derive(model: nn.Module) -> Derivation:
-    result = Derivation({}, {}, {})
+    result = Derivation({}, {}, [], {})
     problem = ""
     ran: set[str] = set()
     for name, module in model.named_modules():
@@ -103,6 +105,7 @@ def _derive(model: nn.Module) -> Derivation:
             continue
         prefix = f"{name}." if name else ""
         ran |= {f"{prefix}{path}" for path in traced.calls}
+        result.traced.append((traced, prefix))
         branches, reasons = derive(module, traced)
         branches = _also_in_training(module, example, branches, reasons)
         result.branches.update({prefix + layer: found for layer, found in branches.items()})
@@ -110,7 +113,7 @@ def _derive(model: nn.Module) -> Derivation:
         result.reasons.update({prefix + layer: reason for layer, reason in reasons.items()})
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     ordered = {layer: result.branches[layer] for layer in sorted(result.branches, key=lambda layer: order[layer])}
-    return Derivation(ordered, result.passes, result.reasons, problem)
+    return Derivation(ordered, result.passes, result.traced, result.reasons, problem)
 
 
 def _also_in_training(

@@ -119,6 +119,11 @@ def takes_images(model: nn.Module) -> bool:
     return isinstance(first_with_weights(model), nn.Conv2d)
 
 
+def takes_text_or_sound(model: nn.Module) -> bool:
+    """Whether a model of Transformers takes sequences of any length."""
+    return getattr(model, "main_input_name", "pixel_values") != "pixel_values"
+
+
 def image_shape(model: nn.Module) -> tuple[int, int, int]:
     """Channels, height and width of a model's images."""
     config: Any = getattr(model, "config", None)

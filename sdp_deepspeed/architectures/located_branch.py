@@ -85,6 +85,11 @@ class LocatedBranch:
         return tuple(piece for tensor in self.cut_tensors for piece in tensor.pieces(cells, self.num_cells))
 
     @property
+    def has_stacked_matrices(self) -> bool:
+        """Whether tensors over the cells contain a matrix for each expert."""
+        return any(tensor.dim > 1 for tensor in self.cut_tensors)
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """Dense names of the modules, in forward order."""
         return tuple(f"{self.layer}.{name}" for name in self.description.modules)
@@ -239,7 +244,6 @@ def _refuse_other_tensors(
     inner = branch.inner
     assert inner is not None
     paths = {*(cut.module for cut in inner.cuts), *inner.per_head, *inner.tail}
-    paths |= {branch.experts.router} if branch.experts else set()
     known = {f"{root_name}.{path}" for path in paths}
     before = tuple(f"{root_name}.{path}." for path in inner.before)
     tensors = dict(root.named_parameters())

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sdp_deepspeed.architectures.branch import Branch, Cut, Experts, InnerLayers
+from sdp_deepspeed.architectures.branch import Branch, Cut, InnerLayers
 from sdp_deepspeed.architectures.decoders import ATTENTION, GATED, QKVO
 
 _ROUTED = (Cut("experts.gate_up_proj", 1, blocks=2), Cut("experts.down_proj", 2, is_output=True))
@@ -29,12 +29,11 @@ _LATENT = InnerLayers(
 )
 
 
-def _mixture(shared: str | None = None, noise: str | None = None) -> Branch:
+def _mixture(shared: str | None = None) -> Branch:
     """A branch of gated experts, optionally with a shared expert, or with an MLP in their place."""
     beside = [replace(cut, module=f"{shared}.{cut.module}") for cut in GATED.cuts if shared]
     cuts = tuple(replace(cut, optional=True) for cut in (*_ROUTED, *beside, *GATED.cuts))
-    experts = Experts("experts", "gate", "gate.top_k", noise)
-    return Branch("mlp", norm="post_attention_layernorm", body="mlp", inner=InnerLayers(cuts), experts=experts)
+    return Branch("mlp", norm="post_attention_layernorm", body="mlp", inner=InnerLayers(cuts, before=("gate",)))
 
 
 _DEEPSEEK = (replace(ATTENTION, inner=_LATENT), _mixture("shared_experts"))
@@ -47,7 +46,6 @@ _GPT_OSS = (
         body="mlp",
         num_outputs=2,
         inner=InnerLayers((Cut("experts.gate_up_proj", 2, interleaved=2), Cut("experts.down_proj", 1, is_output=True))),
-        experts=Experts("experts", "router", "router.top_k"),
     ),
 )
 _OLMOE = (
@@ -95,7 +93,7 @@ MIXTURES: dict[str, tuple[Branch, ...]] = {
     "transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3DecoderLayer": _DEEPSEEK,
     "transformers.models.gpt_oss.modeling_gpt_oss.GptOssDecoderLayer": _GPT_OSS,
     "transformers.models.llama4.modeling_llama4.Llama4TextDecoderLayer": _LLAMA4,
-    "transformers.models.mixtral.modeling_mixtral.MixtralDecoderLayer": (ATTENTION, _mixture(noise="jitter_noise")),
+    "transformers.models.mixtral.modeling_mixtral.MixtralDecoderLayer": (ATTENTION, _mixture()),
     "transformers.models.olmoe.modeling_olmoe.OlmoeDecoderLayer": _OLMOE,
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeDecoderLayer": (ATTENTION, _mixture("shared_expert")),
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer": (ATTENTION, _mixture()),

@@ -10,8 +10,7 @@ from fractions import Fraction
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures.active_experts import active_shares
-from sdp_deepspeed.architectures.image_flops import flops_per_element
+from sdp_deepspeed.architectures.flops import flops_per_element
 from sdp_deepspeed.architectures.located_branch import LocatedBranch
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.units import Piece, Unit, UnitCost
@@ -155,7 +154,7 @@ def _cells_of_units(branch: LocatedBranch, num_groups: int) -> dict[str, range]:
     if branch.description.inner.heads is not None:
         return {f"{branch.name}.head_{head}": range(head, head + 1) for head in range(branch.num_cells)}
     count = min(num_groups, branch.num_cells)
-    edges = _edges(branch.num_cells, count, slack=1 if branch.description.experts else 20)
+    edges = _edges(branch.num_cells, count, slack=1 if branch.has_stacked_matrices else 20)
     return {f"{branch.name}.group_{index}": range(edges[index], edges[index + 1]) for index in range(count)}
 
 
@@ -192,28 +191,21 @@ def _check_pattern(pattern: str, compiled: re.Pattern[str], units: Sequence[Unit
 
 
 def unit_costs(model: nn.Module, units: Sequence[Unit]) -> list[UnitCost]:
-    """Cost of each unit: 2 FLOPs per matrix weight and token, without attention scores.
-
-    Scores depend on the sequence length, which is unknown here; they affect all attention units equally. Experts count
-    by the share that a token uses. For image models, weights count by the number of positions where they are applied
-    (`image_flops.py`).
-    """
+    """Cost of each unit. FLOPs are counted in the traced pass, without attention scores (flops.py)."""
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     per_element = flops_per_element(model)
-    if per_element is None:
-        shares = active_shares(model)
-        per_element = {name: 2 * shares.get(name, Fraction(tensor.dim() > 1)) for name, tensor in tensors.items()}
     return [_cost(unit, tensors, per_element) for unit in units]
 
 
 def _cost(unit: Unit, tensors: Mapping[str, torch.Tensor], per_element: Mapping[str, Fraction]) -> UnitCost:
-    num_parameters = num_bytes = flops = 0
+    num_parameters = num_bytes = 0
+    flops = Fraction(0)
     for piece in unit.pieces:
         tensor = tensors[piece.parameter]
         elements = piece.num_elements(tensor.shape)
         num_bytes += elements * tensor.element_size()
         if piece.kind == "parameter":
             num_parameters += elements
-            flops += int(elements * per_element[piece.parameter])
-    return UnitCost(num_parameters, num_bytes, flops)
+            flops += elements * per_element[piece.parameter]
+    return UnitCost(num_parameters, num_bytes, int(flops))

@@ -8,6 +8,7 @@ allocated. What does not depend on parameters (masks, positions) is computed, si
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
 
 from sdp_deepspeed.architectures.examples import Example
 
@@ -44,6 +46,7 @@ class Node:
         order: position in the pass.
         inputs: nodes whose results it reads.
         parameters: dense names of parameters that it reads, in this order.
+        flops: of its products with each of them.
         operators: names of the operators in it, whose results are floating.
         constants: numbers among the arguments of these operators, and of all others in it.
         shape, is_floating: of its (first) result.
@@ -55,6 +58,7 @@ class Node:
     order: int
     inputs: list[Node] = field(default_factory=list)
     parameters: dict[str, None] = field(default_factory=dict)
+    flops: Counter[str] = field(default_factory=Counter)
     operators: set[str] = field(default_factory=set)
     constants: list[Any] = field(default_factory=list)
     shape: tuple[int, ...] = ()
@@ -109,6 +113,7 @@ class Trace(TorchDispatchMode):
         self._paths = {module: name for name, module in model.named_modules()}
         self._leaves = {name for name, module in model.named_modules() if _is_leaf(module)}
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._weights = {_storage(p): name for name, p in model.named_parameters() if p.dim() > 1}
         self._running: list[tuple[str, Node | None, Call]] = []
         self._made: dict[int, Node] = {}  # by id of a result
         self._written: dict[int, Node] = {}  # last write to each storage
@@ -141,6 +146,7 @@ class Trace(TorchDispatchMode):
         if node is None:
             node = Node(name, self._path(), len(self.nodes))
             self.nodes.append(node)
+        self._count(func, args, kwargs, result, node)
         node.constants += [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int | float | str)]
         reads_values = not (name.endswith("_like") or name.startswith("new_"))
         for tensor in tensors_in((args, kwargs)) if reads_values else []:
@@ -160,6 +166,26 @@ class Trace(TorchDispatchMode):
                 node.shape, node.is_floating = tuple(tensor.shape), tensor.is_floating_point()
                 node.value = tensor.clone() if self._keeps_values else None
         return result
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, node: Node) -> None:
+        """Count the FLOPs of a product with weights, even if they were transposed, cast, normalized, or chosen."""
+        name = func._schema.name.partition("::")[2]
+        if name in _PRODUCTS:
+            factors = tensors_in(args[1:] if name.startswith("add") or name == "baddbmm" else args)
+            formula = flop_registry.get(func.overloadpacket)
+            flops = int(formula(*args, **kwargs, out_val=result)) if formula else 2 * result.numel() * args[0].shape[-1]
+            for weight in dict.fromkeys(self._weights.get(_storage(factor)) for factor in factors):
+                if weight is not None:
+                    node.flops[weight] += flops
+            return
+        operands = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
+        if not operands or any(_storage(operand) not in self._weights for operand in operands):
+            return
+        largest = max(operands, key=torch.Tensor.numel)  # others are scales or norms
+        is_choice = name in ("index", "index_select") and largest.dim() > 2
+        if is_choice or all(tensor.is_floating_point() for tensor in tensors_in((args, kwargs))):
+            for tensor in tensors_in(result):
+                self._weights.setdefault(_storage(tensor), self._weights[_storage(largest)])
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of all modules."""

@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.architectures.active_experts import has_experts
+from sdp_deepspeed.architectures.derivation import derivation_of
+from sdp_deepspeed.architectures.flops import flops_per_element
 from sdp_deepspeed.masking.check import blocks_of_units
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.plan.plan import Plan
@@ -33,15 +34,12 @@ def check_experts(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch
         for piece in (piece for piece in unit.pieces if piece.dim is not None):
             in_units[piece.parameter] += piece.length
             held.update({(piece.parameter, subnetwork): piece.length for subnetwork in holders})
-    for branch in branches:
-        experts = branch.description.experts
-        if experts is None or not has_experts(model.get_submodule(branch.layer), branch.description):
-            continue
-        module: Any = model.get_submodule(f"{branch.root}.{experts.module}")
-        if getattr(getattr(module, "config", None), "_experts_implementation", None) != "grouped_mm":
-            continue
-        outputs = [t for t in branch.cut_tensors if t.cut.is_output and t.cut.module.startswith(f"{experts.module}.")]
-        for tensor in outputs:
+    stacked = [branch for branch in branches if branch.has_stacked_matrices]
+    grouped = _grouped_weights(model) if stacked else set()
+    for branch in stacked:
+        for tensor in branch.cut_tensors:
+            if not tensor.cut.is_output or tensor.parameter not in grouped:
+                continue
             step = _BYTES // parameters[tensor.parameter].element_size()
             for subnetwork in range(plan.num_subnetworks):
                 absent = in_units[tensor.parameter] - held[tensor.parameter, subnetwork]
@@ -52,25 +50,44 @@ def check_experts(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch
                     )
 
 
+def _grouped_weights(model: nn.Module) -> set[str]:
+    """Parameters that grouped products read in the traced pass, unless the config has changed since."""
+    grouped = set()
+    for traced, prefix in derivation_of(model).traced:
+        for node in (node for node in traced.nodes if "_grouped_mm" in node.operators):
+            module: Any = model.get_submodule(f"{prefix}{node.module}")
+            if getattr(getattr(module, "config", None), "_experts_implementation", "grouped_mm") == "grouped_mm":
+                grouped |= {f"{prefix}{name}" for name in node.flops}
+    return grouped
+
+
+def mixtures(model: nn.Module, branches: Sequence[LocatedBranch]) -> set[str]:
+    """Names of the branches that are mixtures: each token uses some of their weights."""
+    flops = flops_per_element(model)
+    return {b.name for b in branches if any(0 < flops.get(piece.parameter, 0) < 2 for piece in b.pieces)}
+
+
 def router_refusal(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch]) -> Hook | None:
     """A forward pre-hook that refuses the auxiliary loss if some subnetwork has no router.
 
     Raises:
         ValueError: the model's config enables the loss.
     """
-    mixtures = {b.name for b in branches if has_experts(model.get_submodule(b.layer), b.description)}
-    unit_of = {b.name: unit for unit, members in blocks_of_units(plan, branches).items() for b in members}
-    if not mixtures or plan.regime == "backward" or not mixtures <= unit_of.keys():
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    if plan.regime == "backward" or not any(hasattr(config, _FLAG) for config in configs):
         return None
-    holding = {subnetwork for name in mixtures for subnetwork in plan.holders[unit_of[name]]}
+    routed = mixtures(model, branches)
+    unit_of = {b.name: unit for unit, members in blocks_of_units(plan, branches).items() for b in members}
+    if not routed or not routed <= unit_of.keys():
+        return None
+    holding = {subnetwork for name in routed for subnetwork in plan.holders[unit_of[name]]}
     without = [subnetwork for subnetwork in range(plan.num_subnetworks) if subnetwork not in holding]
     if not without:
         return None
     text = (
         f"{_FLAG}: subnetwork {without[0]} has no router, so no auxiliary loss; raise {KEY}.holders, or share one of "
-        f'them: "shared": ["^{sorted(mixtures)[0]}$"]'
+        f'them: "shared": ["^{sorted(routed)[0]}$"]'
     )
-    configs = (getattr(module, "config", None) for module in model.modules())
     if any(getattr(config, _FLAG, False) is True for config in configs):
         raise ValueError(text)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import pytest
 
 from sdp_deepspeed.architectures import locate_branches, unit_costs, units_of_branches
-from sdp_deepspeed.architectures.active_experts import active_shares
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.units import check_pieces
@@ -53,7 +50,16 @@ def test_costs_count_the_experts_that_a_token_uses(name: str) -> None:
         num_used = 2 if name == "llama4" else 1
         assert cost.flops == 2 * matrices + num_used * sum(t.numel() for t in routed.values() if t.dim() == 3)
         assert cost.num_parameters == sum(t.numel() for t in own.values())
-    assert set(active_shares(model).values()) <= {Fraction(1, 2), Fraction(0)}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_costs_do_not_depend_on_how_experts_are_computed(implementation: str) -> None:
+    costs = []
+    for name in ("grouped_mm", implementation):
+        model = mixture("mixtral")
+        model.set_experts_implementation(name)
+        costs.append(unit_costs(model, units_of_branches(locate_branches(model))))
+    assert costs[0] == costs[1]
 
 
 def test_workers_of_mixed_layers_are_balanced_by_what_they_compute() -> None:

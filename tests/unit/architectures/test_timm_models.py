@@ -13,7 +13,7 @@ from torch import nn
 from sdp_deepspeed import check_description
 from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.architectures.families import is_of_package
-from sdp_deepspeed.architectures.image_flops import flops_per_element
+from sdp_deepspeed.architectures.flops import flops_per_element
 from tests.helpers import models
 from tests.helpers.torchvision_models import load
 

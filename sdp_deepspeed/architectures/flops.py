@@ -1,0 +1,98 @@
+"""FLOPs of each weight, from the traced passes of a model (trace.py).
+
+Results are fractions and equal on every rank, since plans are compared by hash. Products without weights (attention
+scores) are omitted: they depend on lengths, and affect all attention branches equally.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from fractions import Fraction
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from sdp_deepspeed.architectures.derivation import Derivation, derivation_of
+from sdp_deepspeed.architectures.examples import takes_images, takes_text_or_sound
+from sdp_deepspeed.architectures.streams import layer_of
+from sdp_deepspeed.architectures.trace import Node, Trace
+from sdp_deepspeed.messages import KEY
+
+# Cached by model: when plans change, the model is masked and would run differently.
+_KNOWN: WeakKeyDictionary[nn.Module, tuple[frozenset[str], Mapping[str, Fraction]]] = WeakKeyDictionary()
+
+
+def flops_per_element(model: nn.Module) -> Mapping[str, Fraction]:
+    """FLOPs per parameter element, by dense name: twice the number of positions where a matrix or kernel is applied.
+
+    They count per example of the batch. Of text and sound, whose lengths are unknown, they count per token of the layer
+    that a weight is in, at most once for each use: a weight of an expert by the share of the tokens that use it, a
+    matrix outside of traced layers as one for every token. Not collective; all ranks get the same result.
+
+    Args:
+        model: whole, on any device, including meta; may be masked if the result is cached.
+    """
+    names = frozenset(name for name, _ in model.named_parameters())
+    known = _KNOWN.get(model)
+    if known is None or known[0] != names:
+        known = _KNOWN[model] = names, _count(model)
+    return known[1]
+
+
+def _count(model: nn.Module) -> dict[str, Fraction]:
+    derivation = derivation_of(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if takes_text_or_sound(model) or not derivation.traced:
+        used = {name: Fraction(parameter.dim() > 1) for name, parameter in parameters.items()} | _per_token(derivation)
+        if takes_images(model):
+            _warn(derivation)
+    else:
+        used = _per_example(derivation)
+    first = {parameter: name for name, parameter in model.named_parameters()}  # of tied ones
+    return {name: 2 * used.get(first[parameter], Fraction(0)) for name, parameter in parameters.items()}
+
+
+def _per_example(derivation: Derivation) -> dict[str, Fraction]:
+    """Positions per example at which each weight is applied."""
+    used: dict[str, Fraction] = {}
+    for traced, prefix in derivation.traced:
+        shapes = [tensor.shape for _, tensor, _ in traced.calls[""][0].inputs]
+        num_examples = next((shape[0] for shape in shapes if shape), 1)
+        for node in traced.nodes:
+            for name, positions in _positions(traced, node).items():
+                used[prefix + name] = used.get(prefix + name, Fraction(0)) + positions / num_examples
+    return used
+
+
+def _per_token(derivation: Derivation) -> dict[str, Fraction]:
+    """Share of the positions of a layer's stream at which each of its weights is applied, for each call of the layer.
+    Positions of another sequence (of keys in cross-attention) count as if it had the same length."""
+    used: dict[str, Fraction] = {}
+    for layer, (traced, prefix) in derivation.passes.items():
+        relative = layer.removeprefix(prefix)
+        used |= {f"{layer}.{name}": Fraction(0) for name, _ in traced.model.get_submodule(relative).named_parameters()}
+        for call in traced.calls[relative]:
+            found = layer_of(traced.model, traced, relative, call)
+            assert found is not None
+            shape = found.stream[0].shape
+            for node in traced.nodes[call.first : call.last]:
+                for name, positions in _positions(traced, node).items():
+                    share = min(Fraction(1), positions / math.prod(shape[:-1]))
+                    used[prefix + name] = used.get(prefix + name, Fraction(0)) + share
+    return used
+
+
+def _positions(traced: Trace, node: Node) -> dict[str, Fraction]:
+    """Number of positions at which a node applies each weight."""
+    sizes = {name: traced.model.get_parameter(name).numel() for name in node.flops}
+    return {name: Fraction(flops, 2 * max(1, sizes[name])) for name, flops in node.flops.items()}
+
+
+def _warn(derivation: Derivation) -> None:
+    warnings.warn(
+        f"FLOPs per layer could not be counted ({derivation.problem}), so units are balanced by weights; a plan of "
+        f"your own in {KEY}.assignment may be better",
+        stacklevel=4,
+    )
