@@ -111,7 +111,8 @@ def replicated_layers(model: nn.Module) -> list[str]:
         model: whose branches are known from `proven_branches`.
     """
     derivation = known_derivation(model)
-    reasons = {} if derivation is None else {**derivation.reasons, **_FAILURES[derivation]}
+    failures = None if derivation is None else _FAILURES.get(derivation)  # None if all branches are described
+    reasons = {} if derivation is None or failures is None else {**derivation.reasons, **failures}
     if not reasons:
         return []
     name, reason = next(iter(reasons.items()))
