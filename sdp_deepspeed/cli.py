@@ -145,7 +145,7 @@ def _planned(
     from sdp_deepspeed.architectures import unit_costs
     from sdp_deepspeed.config import parse
     from sdp_deepspeed.estimate.run import read_run
-    from sdp_deepspeed.masking.proof import proven_branches, replicated_layers, with_cells
+    from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
     from sdp_deepspeed.messages import KEY
     from sdp_deepspeed.plan.planner import plan_model
 
@@ -154,7 +154,7 @@ def _planned(
     if block is None:
         raise ValueError(f"{source}: {KEY} is missing or disabled; add it, such as sdp.coverage=0.5")
     with run.model.fake:
-        branches = with_cells(run.model.module, proven_branches(run.model.module), block.strategy)
+        branches = proven_branches(run.model.module, block.strategy)
         shown, warnings = plan_model(run.model.module, block, ranks, branches=branches, ranks_per_node=per_node)
         return shown, unit_costs(run.model.module, shown.units), [*warnings, *replicated_layers(run.model.module)]
 

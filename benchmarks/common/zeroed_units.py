@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.proof import proven_branches, with_cells
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 
@@ -60,7 +60,7 @@ def judge(model: nn.Module, run: Run, strategy: str) -> Verdict:
         strategy: "block" or "neuron".
     """
     try:
-        branches = with_cells(model, proven_branches(model), strategy)
+        branches = proven_branches(model, strategy)
         by_type, uncut = _strategies(branches, strategy)
         plan, _ = plan_model(model, _block(by_type), WORKERS, branches=branches)
         masks = [Mask(deepcopy(model), plan, rank, branches=branches) for rank in range(WORKERS)]

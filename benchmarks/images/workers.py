@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
-from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
 
@@ -30,7 +30,7 @@ class Workers:
     def __init__(self, model: nn.Module, plan: Plan, *, is_scaled: bool = True) -> None:
         self.model, self.is_scaled = model, is_scaled
         self.copies = [deepcopy(model) for _ in plan.subnetwork_of_rank]
-        self.branches = locate_branches(model)
+        self.branches = proven_branches(model, "neuron")
         self.masks: list[Mask] = []
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks.learning.row_sites import Rows, SkippedRows
-from sdp_deepspeed.architectures import locate_branches
+from sdp_deepspeed.masking.proof import proven_branches
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Dropping:
 def dropped(model: nn.Module, dropping: Dropping, num_rows: int, seed: int) -> Iterator[None]:
     """In the block branches run for some of the rows, and what they add there is scaled up, so that its mean stays. Of
     each branch as many rows are dropped as its rate says, rounded at random."""
-    branches = list(locate_branches(model))
+    branches = list(proven_branches(model))
     layers = list(dict.fromkeys(branch.layer for branch in branches))
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -58,7 +58,7 @@ def dropped(model: nn.Module, dropping: Dropping, num_rows: int, seed: int) -> I
 @contextmanager
 def with_dropout(model: nn.Module, rate: float) -> Iterator[None]:
     """In the block elements of the embeddings, and of what each branch adds, are zero at random."""
-    ends = [model.get_submodule(branch.modules[-1]) for branch in locate_branches(model)]
+    ends = [model.get_submodule(branch.modules[-1]) for branch in proven_branches(model)]
     with ExitStack() as stack:
         for module in [*ends, *(module for module in model.modules() if isinstance(module, nn.Embedding))]:
             _on_output(module, partial(nn.functional.dropout, p=rate), stack)

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.learning.row_sites import AbsentBranch, FrozenRows, MaskedGradient, MaskedInput, Rows, Site, SkippedRows
-from sdp_deepspeed.architectures import LocatedBranch, locate_branches
+from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.masking.experts import mixtures
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
 
@@ -46,7 +47,7 @@ class HeldRows:
         return cls(
             [
                 site
-                for branch in locate_branches(model)
+                for branch in proven_branches(model, "neuron")
                 for site in _sites(model, plan, branch, subnetwork_of_row, is_scaled=is_scaled)
             ]
         )
@@ -67,7 +68,7 @@ def scaled_branches(model: nn.Module, plan: Plan) -> Iterator[None]:
     Raises:
         ValueError: a branch without described output projection.
     """
-    names = {name for branch in locate_branches(model) for name in _outputs(model, branch)}
+    names = {name for branch in proven_branches(model, "neuron") for name in _outputs(model, branch)}
     kept = {model.get_parameter(name): model.get_parameter(name).detach().clone() for name in names}
     scale_outputs(model, plan)
     try:
@@ -83,7 +84,7 @@ def scale_outputs(model: nn.Module, plan: Plan) -> None:
     Raises:
         ValueError: a branch without described output projection.
     """
-    for branch in locate_branches(model):
+    for branch in proven_branches(model, "neuron"):
         outputs = _outputs(model, branch)
         for index, pieces in _units_of(plan, branch):
             for piece in pieces:

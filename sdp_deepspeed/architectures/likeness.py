@@ -58,8 +58,9 @@ def likeness(model: nn.Module) -> Hashable:
         return object()
 
     def of_tensor(tensor: torch.Tensor) -> Hashable:
-        form = type(tensor), tensor.shape, tensor.dtype, tensor.is_meta
-        if isinstance(tensor, nn.Parameter) or tensor.is_meta or tensor.numel() > _MAX_ELEMENTS:
+        form = type(tensor), tensor.shape, tensor.dtype
+        has_values = type(tensor) is torch.Tensor and tensor.device.type != "meta"
+        if not has_values or tensor.numel() > _MAX_ELEMENTS:
             return form
         return *form, tuple(tensor.flatten().tolist())
 

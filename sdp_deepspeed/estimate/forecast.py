@@ -35,7 +35,7 @@ from sdp_deepspeed.estimate.fsdp2_bytes import (
 )
 from sdp_deepspeed.estimate.micro_step import MicroStep, Model, Reduction, micro_step
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.proof import proven_branches, with_cells
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.bucket_layouts import BucketLayout
 from sdp_deepspeed.plan.plan import Plan
@@ -129,7 +129,7 @@ def forecast_of(
         refuse_settings(config)
     with model.fake:
         tensors = dense_tensors(model.module)
-        branches = with_cells(model.module, proven_branches(model.module), block.strategy)
+        branches = proven_branches(model.module, block.strategy)
         plan, warnings = plan_model(model.module, block, num_ranks, branches=branches, ranks_per_node=ranks_per_node)
         coverage = plan.mean_coverage([cost.flops for cost in unit_costs(model.module, plan.units)])
         rank = busiest_rank(plan, model.module) if rank is None else rank

@@ -44,7 +44,7 @@ from sdp_deepspeed.init import DeferredWeights, move_in_place
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.check import is_checkpointed
 from sdp_deepspeed.masking.forwards import set_data
-from sdp_deepspeed.masking.proof import proven_branches, replicated_layers, with_cells
+from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.masking.wrappers import compile_in_place, without_wrappers
 from sdp_deepspeed.messages import KEY, announce, quoted
@@ -236,7 +236,7 @@ def _plan(call: CheckedCall, locations: Sequence[Location]) -> PlannedModel:
     state_names = _state_names(module)
     is_deferred = any(hasattr(tensor, "_sdp_weights") for tensor in named_tensors(module).values())
     deferred = DeferredWeights(module) if is_deferred else None
-    branches = without_own_parameters(with_cells(module, proven_branches(module), call.block.strategy))
+    branches = without_own_parameters(proven_branches(module, call.block.strategy))
     per_node = None
     if call.block.subnetworks == "nodes":
         per_node = ranks_per_node(locations, call.mesh.mesh.tolist(), f"{KEY}.subnetworks")

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import Branch, LocatedBranch, branches_of_units, locate_branches, units_of_branches
+from sdp_deepspeed.architectures import Branch, LocatedBranch, branches_of_units, units_of_branches
 from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import named_tensors
 from sdp_deepspeed.units import Piece
@@ -43,7 +44,7 @@ def check_description(model: nn.Module, batch: Any, loss_of: LossOf | None = Non
     """
     loss_of = loss_of or _loss
     compared = []
-    branches = locate_branches(model)
+    branches = proven_branches(model, "neuron")
     if misfits := [b for b in branches if b.description.inner is not None and b.uncuttable_reason]:
         raise ValueError(f"check_description: {misfits[0].name!r} cannot be cut: {misfits[0].uncuttable_reason}")
     cut = {b.description.name: "neuron" for b in branches if not b.uncuttable_reason}
@@ -79,7 +80,7 @@ def _check_outputs(model: nn.Module, branches: Sequence[LocatedBranch], batch: A
         remedy = f"; set num_outputs={right} in Branch({branch.name!r})" if num_outputs else ""
         problems.append(f"{name!r} returns {got}, expected {wanted}{remedy}")
 
-    for branch in (branch for branch in branches if branch.is_bypassed):
+    for branch in (branch for branch in branches if branch.is_bypassed and not branch.is_derived):
         for name, num_outputs in zip(branch.modules, branch.description.num_outputs_of_modules, strict=True):
             check = partial(compare, branch.description, name, num_outputs)
             model.get_submodule(name).register_forward_hook(lambda _, __, output, check=check: check(output))
@@ -89,7 +90,7 @@ def _check_outputs(model: nn.Module, branches: Sequence[LocatedBranch], batch: A
 
 def _plan(model: nn.Module, regime: str, strategy: Any) -> Plan:
     """A plan of two subnetworks, each with every second unit of each branch."""
-    branches = locate_branches(model)
+    branches = proven_branches(model, "neuron")
     units = units_of_branches(branches, strategy=strategy, num_subnetworks=3)
     names = branches_of_units(units, branches)
     holders = tuple((names[:index].count(name) % 2,) for index, name in enumerate(names))

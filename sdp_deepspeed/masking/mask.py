@@ -17,7 +17,7 @@ from sdp_deepspeed.masking.check import blocks_of_units, check_plan, refuse_cach
 from sdp_deepspeed.masking.experts import check_experts, router_refusal
 from sdp_deepspeed.masking.forwards import restore_forward, set_data
 from sdp_deepspeed.masking.head_arguments import select_heads
-from sdp_deepspeed.masking.proof import proven_branches, with_cells
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.masking.scale import coverage_of_branches, scale_block, scale_outputs
 from sdp_deepspeed.masking.size_attributes import Sizes
 from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, set_sizes, split_layer
@@ -69,8 +69,7 @@ class Mask:
         if is_masked(model):
             raise RuntimeError("the model is masked already; undo its mask, or use a new model")
         self.model, self.plan, self.rank = model, plan, rank
-        branches = proven_branches(model) if branches is None else branches
-        self.branches: Sequence[LocatedBranch] = with_cells(model, branches, plan.strategy)
+        self.branches = proven_branches(model, plan.strategy) if branches is None else branches
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.buffers: dict[str, torch.Tensor] = dict(model.named_buffers())
         tensors: dict[str, torch.Tensor] = {**self.parameters, **self.buffers}

@@ -33,13 +33,14 @@ _CELLS: WeakKeyDictionary[Derivation, dict[str, Cells]] = WeakKeyDictionary()  #
 _FAILURES: WeakKeyDictionary[Derivation, dict[str, str]] = WeakKeyDictionary()  # reasons, by name of a branch
 
 
-def proven_branches(model: nn.Module) -> list[LocatedBranch]:
-    """The residual branches of a model that masking may leave out.
+def proven_branches(model: nn.Module, strategy: str | Mapping[str, str] = "block") -> list[LocatedBranch]:
+    """The residual branches of a model that masking may leave out, with the neurons or heads that a strategy cuts.
 
     Described branches are taken as they are (`check_description`); derived ones are proven here, once for a model.
 
     Args:
         model: whole, on any device, including meta.
+        strategy: see `units_of_branches`.
 
     Raises:
         ValueError: see `locate_branches`; or no derived branch could be proven.
@@ -56,7 +57,7 @@ def proven_branches(model: nn.Module) -> list[LocatedBranch]:
     if not proven:
         name, reason = next(iter(failures.items()))
         raise ValueError(f"{type(model).__name__}: no residual branch can be left out: {name!r}: {reason}")
-    return proven
+    return with_cells(model, proven, strategy)
 
 
 def with_cells(

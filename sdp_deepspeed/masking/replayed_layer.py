@@ -111,8 +111,8 @@ class _Values:
         if id(tensor) not in self._known:
             if not isinstance(tensor, FakeTensor):
                 number = tensor.detach().clone()
-            elif tensor.is_floating_point():
-                number = torch.randn(tensor.shape, generator=self._generator)
+            elif tensor.is_floating_point() or tensor.is_complex():
+                number = torch.randn(tensor.shape, generator=self._generator, dtype=tensor.dtype)
             else:
                 number = torch.ones(tensor.shape, dtype=tensor.dtype) * (tensor.dtype == torch.bool)
             self._known[id(tensor)] = number.float() if number.is_floating_point() else number

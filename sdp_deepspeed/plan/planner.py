@@ -12,7 +12,6 @@ from sdp_deepspeed.architectures import (
     LocatedBranch,
     constrained_branches,
     layers_of_units,
-    locate_branches,
     unit_costs,
     units_of_branches,
 )
@@ -30,7 +29,7 @@ def plan_model(
     block: SubnetworkConfig,
     data_parallel_size: int,
     *,
-    branches: Sequence[LocatedBranch] | None = None,
+    branches: Sequence[LocatedBranch],
     shards: TensorParallelShards | None = None,
     ranks_per_node: int | None = None,
 ) -> tuple[Plan, list[str]]:
@@ -38,14 +37,13 @@ def plan_model(
 
     Args:
         model: whole, or the part of a tensor-parallel rank; may be on the meta device.
-        branches: the model's residual branches. Default: located here.
+        branches: the model's residual branches.
         shards: the part of a tensor-parallel rank; None if the model is whole.
         ranks_per_node: data-parallel ranks, for `subnetworks: "nodes"`.
 
     Raises:
         ValueError: the block, or its plan file, does not fit the model or the number of ranks.
     """
-    branches = locate_branches(model) if branches is None else branches
     shards = shards or UNDIVIDED
     if block.plan_path is not None:
         plan = _without_frozen(read_plan(block, data_parallel_size, ranks_per_node), branches)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.masking.proof import proven_branches, with_cells
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
 
@@ -115,7 +115,7 @@ def scale_branches(worker: nn.Module, plan: Plan, subnetwork: int) -> list[tuple
     Returns:
         The multiplied pieces and their factors, which the chain rule applies to their gradients, too.
     """
-    branches = with_cells(worker, proven_branches(worker), plan.strategy)
+    branches = proven_branches(worker, plan.strategy)
     weights = {tensor.parameter: tensor.dim for b in branches for tensor in b.cut_tensors if tensor.cut.is_output}
     multiplied = []
     for index, unit in enumerate(plan.units):

@@ -14,7 +14,7 @@ from torch import nn
 
 from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.proof import proven_branches, with_cells
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.teams.ranks import TeamRanks
@@ -51,7 +51,7 @@ def join(model: nn.Module, block: Mapping[str, Any], *, communication_dtype: tor
     assert settings is not None
     assert settings.teams is not None
     number, address = _environment(settings.teams)
-    branches = with_cells(model, proven_branches(model), config.strategy)
+    branches = proven_branches(model, config.strategy)
     plan, warnings = plan_model(model, config, settings.teams, branches=branches)
     mask = Mask(model, plan, number, branches=branches, is_scaled=config.branch_scale == "training")
     ranks = TeamRanks(settings.wait_timeout + settings.exchange_timeout)

@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import branches_of_units, locate_branches, units_of_branches
+from sdp_deepspeed.architectures import branches_of_units, units_of_branches
+from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.reference.virtual_workers import scale_branches, zero_absent
 from sdp_deepspeed.units import Piece
 from tests.helpers import mixtures, models, more_models
@@ -69,9 +72,14 @@ def strategy_of(name: str, strategy: str) -> Any:
     return strategy if strategy == "block" or is_cut else {"attention": "block", "mlp": "neuron"}
 
 
+def planned(model: nn.Module, block: SubnetworkConfig, num_ranks: int) -> tuple[Plan, list[str]]:
+    """See `plan_model`."""
+    return plan_model(model, block, num_ranks, branches=proven_branches(model, block.strategy))
+
+
 def plan_of(model: nn.Module, regime: str, strategy: Any, **choice: Any) -> Plan:
     """Two workers. Each unit is held by one of them in turn, so one has neurons before and after the other's."""
-    branches = locate_branches(model)
+    branches = proven_branches(model, "neuron")
     units = units_of_branches(branches, strategy=strategy, **{"neuron_groups": None, "num_subnetworks": 3, **choice})
     names = branches_of_units(units, branches)
     order = list(dict.fromkeys(names))

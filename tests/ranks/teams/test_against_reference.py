@@ -12,9 +12,9 @@ from torch import nn
 
 import sdp_deepspeed
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.reference.local_steps import LocalReference, LocalSteps
 from sdp_deepspeed.reference.virtual_workers import Reference
+from tests.helpers.core_masks import planned
 from tests.helpers.models import MIXED, batches, llama, loss_of
 from tests.helpers.teams import Place, run_teams
 
@@ -100,7 +100,7 @@ def expected(case: Case) -> dict[str, torch.Tensor]:
     steps = LocalSteps(case.every, *case.outer)
     block = parse({KEY: {key: value for key, value in case.whole_block.items() if key != "local_steps"}})
     assert block is not None
-    plan, _ = plan_model(model, block, case.num_teams)
+    plan, _ = planned(model, block, case.num_teams)
     ranks = tuple(rank // case.size for rank in range(case.num_teams * case.size))
     plan = replace(plan, subnetwork_of_rank=ranks)
 

@@ -12,9 +12,10 @@ from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, locate_branches, registry, units_of_branches
+from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry, units_of_branches
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.description import check_description
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.units import Unit
 from tests.helpers.core_masks import masked, plan_of
 
@@ -30,7 +31,7 @@ def build(kind: str, **options: Any) -> nn.Module:
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_are_what_an_identity_bypasses(kind: str) -> None:
     model = build(kind)
-    branches = locate_branches(model)
+    branches = proven_branches(model, "neuron")
     assert [branch.name for branch in branches if branch.is_bypassed] == BLOCKS
     for granularity in ("sublayer", "layer"):
         units = units_of_branches(branches, strategy="block", granularity=granularity)
@@ -44,12 +45,12 @@ def test_blocks_are_what_an_identity_bypasses(kind: str) -> None:
 def test_a_model_without_a_block_is_refused() -> None:
     model = build("basic", depths=[1, 1])
     with pytest.raises(ValueError, match=r"strategy: no branch of the model can be a block.*\"neuron\""):
-        units_of_branches(locate_branches(model), strategy="block")
+        units_of_branches(proven_branches(model, "neuron"), strategy="block")
 
 
 def test_a_plan_whose_block_is_bypassed_by_a_projection_is_refused() -> None:
     dense = build("basic")
-    branches = locate_branches(dense)
+    branches = proven_branches(dense, "neuron")
     plan = plan_of(dense, "forward", "block")
     assert not branches[0].is_bypassed
     with pytest.raises(ValueError, match=r"plan: unit 'stem' is neither whole branches bypassed by an identity"):
@@ -78,12 +79,12 @@ def test_conditions_may_be_types(own_registry: None) -> None:
     skips = (("skip", nn.Linear),), (("skip", nn.Identity),)
     first = Branch("body", body="body", when=skips[0], bypassed=skips[1])
     architectures.register(Skipping, first, Branch("body", body="body", when=skips[1], bypassed=skips[1]))
-    assert [branch.is_bypassed for branch in locate_branches(deepcopy(model[:2]))] == [True, False]
+    assert [branch.is_bypassed for branch in proven_branches(deepcopy(model[:2]), "neuron")] == [True, False]
     with pytest.raises(ValueError, match="known are skip = a Linear; skip = a Identity"):
-        locate_branches(model)
+        proven_branches(model, "neuron")
     architectures.register(Skipping, Branch("body", body="body", bypassed=(("shortcut", nn.Identity),)))
     with pytest.raises(ValueError, match=r"`bypassed`.*that this layer lacks"):
-        locate_branches(model)
+        proven_branches(model, "neuron")
 
 
 class Inverted(nn.Module):
@@ -134,9 +135,9 @@ def test_other_groups_and_uncut_batch_norms_are_refused(own_registry: None) -> N
     model = nn.Sequential(InvertedLayer(groups=3), InvertedLayer())
     words = r"body\.depth is a Conv2d with 3 groups; only depthwise"
     with pytest.raises(ValueError, match=words):
-        units_of_branches(locate_branches(model), strategy="neuron")
-    assert len(units_of_branches(locate_branches(model))) == 2
+        units_of_branches(proven_branches(model, "neuron"), strategy="neuron")
+    assert len(units_of_branches(proven_branches(model, "neuron"))) == 2
     for cuts in (INVERTED[:1] + INVERTED[2:], (INVERTED[0], INVERTED[2])):
         describe_inverted(cuts)
         with pytest.raises(ValueError, match=r"norm \(BatchNorm2d\) has an element for each of the 12 neurons"):
-            units_of_branches(locate_branches(nn.Sequential(InvertedLayer())), strategy="neuron")
+            units_of_branches(proven_branches(nn.Sequential(InvertedLayer()), "neuron"), strategy="neuron")

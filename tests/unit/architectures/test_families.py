@@ -9,7 +9,8 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import Branch, locate_branches, registry, unit_costs, units_of_branches
+from sdp_deepspeed.architectures import Branch, registry, unit_costs, units_of_branches
+from sdp_deepspeed.masking.proof import proven_branches
 from tests.helpers import models
 from tests.helpers.more_models import SPECIMENS, UNCUT
 
@@ -19,7 +20,7 @@ NUM_LAYERS = 3
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_units_are_all_of_the_layers(family: str) -> None:
     model = models.family(family, NUM_LAYERS)
-    branches = locate_branches(model)
+    branches = proven_branches(model, "neuron")
     inside = {piece.parameter for branch in branches for piece in branch.pieces}
     layers = {name for name, _ in model.named_parameters() if any(part.isdigit() for part in name.split("."))}
     assert inside == layers
@@ -30,7 +31,7 @@ def test_units_are_all_of_the_layers(family: str) -> None:
 @pytest.mark.parametrize("name", SPECIMENS)
 def test_what_is_in_no_unit_of_the_other_families_is_a_norm(name: str) -> None:
     model = SPECIMENS[name].build()
-    branches = locate_branches(model)
+    branches = proven_branches(model, "neuron")
     parts = [branch.description.name for branch in branches if branch.is_bypassed]
     num_blocks = SPECIMENS[name].num_blocks or {True: 13, False: 4}["cross_attention" in parts]
     assert len(units_of_branches(branches)) == len(parts) == num_blocks
@@ -47,7 +48,7 @@ def test_what_is_in_no_unit_of_the_other_families_is_a_norm(name: str) -> None:
 def test_heads_that_cannot_be_cut_are_refused_with_the_line_that_works(name: str) -> None:
     words = r'attention.* cannot be cut: .*"strategy": \{"attention": "block", "mlp": "neuron"\}'
     with pytest.raises(ValueError, match=words):
-        units_of_branches(locate_branches(SPECIMENS[name].build()), strategy="neuron")
+        units_of_branches(proven_branches(SPECIMENS[name].build(), "neuron"), strategy="neuron")
 
 
 def test_what_cannot_be_described_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,19 +57,19 @@ def test_what_cannot_be_described_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     layers = model.model.layers
     layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight.*same tensor.*layers\.0\.mlp.*untie"):
-        locate_branches(model)
+        proven_branches(model, "neuron")
     model, scale = models.llama(), torch.ones(16)
     for layer in model.model.layers:
         layer.mlp.register_buffer("scale", scale)
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.scale.*same tensor"):
-        locate_branches(model)
+        proven_branches(model, "neuron")
     model = models.llama()
     model.first_norm = model.model.layers[0].input_layernorm
     with pytest.raises(ValueError, match=r"'first_norm\.weight' is the same tensor.*use separate modules"):
-        locate_branches(model)
+        proven_branches(model, "neuron")
     architectures.register(LlamaDecoderLayer, Branch("mlp", norm="input_layernorm", body="feed_forward"))
     with pytest.raises(ValueError, match=r"no submodule 'feed_forward'.*'mlp'"):
-        locate_branches(models.llama())
+        proven_branches(models.llama(), "neuron")
     with pytest.raises(ValueError, match="different names"):
         architectures.register(LlamaDecoderLayer, Branch("mlp", body="mlp"), Branch("mlp", body="self_attn"))
     with pytest.raises(ValueError, match="expected one or more"):
@@ -78,21 +79,21 @@ def test_what_cannot_be_described_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_shared_patterns() -> None:
     model = models.llama(NUM_LAYERS)
     patterns = (r"layers\.0\.", r"layers\.2\.(mlp|post_attention)")
-    units = units_of_branches(locate_branches(model), shared=patterns)
+    units = units_of_branches(proven_branches(model, "neuron"), shared=patterns)
     assert [unit.name for unit in units] == [
         "model.layers.1.attention",
         "model.layers.1.mlp",
         "model.layers.2.attention",
     ]
     with pytest.raises(ValueError, match=r"shared: .*layers.* matches no parameter of any unit"):
-        units_of_branches(locate_branches(model), shared=(r"layers\.9",))
+        units_of_branches(proven_branches(model, "neuron"), shared=(r"layers\.9",))
     with pytest.raises(ValueError, match=r"'q_proj' matches only a part of 'model\.layers\.0\.attention'"):
-        units_of_branches(locate_branches(model), shared=("q_proj",))
+        units_of_branches(proven_branches(model, "neuron"), shared=("q_proj",))
 
 
 def test_costs_of_a_llama() -> None:
     model = models.llama()
-    units = units_of_branches(locate_branches(model), granularity="sublayer", shared=())
+    units = units_of_branches(proven_branches(model, "neuron"), granularity="sublayer", shared=())
     attention, mlp, *_ = unit_costs(model, units)
     # hidden 16, 4 heads and 2 key/value heads of 4, inner width 24; a norm has 16 weights and counts no FLOPs
     assert (attention.num_parameters, attention.flops) == (16 * (16 + 8 + 8 + 16) + 16, 2 * 16 * (16 + 8 + 8 + 16))

@@ -12,7 +12,8 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import Branch, locate_branches, registry
+from sdp_deepspeed.architectures import Branch, registry
+from sdp_deepspeed.masking.proof import proven_branches
 from tests.helpers.models import llama
 
 OWN_LINE = r"register\(PostNorm, \*architectures\.branches_of\(LlamaDecoderLayer\)\)"
@@ -93,20 +94,20 @@ def with_layers(layer_class: type) -> nn.Module:
 def test_a_subclass_that_computes_otherwise_is_refused_until_it_is_described(layer_class: type) -> None:
     line = OWN_LINE.replace("PostNorm", layer_class.__name__)
     with pytest.raises(ValueError, match=rf"'model\.layers\.0': {layer_class.__name__} has its own.*{line}"):
-        locate_branches(with_layers(layer_class))
+        proven_branches(with_layers(layer_class), "neuron")
     architectures.register(layer_class, *architectures.branches_of(LlamaDecoderLayer) or ())
-    assert len(locate_branches(with_layers(layer_class))) == 2
+    assert len(proven_branches(with_layers(layer_class), "neuron")) == 2
 
 
 def test_a_subclass_with_other_modules_takes_the_description() -> None:
-    assert len(locate_branches(with_layers(OtherModules))) == 2
+    assert len(proven_branches(with_layers(OtherModules), "neuron")) == 2
 
 
 def test_a_method_that_forward_runs_counts_too() -> None:
     architectures.register(Stepwise, Branch("mlp", norm="norm", body="body"))
-    assert locate_branches(nn.Sequential(Stepwise()))
+    assert proven_branches(nn.Sequential(Stepwise()), "neuron")
     with pytest.raises(ValueError, match=r"'0': Subtracting has its own 'add'.*register\(Subtracting, "):
-        locate_branches(nn.Sequential(Subtracting()))
+        proven_branches(nn.Sequential(Subtracting()), "neuron")
 
 
 def test_a_method_that_one_layer_has_of_its_own_is_refused() -> None:
@@ -114,7 +115,7 @@ def test_a_method_that_one_layer_has_of_its_own_is_refused() -> None:
     layer: Any = Stepwise()
     layer.add = lambda x: 2 * x
     with pytest.raises(ValueError, match=r"'0': this Stepwise has its own method 'add'"):
-        locate_branches(nn.Sequential(layer))
+        proven_branches(nn.Sequential(layer), "neuron")
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -126,9 +127,9 @@ def test_a_class_whose_forward_was_replaced_must_be_described_again(
     monkeypatch.setattr(LlamaDecoderLayer, "forward", post_norm)
     again = r"register\(LlamaDecoderLayer, \*architectures\.branches_of\(LlamaDecoderLayer\)"
     with pytest.raises(ValueError, match=rf"methods of LlamaDecoderLayer were replaced.*{again}"):
-        locate_branches(llama(1))
+        proven_branches(llama(1), "neuron")
     architectures.register(LlamaDecoderLayer, *architectures.branches_of(LlamaDecoderLayer) or ())
-    assert locate_branches(llama(1))
+    assert proven_branches(llama(1), "neuron")
 
 
 def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,11 +152,11 @@ def test_wrappers_that_say_what_they_wrap_are_seen_through(
     model: Any = llama(1)
     owner = LlamaDecoderLayer if of_class else model.model.layers[0]
     monkeypatch.setattr(owner, "forward", wrap(owner.forward))
-    assert locate_branches(model)
+    assert proven_branches(model, "neuron")
 
 
 def test_a_layer_with_another_forward_of_its_own_is_refused() -> None:
     model: Any = llama(1)
     model.model.layers[0].forward = functools.partial(post_norm, model.model.layers[0])
     with pytest.raises(ValueError, match=r"'model\.layers\.0': this LlamaDecoderLayer has its own method 'forward'"):
-        locate_branches(model)
+        proven_branches(model, "neuron")

@@ -12,11 +12,11 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import locate_branches, registry, units_of_branches
+from sdp_deepspeed.architectures import registry, units_of_branches
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.plan.planner import plan_model
-from tests.helpers.core_masks import assert_masked, build, plan_of
+from sdp_deepspeed.masking.proof import proven_branches
+from tests.helpers.core_masks import assert_masked, build, plan_of, planned
 
 
 class Experts(nn.Module):
@@ -95,7 +95,7 @@ def test_blocks_work(make: Maker, part: str, other: str, reason: str) -> None:
     torch.manual_seed(0)
     model = make()
     names = [f"model.layers.{index}.{branch}" for index in (0, 1) for branch in ("attention", "mlp")]
-    assert [unit.name for unit in units_of_branches(locate_branches(model))] == names
+    assert [unit.name for unit in units_of_branches(proven_branches(model, "neuron"))] == names
     for strategy in ("block", {part: "block", other: "neuron"}, {other: "neuron"}):
         assert_masked(model, plan_of(model, "forward", strategy), 1)
 
@@ -107,7 +107,7 @@ def assert_neurons_are_refused(model: nn.Module, part: str, reason: str) -> None
         assert block is not None
         words = rf"'model\.layers\.0\.{part}' cannot be cut: .*{reason}.*Use \"block\" for the type '{part}'"
         with pytest.raises(ValueError, match=words):
-            plan_model(model, block, 2)
+            planned(model, block, 2)
 
 
 @pytest.mark.parametrize(("make", "part", "other", "reason"), PARTS)
@@ -160,5 +160,5 @@ def test_a_branch_without_parameters_is_on_all_ranks() -> None:
 @pytest.mark.usefixtures("described")
 def test_a_model_that_is_a_layer_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the model itself is of the described class .*PoolingLayer.*Sequential"):
-        locate_branches(PoolingLayer())
-    assert locate_branches(nn.Sequential(PoolingLayer()))
+        proven_branches(PoolingLayer(), "neuron")
+    assert proven_branches(nn.Sequential(PoolingLayer()), "neuron")

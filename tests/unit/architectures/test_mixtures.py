@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sdp_deepspeed.architectures import locate_branches, unit_costs, units_of_branches
+from sdp_deepspeed.architectures import unit_costs, units_of_branches
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.units import check_pieces
+from tests.helpers.core_masks import planned
 from tests.helpers.mixtures import CUT_EVERYWHERE, MIXTURES, mixture
 
 
@@ -15,7 +16,7 @@ from tests.helpers.mixtures import CUT_EVERYWHERE, MIXTURES, mixture
 def test_units_part_experts_and_leave_routers_shared(name: str) -> None:
     model = mixture(name)
     tensors = dict(model.named_parameters())
-    units = units_of_branches(locate_branches(model), strategy="neuron", neuron_groups=2)
+    units = units_of_branches(proven_branches(model, "neuron"), strategy="neuron", neuron_groups=2)
     check_pieces(units, lambda piece: tuple(tensors[piece.parameter].shape))
     counts: dict[str, int] = {}
     for piece in (piece for unit in units for piece in unit.pieces):
@@ -34,7 +35,7 @@ def test_units_part_experts_and_leave_routers_shared(name: str) -> None:
 def test_a_norm_over_all_heads_leaves_attention_to_blocks() -> None:
     model = mixture("olmoe")
     with pytest.raises(ValueError, match=r"layers\.0\.attention' cannot be cut.*\"block\" for the type 'attention'"):
-        units_of_branches(locate_branches(model), strategy="neuron", neuron_groups=2)
+        units_of_branches(proven_branches(model, "neuron"), strategy="neuron", neuron_groups=2)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -42,7 +43,7 @@ def test_costs_count_the_experts_that_a_token_uses(name: str) -> None:
     """Of routed experts half of the FLOPs (2 of 4), and all of the bytes. Llama 4 runs them all."""
     model = mixture(name)
     tensors = dict(model.named_parameters())
-    units = units_of_branches(locate_branches(model), granularity="sublayer")
+    units = units_of_branches(proven_branches(model, "neuron"), granularity="sublayer")
     for unit, cost in zip(units, unit_costs(model, units), strict=True):
         own = {piece.parameter: tensors[piece.parameter] for piece in unit.pieces if piece.kind == "parameter"}
         routed = {key: tensor for key, tensor in own.items() if ".experts." in key}
@@ -58,7 +59,7 @@ def test_costs_do_not_depend_on_how_experts_are_computed(implementation: str) ->
     for name in ("grouped_mm", implementation):
         model = mixture("mixtral")
         model.set_experts_implementation(name)
-        costs.append(unit_costs(model, units_of_branches(locate_branches(model))))
+        costs.append(unit_costs(model, units_of_branches(proven_branches(model))))
     assert costs[0] == costs[1]
 
 
@@ -67,7 +68,7 @@ def test_workers_of_mixed_layers_are_balanced_by_what_they_compute() -> None:
     model = mixture("deepseek_v3", first_k_dense_replace=2, num_hidden_layers=4, num_experts_per_tok=1, topk_group=1)
     config = parse({KEY: {"holders": 1}})
     assert config is not None
-    plan, _ = plan_model(model, config, 2)
+    plan, _ = planned(model, config, 2)
     costs = unit_costs(model, plan.units)
     loads = [sum(costs[unit].flops for unit in plan.units_of(subnetwork)) for subnetwork in (0, 1)]
     assert max(loads) <= 1.05 * sum(loads) / 2

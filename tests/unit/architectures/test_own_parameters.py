@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, locate_branches, registry, units_of_branches
+from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry, units_of_branches
 from sdp_deepspeed.masking.description import check_description
+from sdp_deepspeed.masking.proof import proven_branches
 from tests.helpers.core_masks import fetch, masked, plan_of
 
 
@@ -63,7 +64,7 @@ INPUT = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1))
 def test_a_layer_that_lacks_is_one_with_zeros(scales: tuple[float | None, ...]) -> None:
     """With neurons a scale is shared."""
     assert len(check_description(built(scales), INPUT)) == 4
-    units = units_of_branches(locate_branches(built(scales)), strategy="neuron", num_subnetworks=2)
+    units = units_of_branches(proven_branches(built(scales), "neuron"), strategy="neuron", num_subnetworks=2)
     assert not any("scale" in piece.parameter for unit in units for piece in unit.pieces)
 
 
@@ -99,7 +100,7 @@ def test_what_is_not_named_is_shared() -> None:
 def test_names_that_are_wrong(choice: dict[str, Any], words: str) -> None:
     architectures.register(Scaled, description(**choice))
     with pytest.raises(ValueError, match=words):
-        locate_branches(built())
+        proven_branches(built(), "neuron")
 
 
 def test_descriptions_that_cannot_be() -> None:

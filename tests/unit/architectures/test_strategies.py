@@ -18,18 +18,18 @@ from sdp_deepspeed.architectures import (
     InnerLayers,
     LocatedBranch,
     branches_of_units,
-    locate_branches,
     registry,
     units_of_branches,
 )
 from sdp_deepspeed.architectures.cut_tensors import CutTensor
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.units import Unit, check_pieces
 from tests.helpers import models
 
 
 def units_of(name: str, **choice: Any) -> dict[str, Unit]:
     """Neuron units of a model of one layer, by their names without the layer's."""
-    branches = locate_branches(models.family(name, num_layers=1))
+    branches = proven_branches(models.family(name, num_layers=1), "neuron")
     chosen: dict[str, Any] = {"strategy": "neuron", "neuron_groups": 2} | choice
     units = units_of_branches(branches, **chosen)
     return {unit.name.removeprefix(f"{branches[0].layer}."): unit for unit in units}
@@ -77,14 +77,17 @@ def test_units_part_what_they_cut_and_leave_the_rest_shared(family: str) -> None
     """Norms, per-head norms and output biases are in no unit; everything else of a branch is in exactly one."""
     model = models.family(family)
     tensors = dict(model.named_parameters())
-    units = units_of_branches(locate_branches(model), strategy="neuron", neuron_groups=3)
+    units = units_of_branches(proven_branches(model, "neuron"), strategy="neuron", neuron_groups=3)
     check_pieces(units, lambda piece: tuple(tensors[piece.parameter].shape))
     counts: dict[str, int] = {}
     for piece in (piece for unit in units for piece in unit.pieces):
         counts[piece.parameter] = counts.get(piece.parameter, 0) + piece.num_elements(tensors[piece.parameter].shape)
     assert counts == {name: tensors[name].numel() for name in counts}
     inside = {
-        piece.parameter for branch in locate_branches(model) for piece in branch.pieces if piece.kind == "parameter"
+        piece.parameter
+        for branch in proven_branches(model, "neuron")
+        for piece in branch.pieces
+        if piece.kind == "parameter"
     }
     outputs = ("o_proj.bias", "down_proj.bias", "c_proj.bias", "dense.bias", "dense_4h_to_h.bias")
     shared = {name for name in inside if "norm" in name or "ln_" in name or name.endswith(outputs)}
@@ -92,7 +95,7 @@ def test_units_part_what_they_cut_and_leave_the_rest_shared(family: str) -> None
 
 
 def test_a_branch_of_each_unit() -> None:
-    branches = locate_branches(models.family("llama"))
+    branches = proven_branches(models.family("llama"), "neuron")
     mixed = units_of_branches(branches, strategy={"attention": "neuron", "mlp": "block"})
     layers = [f"model.layers.{index}" for index in (0, 1)]
     expected = [name for layer in layers for name in (f"{layer}.attention", f"{layer}.attention", None)]
@@ -169,9 +172,9 @@ def test_descriptions_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     architectures.register(OwnLayer, Branch("mlp", norm="norm", body="ff"))
     words = r"'0\.mlp' cannot be cut: .* no neurons or heads; .*InnerLayers.*block.*'mlp'"
     with pytest.raises(ValueError, match=words):
-        units_of_branches(locate_branches(model), strategy="neuron")
+        units_of_branches(proven_branches(model, "neuron"), strategy="neuron")
     uneven = InnerLayers((Cut("0", dim=0, blocks=3), Cut("1", dim=1, is_output=True)))
     architectures.register(OwnLayer, Branch("mlp", norm="norm", body="ff", inner=uneven))
-    assert len(units_of_branches(locate_branches(model))) == 2, "no concern of blocks"
+    assert len(units_of_branches(proven_branches(model, "neuron"))) == 2, "no concern of blocks"
     with pytest.raises(ValueError, match=r"0\.ff\.0\.weight has 7 indices along dim 0.* not divide into 3 x 7.*block"):
-        units_of_branches(locate_branches(model), strategy="neuron")
+        units_of_branches(proven_branches(model, "neuron"), strategy="neuron")

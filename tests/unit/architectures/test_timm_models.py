@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from sdp_deepspeed import check_description
-from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.architectures.families import is_of_package
 from sdp_deepspeed.architectures.flops import flops_per_element
+from sdp_deepspeed.masking.proof import proven_branches
 from tests.helpers import models
 from tests.helpers.torchvision_models import load
 
@@ -76,7 +76,7 @@ def test_descriptions_are_right_and_the_packages_own(timm: Any, name: str) -> No
         return nn.functional.cross_entropy(logits, torch.arange(3))
 
     assert len(check_description(model, images, loss_of)) == 4
-    branches = locate_branches(model)
+    branches = proven_branches(model, "neuron")
     assert all(is_of_package(model.get_submodule(branch.layer)) for branch in branches)
     uncut = {branch.description.name for branch in branches if branch.uncuttable_reason}
     assert uncut == ({"attention"} if name in ("swin_v2", "vit_norm_over_heads") else set())

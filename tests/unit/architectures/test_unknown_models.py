@@ -10,7 +10,8 @@ from torch import nn
 
 import sdp_deepspeed
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import Branch, locate_branches, registry
+from sdp_deepspeed.architectures import Branch, registry
+from sdp_deepspeed.masking.proof import proven_branches
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +34,14 @@ def test_a_model_without_branches_is_refused_with_four_lines_that_describe_one()
     model = nn.Sequential(Unadded(), Unadded())
     sdp_deepspeed.trace(model, torch.zeros(2, 4))
     with pytest.raises(ValueError, match="Sequential has no residual branch") as error:
-        locate_branches(model)
+        proven_branches(model, "neuron")
     message = str(error.value)
     lines = message[message.index("from sdp_deepspeed") :].split("\n")[:4]
     assert lines[0] == "from sdp_deepspeed.architectures import Branch, register"
     assert re.fullmatch(r'register\(".*Unadded",', lines[1])
     exec("\n".join(lines))  # what is written is Python; and not taken as it is
     with pytest.raises(ValueError, match=r"has no submodule 'NORM'"):
-        locate_branches(model)
+        proven_branches(model, "neuron")
 
 
 class Layer(nn.Module):
@@ -58,10 +59,10 @@ def test_a_layer_has_the_branches_of_its_form() -> None:
     post = Branch("mlp", body="ff", when=(("is_wide", False),))
     architectures.register(Layer, pre, post)
     model = nn.Sequential(Layer(is_wide=True), Layer(is_wide=False))
-    assert [branch.description for branch in locate_branches(model)] == [pre, post]
+    assert [branch.description for branch in proven_branches(model, "neuron")] == [pre, post]
     architectures.register(Layer, pre, Branch("mlp", body="ff"))
     with pytest.raises(ValueError, match=r"'0': the branches \['mlp', 'mlp'\] of Layer apply"):
-        locate_branches(model)
+        proven_branches(model, "neuron")
 
 
 def test_what_no_description_can_be() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from sdp_deepspeed.architectures import LocatedBranch, locate_branches
+from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.estimate.deepspeed_bytes import RankEstimate
 from sdp_deepspeed.estimate.fsdp2_bytes import FSDP2Setup, fsdp2_estimate, fsdp2_tensors
 from sdp_deepspeed.fsdp.fsdp_groups import gathered_together
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors
@@ -73,7 +74,7 @@ def test_groups_of_layers_that_are_gathered_together_overlap() -> None:
     model = llama(2)
     block = parse({KEY: {"strategy": {"attention": "block", "mlp": "neuron"}, "coverage": 0.5, "seed": 2}})
     assert block is not None
-    branches = locate_branches(model)
+    branches = proven_branches(model, "neuron")
     plan, _ = plan_model(model, block, 4, branches=branches)
     tensors = dense_tensors(model)
     assert len({*gathered_together(plan, tensors, branches).values()}) == 1

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.fsdp.fsdp_groups import gathered_together
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors
@@ -30,7 +30,7 @@ def planned(
     """
     settings = parse({KEY: block})
     assert settings is not None
-    branches = locate_branches(model)
+    branches = proven_branches(model, "neuron")
     plan, _ = plan_model(model, settings, num_ranks, branches=branches)
     if holders is not None:
         own = [next(rank for layer, rank in holders.items() if unit.name.startswith(layer)) for unit in plan.units]

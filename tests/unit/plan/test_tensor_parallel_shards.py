@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, LocatedBranch, locate_branches, units_of_branches
+from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, LocatedBranch, units_of_branches
 from sdp_deepspeed.architectures.cut_tensors import CutTensor
 from sdp_deepspeed.config import SubnetworkConfig, parse
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensor_parallel_shards import Division, TensorParallelShards
 from sdp_deepspeed.units import Piece, Unit
+from tests.helpers.core_masks import planned
 from tests.helpers.models import family
 
 UP = Division((12, 4), 0, (6, 6))
@@ -105,12 +107,12 @@ def divided_llama(index: int) -> tuple[list[LocatedBranch], TensorParallelShards
     """A Llama's branches and shards, as AutoTP divides it among two ranks."""
     model = family("llama")
     divisions = {}
-    for found in locate_branches(model):
+    for found in proven_branches(model, "neuron"):
         for tensor in found.cut_tensors:
             shape = tuple(model.get_parameter(tensor.parameter).shape)
             divisions[tensor.parameter] = Division(shape, tensor.dim, (shape[tensor.dim] // 2,) * 2)
     own = TensorParallelShards(index, 2, divisions)
-    return [own.local_branch(found) for found in locate_branches(model)], own
+    return [own.local_branch(found) for found in proven_branches(model, "neuron")], own
 
 
 def block(**keys: object) -> SubnetworkConfig:
@@ -154,7 +156,7 @@ def test_a_plan_is_read_back(tmp_path: Path) -> None:
 
 def test_a_plan_of_whole_neurons_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
-    plan_model(family("llama"), block(), 2)[0].save(path)
+    planned(family("llama"), block(), 2)[0].save(path)
     with pytest.raises(
         ValueError, match=r"unit 'model.layers.0.mlp.group_0' takes different pieces .*(autotp|tensor-par)"
     ):
@@ -163,7 +165,7 @@ def test_a_plan_of_whole_neurons_is_refused(tmp_path: Path) -> None:
 
 def test_a_plan_of_blocks_fits_any_division(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
-    whole = plan_model(family("llama"), block(strategy="block"), 2)[0]
+    whole = planned(family("llama"), block(strategy="block"), 2)[0]
     whole.save(path)
     plan, local = divided_plan(0, block(strategy="block", assignment=path))
     assert plan == whole

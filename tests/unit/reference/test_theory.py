@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sdp_deepspeed.architectures import locate_branches, unit_costs, units_of_branches
+from sdp_deepspeed.architectures import unit_costs, units_of_branches
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.assign import assign, incidence, translates
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.reference.virtual_workers import held_mask, local_gradients, masked_average
@@ -76,7 +77,7 @@ def permitted(plan: Plan, weights: Sequence[int]) -> Permitted:
 
 
 def plan_of(model: nn.Module, strategy: str, k: int, p: int) -> Plan:
-    units = units_of_branches(locate_branches(model), strategy=strategy, num_subnetworks=k)
+    units = units_of_branches(proven_branches(model, "neuron"), strategy=strategy, num_subnetworks=k)
     holders = assign(unit_costs(model, units), [p] * len(units), k)
     return Plan("backward", strategy, k, p, 0, tuple(units), holders, tuple(range(k)))
 
