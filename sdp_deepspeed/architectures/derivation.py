@@ -19,6 +19,7 @@ from sdp_deepspeed.architectures.branch import Branch
 from sdp_deepspeed.architectures.derive import derive
 from sdp_deepspeed.architectures.examples import Example, example_of, given_example
 from sdp_deepspeed.architectures.likeness import likeness
+from sdp_deepspeed.architectures.narrow import narrow_pass
 from sdp_deepspeed.architectures.trace import Trace, trace_pass
 
 
@@ -29,6 +30,7 @@ class Derivation:
     Args:
         branches: of each layer, by dense name, in forward order.
         passes: the traced pass in which a layer ran, and the prefix of the layer's name, by dense name of the layer.
+        replays: the same for proofs, which may be of a narrow copy of a large model, with the layer's branches there.
         traced: all passes, each with the prefix of its names.
         reasons: why further branches of a layer cannot be units, by dense name.
         problem: why nothing could be traced; empty if it could.
@@ -36,6 +38,7 @@ class Derivation:
 
     branches: dict[str, list[Branch]]
     passes: dict[str, tuple[Trace, str]]
+    replays: dict[str, tuple[Trace, str, list[Branch]]]
     traced: list[tuple[Trace, str]]
     reasons: dict[str, str]
     problem: str = ""
@@ -87,7 +90,7 @@ def known_random_numbers() -> Iterator[None]:
 
 
 def _derive(model: nn.Module) -> Derivation:
-    result = Derivation({}, {}, [], {})
+    result = Derivation({}, {}, {}, [], {})
     problem = ""
     ran: set[str] = set()
     for name, module in model.named_modules():
@@ -107,13 +110,15 @@ def _derive(model: nn.Module) -> Derivation:
         ran |= {f"{prefix}{path}" for path in traced.calls}
         result.traced.append((traced, prefix))
         branches, reasons = derive(module, traced)
+        narrow, of_narrow = narrow_pass(module, example, traced, branches)
         branches = _also_in_training(module, example, branches, reasons)
         result.branches.update({prefix + layer: found for layer, found in branches.items()})
         result.passes.update({prefix + layer: (traced, prefix) for layer in branches})
+        result.replays.update({prefix + layer: (narrow, prefix, of_narrow[layer]) for layer in branches})
         result.reasons.update({prefix + layer: reason for layer, reason in reasons.items()})
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     ordered = {layer: result.branches[layer] for layer in sorted(result.branches, key=lambda layer: order[layer])}
-    return Derivation(ordered, result.passes, result.traced, result.reasons, problem)
+    return Derivation(ordered, result.passes, result.replays, result.traced, result.reasons, problem)
 
 
 def _also_in_training(

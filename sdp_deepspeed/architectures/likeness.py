@@ -28,7 +28,7 @@ _PLAIN = (
 )
 
 
-def likeness(model: nn.Module) -> Hashable:
+def likeness(model: Any) -> Hashable:
     """A key that is equal for models of the same modules, attributes, small buffers, and shapes of parameters. A model
     with an attribute that cannot be compared, such as a closure, equals no other."""
     numbers: dict[int, int] = {}

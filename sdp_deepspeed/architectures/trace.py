@@ -136,6 +136,8 @@ class Trace(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace in _COLLECTIVES:
             raise RuntimeError("its forward is a collective")
+        if func.namespace == "prim":  # asks for the device of a fake tensor
+            return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         is_fake = name == "_grouped_mm" and isinstance(args[1], FakeTensor)
         if is_fake and (args[0].dim(), args[1].dim()) == (2, 3):  # fake tensors have it in bf16 only
@@ -276,14 +278,14 @@ def without_storage(model: nn.Module, *, random: bool = False) -> nn.Module:
                 memo[id(tensor)] = nn.Parameter(fake, requires_grad=False) if is_parameter else fake
     for module in model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            memo[id(hooks)] = type(hooks)((k, hook) for k, hook in hooks.items() if not _is_of_a_host(hook))
+            memo[id(hooks)] = type(hooks)((k, hook) for k, hook in hooks.items() if not is_of_a_host(hook))
     for tensor in chain(model.buffers(), plain):
         if id(tensor) not in memo:
             memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
     return copy.deepcopy(model, memo)
 
 
-def _is_of_a_host(hook: Any) -> bool:
+def is_of_a_host(hook: Any) -> bool:
     """Whether a hook refers to an engine, which is not to be copied."""
     return str(getattr(hook, "__module__", "")).startswith(_HOSTS)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -122,12 +123,13 @@ def cut_into(model: nn.Module, branch: LocatedBranch, cells: Cells) -> LocatedBr
         return replace(branch, uncuttable_reason=cells.reason)
     root = model.get_submodule(branch.root)
     tensors = [tensor for cut in cells.inner.cuts for tensor in cut_tensors_of(branch.root, root, cut)]
-    if not all(tensor.has_blocks_of(cells.number) for tensor in tensors):
+    number = cells.number
+    if cells.inner.heads is None:  # that of neurons may depend on the width of the stream
+        number = gcd(*(tensor.size for tensor in tensors if tensor.cut.is_output))
+    if not all(tensor.has_blocks_of(number) for tensor in tensors):
         return replace(branch, uncuttable_reason="its layers have different numbers of neurons or heads")
     description = replace(branch.description, inner=cells.inner, uncut_reason="")
-    return replace(
-        branch, description=description, num_cells=cells.number, cut_tensors=tuple(tensors), uncuttable_reason=""
-    )
+    return replace(branch, description=description, num_cells=number, cut_tensors=tuple(tensors), uncuttable_reason="")
 
 
 def _search(replayed: ReplayedLayer, branch: LocatedBranch, choices: list[_Choice]) -> tuple[InnerLayers | None, str]:

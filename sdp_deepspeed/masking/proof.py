@@ -90,7 +90,7 @@ def with_cells(
             root = layer.module.get_submodule(branch.description.root)
             cells = next((cells for cells in of_form if cells.applies_to(root)), None)
             if cells is None:
-                cells = cells_of(traced, layer, _in_replayed(branch))
+                cells = cells_of(traced, layer, _in_replayed(derivation, branch))
                 of_form.append(cells)
             known[branch.name] = cells
     return [cut_into(model, branch, known[branch.name]) if is_cut(branch) else branch for branch in branches]
@@ -98,7 +98,7 @@ def with_cells(
 
 def _replayable(derivation: Derivation, name: str) -> list[tuple[Trace, Layer]]:
     """Each call of a layer."""
-    traced, prefix = derivation.passes[name]
+    traced, prefix, _ = derivation.replays[name]
     relative = name.removeprefix(prefix)
     layers = [layer_of(traced.model, traced, relative, call) for call in traced.calls[relative]]
     return [(traced, layer) for layer in layers if layer is not None]
@@ -129,7 +129,8 @@ def _failures(derivation: Derivation, branches: Sequence[LocatedBranch]) -> dict
         for traced, layer in _replayable(derivation, name):
             form = _form(traced, layer, of_layer)
             if form not in of_forms:
-                of_forms[form] = _failures_of_layer(layer, of_layer)
+                own = [_in_replayed(derivation, branch) for branch in of_layer]
+                of_forms[form] = _failures_of_layer(layer, own)
             failures |= {f"{name}.{kind}": reason for kind, reason in of_forms[form].items()}
     return failures
 
@@ -151,8 +152,11 @@ def _form(traced: Trace, layer: Layer, branches: Sequence[LocatedBranch]) -> Any
 
 
 def _failures_of_layer(layer: Layer, branches: Sequence[LocatedBranch]) -> dict[str, str]:
-    """Why branches of a layer are not proven, by type; each is left out by itself, then all others together."""
-    own = [_in_replayed(branch) for branch in branches]
+    """Why branches of a layer are not proven, by type; each is left out by itself, then all others together.
+
+    Args:
+        branches: with the names of `ReplayedLayer`.
+    """
     try:
         replayed = ReplayedLayer(layer)
         dense = replayed.copy().run()
@@ -160,10 +164,10 @@ def _failures_of_layer(layer: Layer, branches: Sequence[LocatedBranch]) -> dict[
         reason = f"the layer could not be run alone, so nothing is proven ({type(error).__name__}: {first_line(error)})"
         return {branch.description.name: reason for branch in branches}
     failures: dict[str, str] = {}
-    for branch in own:
+    for branch in branches:
         if reason := _failure(replayed, dense, [branch]):
             failures[branch.description.name] = reason
-    left = [branch for branch in own if branch.description.name not in failures]
+    left = [branch for branch in branches if branch.description.name not in failures]
     if len(left) > 1 and (reason := _failure(replayed, dense, left)):
         failures |= {branch.description.name: reason for branch in left}
     return failures
@@ -212,11 +216,13 @@ def _after_addition(replayed: ReplayedLayer, branch: LocatedBranch) -> torch.Ten
     return values[0] if len(values) == 1 else None
 
 
-def _in_replayed(branch: LocatedBranch) -> LocatedBranch:
-    """A branch by the names of a `ReplayedLayer`."""
+def _in_replayed(derivation: Derivation, branch: LocatedBranch) -> LocatedBranch:
+    """A branch by the names of a `ReplayedLayer`, as described there."""
+    *_, described = derivation.replays[branch.layer]
     names = [f"{LAYER}.{piece.parameter.removeprefix(branch.layer + '.')}" for piece in branch.pieces]
     pieces = [replace(piece, parameter=name) for piece, name in zip(branch.pieces, names, strict=True)]
-    return replace(branch, layer=LAYER, pieces=tuple(pieces))
+    description = next(of_narrow for of_narrow in described if of_narrow.name == branch.description.name)
+    return replace(branch, layer=LAYER, pieces=tuple(pieces), description=description)
 
 
 def _without(replayed: ReplayedLayer, branches: Sequence[LocatedBranch]) -> ReplayedLayer:

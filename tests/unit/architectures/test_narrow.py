@@ -1,0 +1,166 @@
+"""Branches of large models are proven on a copy with a narrow residual stream, with the same results."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from sdp_deepspeed.architectures import derivation, narrow, registry
+from sdp_deepspeed.architectures.derivation import derivation_of
+from sdp_deepspeed.masking.proof import proven_branches, replicated_layers, with_cells
+from tests.helpers.derived_models import DERIVED
+from tests.helpers.models import llama
+from tests.helpers.oracle_grid import MODELS
+
+SPECIMENS = MODELS | DERIVED
+IN_SHORT = ("llama", "gpt2", "falcon_grouped", "mpt")
+OF_SEVERAL_WIDTHS = {"convnext", "resnet", "resnet_bottleneck"}
+WITH_TINY_TABLES = {"gpt_neox", "gpt_neox_parallel", "olmoe"}  # of rotary embeddings
+
+
+@pytest.fixture(autouse=True)
+def all_are_derived_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_DESCRIPTIONS", {})
+    monkeypatch.setattr(derivation, "_OF_MODELS_LIKE", {})
+
+
+@pytest.fixture
+def none_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow, "_LARGE", 0)
+    monkeypatch.setattr(narrow, "_MIN_WIDTH", 4)
+
+
+def is_narrow(model: nn.Module) -> bool:
+    found = derivation_of(model)
+    return all(found.replays[layer][0] is not traced for layer, (traced, _) in found.passes.items())
+
+
+def findings(model: nn.Module) -> tuple[object, ...]:
+    branches = with_cells(model, proven_branches(model), "neuron")
+    return branches, replicated_layers(model)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.slow) for name in SPECIMENS]
+)
+def test_a_narrow_copy_has_the_same_branches_and_cells(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = findings(SPECIMENS[name].build())
+    monkeypatch.setattr(narrow, "_LARGE", 0)
+    monkeypatch.setattr(narrow, "_MIN_WIDTH", 4)
+    monkeypatch.setattr(derivation, "_OF_MODELS_LIKE", {})
+    model: Any = SPECIMENS[name].build()
+    before = copy.deepcopy(model.config.to_dict()), torch.get_rng_state(), torch.get_default_dtype()
+    assert findings(model) == expected
+    assert is_narrow(model) == (name not in OF_SEVERAL_WIDTHS | WITH_TINY_TABLES)
+    assert model.config.to_dict() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert torch.get_default_dtype() == before[2]
+
+
+@pytest.mark.parametrize(
+    ("build", "cells"),
+    [
+        (
+            lambda: hf.LlamaForCausalLM(
+                hf.LlamaConfig(
+                    **{"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 2},
+                    **{"num_attention_heads": 64, "num_key_value_heads": 8},
+                )
+            ),
+            [8, 28672] * 2,
+        ),
+        (lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=12288, n_head=96, n_layer=2)), [96, 49152] * 2),
+    ],
+)
+def test_layers_larger_than_memory(build: Callable[[], nn.Module], cells: list[int]) -> None:
+    with torch.device("meta"):
+        model = build().bfloat16()
+    branches = with_cells(model, proven_branches(model), "neuron")
+    assert [branch.num_cells for branch in branches] == cells
+
+
+class OtherMLP(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+class ByNumber(LlamaMLP):
+    """With a number that no constructor sets."""
+
+    shift = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.shift
+
+
+def by_attribute(model: Any) -> None:
+    model.model.layers[1].mlp.shift = 1
+
+
+def by_class(model: Any) -> None:
+    model.model.layers[1].mlp.__class__ = OtherMLP
+
+
+def by_forward(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x: LlamaMLP.forward(mlp, x) + 1
+
+
+def by_hook(model: Any) -> None:
+    """Which runs around an absent module, too."""
+    model.model.layers[1].mlp.register_forward_hook(lambda module, given, output: output + 1)
+
+
+ALL_BUT_ONE = ["0.attention", "0.mlp", "1.attention"]
+
+
+@pytest.mark.usefixtures("none_is_too_small")
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (by_attribute, ALL_BUT_ONE),
+        (by_class, ALL_BUT_ONE),
+        (by_forward, ALL_BUT_ONE),
+        (by_hook, [*ALL_BUT_ONE, "1.mlp"]),
+    ],
+)
+def test_a_model_that_was_changed_is_not_proven_by_a_copy_without_the_change(
+    change: Callable[[Any], None], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if change is by_attribute:
+        monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", ByNumber)
+    model = llama()
+    change(model)
+    assert [branch.name.removeprefix("model.layers.") for branch in proven_branches(model)] == expected
+    assert is_narrow(model) == (change in (by_attribute, by_hook))
+
+
+@pytest.mark.usefixtures("none_is_too_small")
+@pytest.mark.parametrize(
+    "shift", [lambda width: width == 16, lambda width: width // 16, lambda width: (16 / width) // 1]
+)
+def test_code_that_depends_on_the_width_is_not_proven_by_another_width(
+    shift: Callable[[int], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return original(self, x) + shift(self.hidden_size)
+
+    original = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    names = {branch.description.name for branch in proven_branches(llama())}
+    assert names == {"attention"}
+
+
+@pytest.mark.usefixtures("none_is_too_small")
+def test_settings_of_a_model_are_those_of_its_narrow_copy() -> None:
+    model: Any = llama()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert len(proven_branches(model)) == 4
+    assert is_narrow(model)
