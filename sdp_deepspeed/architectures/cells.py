@@ -241,7 +241,7 @@ def _merged(projections: Sequence[_Projection], root: nn.Module) -> tuple[Cut, .
     lists = {name: module for name, module in root.named_modules() if isinstance(module, nn.ModuleList)}
     for cut in [*cuts.values()]:
         for name, experts in lists.items():
-            if is_inside(cut.module, name) and name and len({_form(expert) for expert in experts}) == 1:
+            if is_inside(cut.module, name) and name and len({form(expert) for expert in experts}) == 1:
                 _, _, inside = cut.module[len(name) + 1 :].partition(".")
                 for index in range(len(experts)):
                     other = replace(cut, module=f"{name}.{index}.{inside}".rstrip("."))
@@ -249,7 +249,7 @@ def _merged(projections: Sequence[_Projection], root: nn.Module) -> tuple[Cut, .
     return tuple(cuts.values())
 
 
-def _form(module: nn.Module) -> tuple[type, tuple[tuple[str, torch.Size], ...]]:
+def form(module: nn.Module) -> tuple[type, tuple[tuple[str, torch.Size], ...]]:
     return type(module), tuple((name, parameter.shape) for name, parameter in module.named_parameters())
 
 

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from sdp_deepspeed.architectures.cells import form
 from sdp_deepspeed.architectures.derivation import Derivation, derivation_of
 from sdp_deepspeed.architectures.examples import takes_images, takes_text_or_sound
 from sdp_deepspeed.architectures.streams import layer_of
@@ -50,6 +51,8 @@ def _count(model: nn.Module) -> dict[str, Fraction]:
             _warn(derivation)
     else:
         used = _per_example(derivation)
+    for layer, (traced, prefix) in derivation.passes.items():
+        used |= _equal_in_lists(layer, traced.model.get_submodule(layer.removeprefix(prefix)), used)
     first = {parameter: name for name, parameter in model.named_parameters()}  # of tied ones
     return {name: 2 * used.get(first[parameter], Fraction(0)) for name, parameter in parameters.items()}
 
@@ -82,6 +85,19 @@ def _per_token(derivation: Derivation) -> dict[str, Fraction]:
                     share = min(Fraction(1), positions / math.prod(shape[:-1]))
                     used[prefix + name] = used.get(prefix + name, Fraction(0)) + share
     return used
+
+
+def _equal_in_lists(name: str, layer: nn.Module, used: Mapping[str, Fraction]) -> dict[str, Fraction]:
+    """The mean over modules of one form in a list: which experts tokens use depends on weights."""
+    means: dict[str, Fraction] = {}
+    for path, listed in layer.named_modules(prefix=name):
+        children = {key: form(child) for key, child in listed.named_children() if any(True for _ in child.parameters())}
+        if isinstance(listed, nn.ModuleList | nn.ModuleDict) and len({*children.values()}) == 1:
+            for parameter, _ in listed.get_submodule(next(iter(children))).named_parameters():
+                names = [f"{path}.{key}.{parameter}" for key in children]
+                total = sum((used.get(expert, Fraction(0)) for expert in names), Fraction(0))
+                means |= dict.fromkeys(names, total / len(names))
+    return means
 
 
 def _positions(traced: Trace, node: Node) -> dict[str, Fraction]:

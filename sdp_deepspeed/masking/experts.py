@@ -62,9 +62,10 @@ def _grouped_weights(model: nn.Module) -> set[str]:
 
 
 def mixtures(model: nn.Module, branches: Sequence[LocatedBranch]) -> set[str]:
-    """Names of the branches that are mixtures: each token uses some of their weights."""
+    """Names of the branches that are mixtures: some of their weights are used for fewer tokens than others."""
     flops = flops_per_element(model)
-    return {b.name for b in branches if any(0 < flops.get(piece.parameter, 0) < 2 for piece in b.pieces)}
+    of_weights = {b.name: {flops.get(piece.parameter, 0) for piece in b.pieces} - {0} for b in branches}
+    return {name for name, different in of_weights.items() if len(different) > 1}
 
 
 def router_refusal(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch]) -> Hook | None:

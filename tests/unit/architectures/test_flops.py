@@ -97,6 +97,8 @@ def test_a_token_costs_the_experts_that_it_uses() -> None:
     units = units_of_branches(locate_branches(model))
     found = {unit.name: cost.flops for unit, cost in zip(units, unit_costs(model, units), strict=True)}
     assert found["h.0.mlp"] == 5 * 2 * (4 * WIDTH + 3 * expert)
+    of_experts = {p for name, p in flops_per_element(model).items() if ".experts." in name and "weight" in name}
+    assert of_experts == {5}
 
 
 # The model and its weights

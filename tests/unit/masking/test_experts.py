@@ -140,7 +140,7 @@ def test_neurons_whose_products_do_not_run_are_refused() -> None:
         dense.set_experts_implementation("batched_mm")
         masked(dense, plan, 1)[0](tokens())
         odd = mixture("mixtral", intermediate_size=14)
-        with pytest.raises(ValueError, match=r"subnetwork 0 has 8 of 14|multiple of 16 bytes"):  # not even the dense one
+        with pytest.raises(ValueError, match=r"subnetwork 0 has 8 of 14|multiple of 16 bytes"):  # or no proof
             Mask(odd, plan_of(odd, regime, "neuron", neuron_groups=7, shared=[r"mlp\.group_6$"]), 0)
     with pytest.raises(ValueError, match="multiples of 8"):
         Mask(mixture("mixtral").bfloat16(), plan_of(mixture("mixtral"), "forward", "neuron"), 0)
