@@ -28,7 +28,7 @@ from sdp_deepspeed.masking.replayed_layer import LAYER, OUTPUT, ReplayedLayer, d
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Unit
 
-_MAX_ELEMENTS = 2**28  # of a layer that is computed
+_MAX_ELEMENTS = 2**28  # of a branch that is computed
 _MAX_SEEDS = 4
 _MAX_TRIALS = 64
 _TOLERANCE = 1e-3  # of fp32, behind norms over few elements
@@ -70,8 +70,9 @@ def cells_of(traced: Trace, layer: Layer, branch: LocatedBranch) -> Cells:
     Args:
         branch: with the names of `ReplayedLayer`.
     """
-    if sum(parameter.numel() for parameter in layer.module.parameters()) > _MAX_ELEMENTS:
-        return Cells(reason="its layer is too large for a proof of its neurons or heads")
+    inside = {piece.parameter.removeprefix(f"{LAYER}.") for piece in branch.pieces}
+    if sum(p.numel() for name, p in layer.module.named_parameters() if name in inside) > _MAX_ELEMENTS:
+        return Cells(reason="it is too large for a proof of its neurons or heads")
     counts: dict[str, int] = {}
     try:
         replayed, inner, number = _proposed(traced, layer, branch)
@@ -98,8 +99,9 @@ def cells_of(traced: Trace, layer: Layer, branch: LocatedBranch) -> Cells:
 def _proposed(traced: Trace, layer: Layer, branch: LocatedBranch) -> tuple[ReplayedLayer, InnerLayers, int]:
     """The layers that may be cut, and the number of cells."""
     later = traced.nodes[layer.call.last :]
+    names = {piece.parameter for piece in branch.pieces}
     for seed in range(_MAX_SEEDS):
-        replayed = ReplayedLayer(layer, largest=_MAX_ELEMENTS, later=later, drops=False, seed=seed)
+        replayed = ReplayedLayer(layer, stored=names, later=later, drops=False, seed=seed)
         probe = replayed.copy()
         module = probe.holder.eval().get_submodule(LAYER)
         try:
@@ -141,20 +143,17 @@ def _search(replayed: ReplayedLayer, branch: LocatedBranch, choices: list[_Choic
     """
     inner = branch.description.inner
     assert inner is not None
-    pairs = [(_plan(regime, branch), subnetwork) for regime in ("forward", "backward") for subnetwork in (0, 1)]
-    expected = [
-        _Expected(plan, subnetwork, _expected(replayed, plan, branch, subnetwork)) for plan, subnetwork in pairs
-    ]
-    with_some, dense = expected[0].results, expected[-1].results
-    if not difference({OUTPUT: with_some[OUTPUT]}, {OUTPUT: dense[OUTPUT]}):
+    cases = [(_plan(regime, branch), subnetwork) for regime in ("forward", "backward") for subnetwork in (0, 1)]
+    with_some = _expected(replayed, *cases[0], branch)
+    if not difference({OUTPUT: with_some[OUTPUT]}, {OUTPUT: replayed.copy().output()}):
         return None, "without some of its neurons or heads it computes the same on the example, so nothing is proven"
     best, reason = 0, ""
     for chosen in itertools.islice(_subsets(choices), _MAX_TRIALS):
-        number, failure = _num_equal(replayed, branch, _with(inner, chosen), expected)
+        number, failure = _num_equal(replayed, branch, _with(inner, chosen), cases, with_some)
         if not failure:
             for choice in chosen:
                 fewer = tuple(other for other in chosen if other != choice)
-                if not _num_equal(replayed, branch, _with(inner, fewer), expected)[1]:
+                if not _num_equal(replayed, branch, _with(inner, fewer), cases, with_some)[1]:
                     chosen = fewer
             return _with(inner, chosen), ""
         if not reason or number > best:
@@ -174,29 +173,30 @@ def _subsets(choices: list[_Choice]) -> Iterator[tuple[_Choice, ...]]:
         yield from itertools.combinations(choices, size)
 
 
-@dataclass(frozen=True)
-class _Expected:
-    """What a subnetwork of a plan must compute."""
-
-    plan: Plan
-    subnetwork: int
-    results: dict[str, torch.Tensor]
-
-
 def _num_equal(
-    replayed: ReplayedLayer, branch: LocatedBranch, inner: InnerLayers, expected: Sequence[_Expected]
+    replayed: ReplayedLayer,
+    branch: LocatedBranch,
+    inner: InnerLayers,
+    cases: Sequence[tuple[Plan, int]],
+    of_first: dict[str, torch.Tensor],
 ) -> tuple[int, str]:
-    """In how many cases the layer with some of the cells is what is expected, and how it fails then, if it does."""
+    """In how many cases the layer with some of the cells is what is expected, and how it fails then, if it does.
+
+    Args:
+        cases: plans with a subnetwork.
+        of_first: what is expected in the first case, in which most trials fail. Large results of others are not kept.
+    """
     cut = replace(branch, description=replace(branch.description, inner=inner))
-    for number, case in enumerate(expected):
+    for number, (plan, subnetwork) in enumerate(cases):
         try:
-            masked = _masked(replayed, case.plan, cut, case.subnetwork)
+            masked = _masked(replayed, plan, cut, subnetwork)
         except Exception as error:  # of user code, with sizes that it may not allow
             why = f"{type(error).__name__}: {first_line(error)}"
-            return number, f"with fewer neurons or heads its forward fails ({case.plan.regime}; {why})"
-        if found := difference(masked, case.results, _TOLERANCE):
-            return number, f"with some of its {branch.num_cells} neurons or heads, {found} ({case.plan.regime})"
-    return len(expected), ""
+            return number, f"with fewer neurons or heads its forward fails ({plan.regime}; {why})"
+        expected = _expected(replayed, plan, subnetwork, branch) if number else of_first
+        if found := difference(masked, expected, _TOLERANCE):
+            return number, f"with some of its {branch.num_cells} neurons or heads, {found} ({plan.regime})"
+    return len(cases), ""
 
 
 def _plan(regime: str, branch: LocatedBranch) -> Plan:
@@ -225,7 +225,7 @@ def _masked(replayed: ReplayedLayer, plan: Plan, branch: LocatedBranch, subnetwo
     return results
 
 
-def _expected(replayed: ReplayedLayer, plan: Plan, branch: LocatedBranch, subnetwork: int) -> dict[str, torch.Tensor]:
+def _expected(replayed: ReplayedLayer, plan: Plan, subnetwork: int, branch: LocatedBranch) -> dict[str, torch.Tensor]:
     """Output and gradients of the layer with zeros in place of absent cells; of the whole layer in the backward
     regime. As in training, the output projection is multiplied by 1 / C in the forward regime."""
     dense = replayed.copy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,7 +27,7 @@ class ReplayedLayer:
 
     Args:
         layer: in the traced pass.
-        largest: number of elements of a weight up to which it does not overlap in memory; None for a default.
+        stored: large weights with these names in the holder have a gradient, and do not overlap in memory.
         later: nodes after the call, which may read further outputs of the layer.
         drops: see `SameRandomNumbers`.
         seed: of weights and inputs.
@@ -37,11 +37,18 @@ class ReplayedLayer:
     """
 
     def __init__(
-        self, layer: Layer, *, largest: int | None = None, later: Sequence[Node] = (), drops: bool = True, seed: int = 0
+        self,
+        layer: Layer,
+        *,
+        stored: Collection[str] = (),
+        later: Sequence[Node] = (),
+        drops: bool = True,
+        seed: int = 0,
     ) -> None:
         self._drops = drops
-        values = _Values(_LARGE if largest is None else largest, seed)
-        self.holder: nn.Module = nn.ModuleDict({LAYER: values.of_module(layer.module)}).train()
+        values = _Values(seed)
+        holder = nn.ModuleDict({LAYER: layer.module})
+        self.holder = values.of_module(holder, stored).train()
         self._inputs = values.of((layer.call.args, layer.call.kwargs))
         self._given = _index(layer.call.inputs, layer.stream[-1])  # indices of the stream's tensors
         self._made = _index(layer.call.outputs, layer.stream[0])
@@ -71,6 +78,10 @@ class ReplayedLayer:
             args, kwargs = map_tensors(lambda tensor: stream if tensor is original else tensor.clone(), self._inputs)
             return given, tensors_in(layer(*args, **kwargs))
 
+    def output(self) -> torch.Tensor:
+        """The stream after the layer."""
+        return self.forward()[1][self._made].detach()
+
     def run(self) -> dict[str, torch.Tensor]:
         """Output, what is read of further outputs, and gradients, by name."""
         given, outputs = self.forward()
@@ -99,8 +110,7 @@ def first_line(error: Exception) -> str:
 class _Values:
     """Numbers in place of fake tensors, each tensor's the same wherever it occurs."""
 
-    def __init__(self, largest: int, seed: int) -> None:
-        self._largest = largest
+    def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self._known: dict[int, torch.Tensor] = {}
 
@@ -118,21 +128,22 @@ class _Values:
             self._known[id(tensor)] = number.float() if number.is_floating_point() else number
         return self._known[id(tensor)]
 
-    def of_module(self, module: nn.Module) -> nn.Module:
+    def of_module(self, module: nn.Module, stored: Collection[str]) -> nn.Module:
         memo: dict[int, Any] = {}
-        for parameter in module.parameters():
-            memo[id(parameter)] = nn.Parameter(self._weight(parameter), requires_grad=parameter.numel() <= _LARGE)
+        for name, parameter in module.named_parameters():
+            is_stored = parameter.numel() <= _LARGE or name in stored
+            memo[id(parameter)] = nn.Parameter(self._weight(parameter, is_stored), requires_grad=is_stored)
         for buffer in module.buffers():
             memo[id(buffer)] = self._of_tensor(buffer).abs() if isinstance(buffer, FakeTensor) else self.of(buffer)
         return copy.deepcopy(module, memo)
 
-    def _weight(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _weight(self, parameter: torch.Tensor, is_stored: bool) -> torch.Tensor:
         """Random weights; those of a large matrix overlap in memory, as its rows are shifted by one."""
         if parameter.dim() < 2:
             return 0.5 + 0.2 * torch.randn(parameter.shape, generator=self._generator)
         scale = (parameter.shape[0] / max(1, parameter.numel())) ** (0.25 if parameter.dim() == 3 else 0.5)
-        if parameter.numel() <= self._largest:
-            return scale * torch.randn(parameter.shape, generator=self._generator)
+        if is_stored:
+            return torch.randn(parameter.shape, generator=self._generator).mul_(scale)
         values = scale * torch.randn(sum(parameter.shape), generator=self._generator)
         return values.as_strided(parameter.shape, (1,) * parameter.dim())
 
@@ -187,10 +198,13 @@ def difference(
 ) -> str:
     """Where two results differ, and by how much; empty if they are equal."""
     for name in first.keys() & second.keys():
-        largest = max(1.0, float(second[name].abs().max()))
-        off = (
-            float((first[name] - second[name]).abs().max()) if first[name].shape == second[name].shape else float("nan")
-        )
+        largest = max(1.0, _largest(second[name]))
+        off = _largest(first[name] - second[name]) if first[name].shape == second[name].shape else float("nan")
         if not off <= tolerance * largest:
             return f"{name} by {off:.2g} of {largest:.2g}"
     return ""
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Absolute value of the largest element; not a number if an element is not."""
+    return max(abs(float(end)) for end in tensor.aminmax())
