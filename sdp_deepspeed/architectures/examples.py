@@ -119,9 +119,10 @@ def takes_images(model: nn.Module) -> bool:
     return isinstance(first_with_weights(model), nn.Conv2d)
 
 
-def takes_text_or_sound(model: nn.Module) -> bool:
-    """Whether a model of Transformers takes sequences of any length."""
-    return getattr(model, "main_input_name", "pixel_values") != "pixel_values"
+def has_sequences(model: nn.Module) -> bool:
+    """Whether inputs of a model of Transformers have any length: text, sound, and what a decoder makes of an image."""
+    is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    return is_encoder_decoder or getattr(model, "main_input_name", "pixel_values") != "pixel_values"
 
 
 def image_shape(model: nn.Module) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from sdp_deepspeed.architectures.cells import form
 from sdp_deepspeed.architectures.derivation import Derivation, derivation_of
-from sdp_deepspeed.architectures.examples import takes_images, takes_text_or_sound
+from sdp_deepspeed.architectures.examples import has_sequences, takes_images
 from sdp_deepspeed.architectures.streams import layer_of
 from sdp_deepspeed.architectures.trace import Node, Trace
 from sdp_deepspeed.messages import KEY
@@ -28,7 +28,7 @@ _KNOWN: WeakKeyDictionary[nn.Module, tuple[frozenset[str], Mapping[str, Fraction
 def flops_per_element(model: nn.Module) -> Mapping[str, Fraction]:
     """FLOPs per parameter element, by dense name: twice the number of positions where a matrix or kernel is applied.
 
-    They count per example of the batch. Of text and sound, whose lengths are unknown, they count per token of the layer
+    They count per example of the batch. If lengths are unknown (`has_sequences`), they count per token of the layer
     that a weight is in, at most once for each use: a weight of an expert by the share of the tokens that use it, a
     matrix outside of traced layers as one for every token. Not collective; all ranks get the same result.
 
@@ -45,9 +45,9 @@ def flops_per_element(model: nn.Module) -> Mapping[str, Fraction]:
 def _count(model: nn.Module) -> dict[str, Fraction]:
     derivation = derivation_of(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    if takes_text_or_sound(model) or not derivation.traced:
+    if has_sequences(model) or not derivation.traced:
         used = {name: Fraction(parameter.dim() > 1) for name, parameter in parameters.items()} | _per_token(derivation)
-        if takes_images(model):
+        if takes_images(model) and not derivation.traced:
             _warn(derivation)
     else:
         used = _per_example(derivation)
@@ -75,7 +75,8 @@ def _per_token(derivation: Derivation) -> dict[str, Fraction]:
     used: dict[str, Fraction] = {}
     for layer, (traced, prefix) in derivation.passes.items():
         relative = layer.removeprefix(prefix)
-        used |= {f"{layer}.{name}": Fraction(0) for name, _ in traced.model.get_submodule(relative).named_parameters()}
+        unused = {f"{layer}.{name}" for name, _ in traced.model.get_submodule(relative).named_parameters()}
+        used |= dict.fromkeys(unused - used.keys(), Fraction(0))
         for call in traced.calls[relative]:
             found = layer_of(traced.model, traced, relative, call)
             assert found is not None

@@ -175,7 +175,9 @@ class Trace(TorchDispatchMode):
         if name in _PRODUCTS:
             factors = tensors_in(args[1:] if name.startswith("add") or name == "baddbmm" else args)
             formula = flop_registry.get(func.overloadpacket)
-            flops = int(formula(*args, **kwargs, out_val=result)) if formula else 2 * result.numel() * args[0].shape[-1]
+            flops = 2 * result.numel() * factors[0].shape[-1]
+            if formula is not None:
+                flops = int(formula(*args, **kwargs, out_val=result))
             for weight in dict.fromkeys(self._weights.get(_storage(factor)) for factor in factors):
                 if weight is not None:
                     node.flops[weight] += flops

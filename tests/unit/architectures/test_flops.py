@@ -54,6 +54,7 @@ def test_positions_by_hand() -> None:
     assert positions(Convolutions()) == {"stem.weight": 30, "depthwise.weight": 30, "wide.weight": 30, "head.weight": 1}
 
 
+SMALL: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
 TINY = {"num_labels": 5, "hidden_sizes": [8, 16], "depths": [2, 1]}
 SWIN = {"image_size": 16, "patch_size": 2, "window_size": 4, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4]}
 BUILT: dict[str, Any] = {
@@ -99,6 +100,15 @@ def test_a_token_costs_the_experts_that_it_uses() -> None:
     assert found["h.0.mlp"] == 5 * 2 * (4 * WIDTH + 3 * expert)
     of_experts = {p for name, p in flops_per_element(model).items() if ".experts." in name and "weight" in name}
     assert of_experts == {5}
+
+
+def test_an_image_and_its_caption_cost_the_same_per_position() -> None:
+    """Their lengths in the example, 17 patches and 8 tokens, say nothing about those in training."""
+    encoder = hf.ViTConfig(**SMALL, image_size=16, patch_size=4)
+    decoder = hf.BertConfig(**SMALL, vocab_size=9, is_decoder=True, add_cross_attention=True)
+    config = hf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    found = flops_per_element(hf.VisionEncoderDecoderModel(config))
+    assert [found[name] for name in found if name.endswith(("fc1.weight", "intermediate.dense.weight"))] == [2, 2]
 
 
 # The model and its weights
