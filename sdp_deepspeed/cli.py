@@ -429,6 +429,25 @@ def import_(
     print(convert(path, out, tag=tag))
 
 
+# ---- teams ----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def teams(
+    number: Annotated[int, typer.Argument(metavar="K", min=2, help="Number of teams.")],
+    command: Annotated[list[str], typer.Argument(metavar="SCRIPT", help="Python program and its arguments, after --.")],
+    nproc_per_node: Annotated[int, typer.Option(min=1, help="Ranks of each team.")] = 1,
+) -> None:
+    """Run K teams and their lighthouse on this machine: sdp teams 4 -- train.py ARGUMENTS.
+
+    Each rank runs the program, with the environment that torchrun sets, SDP_TEAM and TORCHFT_LIGHTHOUSE. If a rank is
+    killed, its team ends, and the other teams go on. Exit code 1 if a team has failed.
+    """
+    from sdp_deepspeed.teams.launch import run_teams
+
+    raise typer.Exit(run_teams(number, nproc_per_node, command))
+
+
 # ---- environment ----------------------------------------------------------------------------------------------------
 
 _PACKAGES = (

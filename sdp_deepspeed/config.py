@@ -98,7 +98,8 @@ class LocalSteps(BaseModel):
         gt=0,
         allow_inf_nan=False,
         title="seconds above 0",
-        description="With `teams`: how long a team waits for others, such as the last holder of a unit.",
+        description="With `teams`: how long a team waits for all teams at the start, after which it starts without "
+        "them, or for the last holder of a unit, after which it ends.",
     )
     exchange_timeout: float = Field(
         default=60.0,

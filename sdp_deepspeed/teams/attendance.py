@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from sdp_deepspeed.messages import listed
@@ -24,17 +25,21 @@ class Member:
     Args:
         identity: unique for each start of a team.
         version: meetings that counted, `NO_STATE` before the first.
+        last: identity of the meeting that its anchors are of.
+        pending: identity of a meeting that it has finished without knowing whether it counts, or "".
         call: name of the call that all teams make together, or `START`.
         attempts: meetings that the team has tried.
         group: identity of the process group that it has from the last meeting, or "".
         store: "host:port" of the store in its rank 0.
-        may_begin: whether it has waited long enough for teams that are missing at the first meeting.
+        may_begin: whether it has waited long enough for teams that are missing at the start of the run.
         agreed: what must be equal on all teams, by name.
     """
 
     identity: str
     team: int
     version: int
+    last: str
+    pending: str
     call: str
     attempts: int
     group: str
@@ -76,21 +81,26 @@ class Attendance:
         members: those who take part, by team.
         call: of all members but those that start.
         version: before the meeting; `NO_STATE` if no team has a state.
-        current: teams of this version.
+        last: identity of the meeting that the newest anchors are of.
+        current: teams that have the anchors of this version.
         sources: for each set of holders, the team whose anchors are copied to those that lack them.
-        source_versions: versions of `sources`, for each set of holders.
     """
 
     members: tuple[Member, ...]
     call: str
     version: int
+    last: str
     current: Teams
     sources: Mapping[Teams, int]
-    source_versions: Mapping[Teams, int]
 
     @property
     def teams(self) -> Teams:
         return tuple(member.team for member in self.members)
+
+    @property
+    def joined(self) -> Teams:
+        """Teams that take anchors over, as they have none or older ones."""
+        return tuple(team for team in self.teams if team not in self.current or self.version == NO_STATE)
 
     @property
     def averages(self) -> bool:
@@ -102,19 +112,20 @@ class Attendance:
         return self.version + 1 if self.averages else max(self.version, 0)
 
     @property
+    def next_last(self) -> str:
+        """Identity of the meeting that anchors are of after this one."""
+        is_new = self.averages or self.version == NO_STATE or not set(self.sources.values()) <= set(self.current)
+        return self.identity if is_new else self.last
+
+    @property
     def identity(self) -> str:
         """The same on all ranks, different for each attempt."""
         attempts = [(member.identity, member.attempts) for member in self.members]
         return hashlib.sha256(repr(attempts).encode()).hexdigest()[:16]
 
-    def version_of(self, team: int) -> int:
-        return next(member.version for member in self.members if member.team == team)
-
     def copies(self, team: int, holders: Teams) -> bool:
-        """Whether a team takes anchors over that it holds of a unit with these holders."""
-        if self.version == NO_STATE:
-            return team != self.sources[holders]
-        return self.version_of(team) < self.source_versions[holders]
+        """Whether a team takes over the anchors of a unit with these holders, if it stores them."""
+        return team in self.joined and team != self.sources[holders]
 
 
 def attend(members: Sequence[Member], me: str, plan: Plan) -> Attendance | Wait:
@@ -128,6 +139,7 @@ def attend(members: Sequence[Member], me: str, plan: Plan) -> Attendance | Wait:
     Raises:
         Refused: this team cannot take part, or teams make different calls.
     """
+    members = _settled(members)
     mine = next(member for member in members if member.identity == me)
     same = [member for member in members if member.agreed == mine.agreed]
     others = [member for member in members if member.agreed != mine.agreed]
@@ -148,6 +160,17 @@ def attend(members: Sequence[Member], me: str, plan: Plan) -> Attendance | Wait:
     return _with_holders(present, next(iter(calls), START), plan)
 
 
+def _settled(members: Sequence[Member]) -> list[Member]:
+    """With the versions of those that had a meeting pending of which another team knows that it counts."""
+    counted = {member.last: member.version for member in members}
+    settled = []
+    for member in members:
+        if member.pending and member.pending in counted:
+            member = replace(member, version=counted[member.pending], last=member.pending, pending="")
+        settled.append(member)
+    return settled
+
+
 def _refuse_difference(mine: Member, same: Sequence[Member], others: Sequence[Member], num_teams: int) -> Wait | None:
     """Refuse this team if it starts and differs from a majority, or from teams that train; they ignore it."""
     if not others or mine.call != START:
@@ -165,17 +188,19 @@ def _with_holders(present: Sequence[Member], call: str, plan: Plan) -> Attendanc
     """The meeting of these teams, if they have the anchors of every unit."""
     versions = {member.team: member.version for member in present}
     newest = max(versions.values())
-    current = tuple(team for team, version in versions.items() if version == newest)
+    # Teams that went separate ways have the same version of other anchors: the most, or the first, are current.
+    lines = Counter(member.last for member in present if member.version == newest)
+    line = max(lines, key=lambda last: lines[last])
+    current = tuple(member.team for member in present if (member.version, member.last) == (newest, line))
     everyone = tuple(range(plan.num_subnetworks))
-    least = newest if call != START else min(newest, 0)  # teams that all start take what they have
     sources: dict[Teams, int] = {}
-    source_versions: dict[Teams, int] = {}
     for holders in dict.fromkeys((everyone, *plan.holders)):
-        able = [team for team in holders if versions.get(team, NO_STATE - 1) >= least]
+        able = [team for team in holders if team in current]
+        if not able and call == START:  # teams that all start take the newest that they have
+            able = [team for team in holders if versions.get(team, NO_STATE) > NO_STATE]
+            able.sort(key=lambda team: -versions[team])
         if able:
-            best = max(versions[team] for team in able)
-            sources[holders] = next(team for team in able if versions[team] == best)
-            source_versions[holders] = best
+            sources[holders] = able[0]
     lost = [(unit, holders) for unit, holders in zip(plan.units, plan.holders, strict=True) if holders not in sources]
     absent = [team for team in everyone if team not in versions]
     if lost:
@@ -183,6 +208,6 @@ def _with_holders(present: Sequence[Member], call: str, plan: Plan) -> Attendanc
         needed = listed(sorted({team for _, holders in lost for team in holders}))
         state = f" with version {newest}" if newest > NO_STATE else ""
         return Wait(f"no holder of {units}{state} is here; waiting for one of teams {needed}")
-    if newest == NO_STATE and absent and not any(member.may_begin for member in present):
+    if call == START and absent and not any(member.may_begin for member in present):
         return Wait(f"waiting for teams {listed(absent)}", can_begin=True)
-    return Attendance(tuple(present), call, newest, current, sources, source_versions)
+    return Attendance(tuple(present), call, newest, line, current, sources)

@@ -91,9 +91,14 @@ def _environment(num_teams: int) -> tuple[int, str]:
         raise ValueError(f"{NUMBER}: got {number!r}, expected a number from 0 to {num_teams - 1}; `sdp teams` sets it")
     if not address.startswith("http"):
         raise ValueError(f'{LIGHTHOUSE}: got {address!r}, expected an address such as "http://host:29510"')
-    if importlib.util.find_spec("torchft") is None:
-        raise ValueError('teams need torchft: pip install "sdp_deepspeed[teams]"')
+    check_torchft()
     return int(number), address
+
+
+def check_torchft() -> None:
+    """Raise ValueError if torchft is not installed, without importing it."""
+    if importlib.util.find_spec("torchft") is None:
+        raise ValueError('teams need torchft, for Python up to 3.13: pip install "sdp_deepspeed[teams]"')
 
 
 def _hash(mask: Mask, config: SubnetworkConfig) -> str:

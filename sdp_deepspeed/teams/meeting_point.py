@@ -23,6 +23,7 @@ logger = logging.getLogger("sdp_deepspeed")
 HEARTBEAT = 0.5  # seconds between two heartbeats; the lighthouse by default misses a team after 5
 CONNECT = timedelta(seconds=10)  # for teams that are here, to connect; one of them may have died just now
 RETRY = 1.0  # seconds before the next try
+SETTLE = 3.0  # seconds, in which a lighthouse that was started again hears the heartbeats of all teams
 REMIND = 30.0  # seconds after which a wait is logged, again and again
 
 
@@ -45,6 +46,7 @@ class MeetingPoint:
         self._group: Any = None  # a gloo group that torch.distributed does not know
         self._decisions: dist.Store | None = None
         self._lighthouse: Any = None
+        self._was_lost = False
         self.group_name = ""
         if is_first:
             self._server = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
@@ -64,12 +66,14 @@ class MeetingPoint:
         end = time.monotonic() + timeout
         with reminder(f"team {member.team} waits for the lighthouse at {self._address} and the other teams"):
             while True:
-                left = end - time.monotonic()
                 try:
-                    self._lighthouse = self._lighthouse or _client(self._address)
+                    if self._lighthouse is None:
+                        self._lighthouse = _client(self._address)
+                        if self._was_lost:
+                            time.sleep(SETTLE)
                     quorum = self._lighthouse.quorum(
                         self.identity,
-                        timedelta(seconds=max(left, RETRY)),
+                        timedelta(seconds=max(end - time.monotonic(), RETRY)),
                         address=self._host,
                         store_address=member.store,
                         step=0,
@@ -78,8 +82,8 @@ class MeetingPoint:
                         data=member.to_json(),
                     )
                     return [Member.from_json(found.data) for found in quorum.participants if found.data]
-                except (RuntimeError, TimeoutError) as error:
-                    self._lighthouse = None  # a connection does not survive the lighthouse
+                except (RuntimeError, TimeoutError) as error:  # a connection does not survive the lighthouse
+                    self._lighthouse, self._was_lost = None, True
                     if time.monotonic() + RETRY > end:
                         raise TimeoutError(
                             f"no meeting at the lighthouse {self._address} within {timeout:.0f} s ({error}); check it, "
@@ -114,7 +118,11 @@ class MeetingPoint:
         self._group, self.group_name = None, ""
 
     def decide(self, name: str, counts: bool) -> bool:
-        """Whether the meeting with this name counts: the first rank of all teams decides."""
+        """Whether the meeting with this name counts: the first rank of all teams decides.
+
+        Raises:
+            RuntimeError: the store is lost, and with it the decision.
+        """
         assert self._decisions is not None
         decision = self._decisions.compare_set(f"counts/{name}", "", str(counts))
         return bool(decision == b"True")

@@ -33,11 +33,14 @@ class TeamRanks:
 
     def all(self, value: bool) -> bool:
         """Whether it is true on all ranks."""
-        if self._group is None:
-            return value
-        number = torch.tensor([value], dtype=torch.int32)
-        dist.all_reduce(number, dist.ReduceOp.MIN, group=self._group)
-        return bool(number)
+        return -self.largest(-int(value)) == 1
+
+    def largest(self, value: int) -> int:
+        """The largest value of all ranks."""
+        number = torch.tensor([value])
+        if self._group is not None:
+            dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group)
+        return int(number)
 
     def join_shares(self, share: torch.Tensor, length: int) -> torch.Tensor:
         """All elements of a tensor of which each rank has a share (`shares.part`)."""
@@ -47,7 +50,7 @@ class TeamRanks:
         padded = torch.zeros(width)
         padded[: len(share)] = share
         gathered = torch.empty(width * self.size)
-        dist.all_gather_into_tensor(gathered, padded, group=self._group)
+        dist.all_gather_single(gathered, padded, group=self._group)
         lengths = [part(length, rank, self.size)[1] for rank in range(self.size)]
         return torch.cat([values[:n] for values, n in zip(gathered.split(width), lengths, strict=True)])
 

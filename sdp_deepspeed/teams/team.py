@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import Subset
@@ -13,7 +14,7 @@ from torch.utils.data import Subset
 from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.messages import KEY, announce, listed
-from sdp_deepspeed.teams.attendance import NO_STATE, START, STEP, Attendance, Member, Wait, attend
+from sdp_deepspeed.teams.attendance import NO_STATE, START, STEP, Attendance, Member, Refused, Wait, attend
 from sdp_deepspeed.teams.exchange import Exchange
 from sdp_deepspeed.teams.meeting_point import REMIND, RETRY, MeetingPoint
 from sdp_deepspeed.teams.ranks import TeamRanks
@@ -23,6 +24,7 @@ from sdp_deepspeed.teams.weights import TorchHost, Weights
 logger = logging.getLogger("sdp_deepspeed")
 
 Work = Callable[[Exchange], None]
+_VOID, _UNKNOWN, _COUNTS = range(3)  # what a rank knows of a meeting; of several ranks the largest is right
 
 
 class Team:
@@ -39,6 +41,8 @@ class Team:
         number: of this team, from 0.
         plan: of one worker for each team.
         version: number of meetings that counted; 0 before the first, -1 before `start`.
+        present: numbers of the teams at the last meeting.
+        joined: numbers of those that took anchors over at it.
     """
 
     def __init__(
@@ -61,9 +65,12 @@ class Team:
         self._anchors = torch.zeros(num_elements(self._shares))
         self._momentum = torch.zeros(len(self._anchors) if settings.outer_momentum else 0)
         self._steps_since = 0  # the last meeting
+        self._last = ""  # identity of the meeting that the anchors are of
+        self._pending: _Result | None = None  # of a meeting that may count
         self._point: MeetingPoint | None = None
         self._attempts = 0
-        self._teams: tuple[int, ...] = ()  # at the last meeting
+        self.present: tuple[int, ...] = ()
+        self.joined: tuple[int, ...] = ()
 
     # ---- training -----------------------------------------------------------------------------------------------
 
@@ -76,9 +83,10 @@ class Team:
     def start(self) -> None:
         """Meet the other teams before the first step; collective.
 
-        Call it when the model is wrapped, and weights and states are loaded. The first time in a run it waits for all
-        teams, which take the same initial weights. A team that comes later, or comes back, waits for the next meeting
-        of the others, and goes on with their weights.
+        Call it when the model is wrapped, and weights and states are loaded. If no team trains yet, it waits for all
+        teams, up to `wait_timeout` if all units have holders without the missing ones; they take the same initial
+        weights, or the newest state. A team that comes later, or comes back, waits for the next meeting of the others,
+        and goes on with their weights.
 
         Raises:
             RuntimeError: on all ranks of the team, if it differs from the others, or the wait is too long.
@@ -181,6 +189,7 @@ class Team:
             "rank": self._ranks.rank,
             "agreed": self._agreed,
             "version": self.version,
+            "last": self._last,
             "steps_since": self._steps_since,
             "anchors": self._anchors.clone(),
             "momentum": self._momentum.clone(),
@@ -199,7 +208,7 @@ class Team:
         for name, value in here.items():
             if there.get(name) != value:
                 raise ValueError(f"load_state_dict: the state has {name} {there.get(name)}, here it is {value}")
-        self.version, self._steps_since = state["version"], state["steps_since"]
+        self.version, self._last, self._steps_since = state["version"], state["last"], state["steps_since"]
         self._anchors.copy_(state["anchors"])
         self._momentum.copy_(state["momentum"])
 
@@ -212,68 +221,73 @@ class Team:
             work: what this call exchanges, beside anchors for those that lack them.
         """
         deltas = self._finite_deltas() if call == STEP else None
-        begin, failing_since = time.monotonic(), None
-        reason, reminded = "", begin
+        limit, begin = self._settings.wait_timeout, time.monotonic()
+        reminded = failing_since = 0.0  # seconds since the begin
         while True:
-            now = time.monotonic()
-            is_late = now - begin > self._settings.wait_timeout
-            gathered = time.monotonic()
-            attendance = self._attend(call, may_begin=is_late)
+            attendance, waited = self._attend(call, begin)
             if isinstance(attendance, Wait):
-                reason = attendance.reason
-                if is_late and not attendance.can_begin:
-                    self.leave()
-                    raise RuntimeError(f"team {self.number}: {reason}; gave up after {now - begin:.0f} s")
-                if now - reminded > REMIND:
-                    reminded = now
-                    self._log(f"{reason}, since {now - begin:.0f} s", is_warning=True)
+                if waited > limit and not attendance.can_begin:
+                    self._give_up(f"{attendance.reason}; gave up after {waited:.0f} s")
+                if waited > reminded + REMIND:
+                    reminded = waited
+                    self._log(f"{attendance.reason}, since {waited:.0f} s", is_warning=True)
                 time.sleep(RETRY)
                 continue
-            met = time.monotonic()
+            if self._settle(attendance):
+                deltas = None
             result = _Result(self, attendance, deltas)
             error, num_bytes = self._try(attendance, result, work)
             if error is None:
                 result.take_over()
-                done = time.monotonic()
-                self._log_meeting(call, attendance, met - begin, done - met, num_bytes)
+                self._log_meeting(call, attendance, waited, time.monotonic() - begin - waited, num_bytes)
                 return attendance
-            failing_since = failing_since or gathered
-            if met - failing_since > self._settings.wait_timeout:
-                self.leave()
-                raise RuntimeError(f"team {self.number}: no meeting counted for {met - failing_since:.0f} s: {error}")
+            failing_since = failing_since or waited
+            if waited - failing_since > limit:
+                self._give_up(f"no meeting has counted for {waited - failing_since:.0f} s: {error}")
             self._log(f"a meeting did not count and is repeated: {error}", is_warning=True)
             time.sleep(RETRY)
 
-    def _attend(self, call: str, *, may_begin: bool) -> Attendance | Wait:
-        """Ask who is here; the same on all ranks of the team."""
+    def _attend(self, call: str, begin: float) -> tuple[Attendance | Wait, float]:
+        """Ask who is here.
+
+        Returns:
+            The decision, and seconds since the begin; the same on all ranks of the team.
+        """
         assert self._point is not None
         answer: list[Member] | str = ""
+        waited = time.monotonic() - begin
         self._attempts += 1
         if self._ranks.rank == 0:
             mine = Member(
                 identity=self._point.identity,
                 team=self.number,
                 version=self.version,
+                last=self._last,
+                pending="" if self._pending is None else self._pending.attendance.identity,
                 call=call,
                 attempts=self._attempts,
                 group=self._point.group_name,
                 store=self._point.store,
-                may_begin=may_begin,
+                may_begin=waited > self._settings.wait_timeout,
                 agreed=self._agreed,
             )
             try:
                 answer = self._point.gather(mine, self._settings.wait_timeout)
             except TimeoutError as error:
                 answer = str(error)
-        identity, answer = self._ranks.broadcast((self._point.identity, answer))
-        self._point.identity = identity
+            waited = time.monotonic() - begin
+        self._point.identity, answer, waited = self._ranks.broadcast((self._point.identity, answer, waited))
+        if isinstance(answer, str):
+            self._give_up(answer)
         try:
-            if isinstance(answer, str):
-                raise RuntimeError(answer)
-            return attend(answer, identity, self.plan)
-        except RuntimeError:
+            return attend(answer, self._point.identity, self.plan), waited
+        except Refused:
             self.leave()
             raise
+
+    def _give_up(self, reason: str) -> NoReturn:
+        self.leave()
+        raise RuntimeError(f"team {self.number}: {reason}")
 
     def _try(self, attendance: Attendance, result: _Result, work: Work | None) -> tuple[str | None, int]:
         """Exchange, and agree with all teams that all have finished.
@@ -293,31 +307,42 @@ class Team:
             if work is not None:
                 work(exchange)
         except RuntimeError as error:
-            problem = str(error).splitlines()[0]
+            problem = str(error)
         if not self._ranks.all(problem is None):
             point.disconnect()
-            return problem or "it failed on another rank of this team", 0
+            return _describe(problem or "it failed on another rank of this team"), 0
         assert exchange is not None
         try:
             exchange.confirm()
         except RuntimeError as error:
-            problem = str(error).splitlines()[0]
+            problem = str(error)
+        outcome = _VOID
         try:
-            counts = point.decide(attendance.identity, problem is None)
+            outcome = _COUNTS if point.decide(attendance.identity, problem is None) else _VOID
         except RuntimeError as error:
-            counts, problem = False, problem or str(error).splitlines()[0]
-        if not self._ranks.all(counts):
-            point.disconnect()
-            return problem or "another team has not finished", 0
-        return None, exchange.num_bytes
+            outcome, problem = _UNKNOWN, problem or str(error)
+        outcome = self._ranks.largest(outcome)
+        if outcome == _COUNTS:
+            return None, exchange.num_bytes
+        if outcome == _UNKNOWN:
+            self._pending = result
+        point.disconnect()
+        return _describe(problem or "another team has not finished"), 0
+
+    def _settle(self, attendance: Attendance) -> bool:
+        """Take over the result of an earlier meeting if another team knows that it counts."""
+        pending = self._pending
+        if pending is None or pending.attendance.identity not in {member.last for member in attendance.members}:
+            return False
+        pending.take_over()
+        return True
 
     def _finite_deltas(self) -> torch.Tensor:
         deltas = self._deltas()
         if not self._ranks.all(bool(deltas.isfinite().all())):
-            self.leave()
-            raise RuntimeError(
-                f"team {self.number}: weights are not finite at step {self.num_steps}; the other teams go on, start it "
-                "again to take over their weights"
+            self._give_up(
+                f"weights are not finite at step {self.num_steps}; the other teams go on, start it again to take over "
+                "their weights"
             )
         return deltas
 
@@ -348,21 +373,22 @@ class Team:
             logger.log(logging.WARNING if is_warning else logging.INFO, "team %d: %s", self.number, text)
 
     def _log_meeting(self, call: str, attendance: Attendance, waited: float, exchanged: float, num_bytes: int) -> None:
+        joined = f", new: {listed(attendance.joined, limit=16)}" if attendance.joined else ""
         text = (
-            f"{call}, version {self.version}, with teams {listed(attendance.teams, limit=16)}; waited {waited:.1f} s, "
-            f"sent {num_bytes:,} bytes in {exchanged:.1f} s"
+            f"{call}, version {self.version}, with teams {listed(attendance.teams, limit=16)}{joined}; waited "
+            f"{waited:.1f} s, sent {num_bytes:,} bytes in {exchanged:.1f} s"
         )
         self._log(text)
-        if attendance.teams != self._teams and self._ranks.rank == 0:
+        if (attendance.joined or attendance.teams != self.present) and self._ranks.rank == 0:
             announce(f"{KEY}: team {self.number}: {text}", logger)
-        self._teams = attendance.teams
+        self.present, self.joined = attendance.teams, attendance.joined
 
 
 class _Result:
     """What a meeting computes, which replaces the team's state if it counts."""
 
     def __init__(self, team: Team, attendance: Attendance, deltas: torch.Tensor | None) -> None:
-        self._team, self._attendance = team, attendance
+        self._team, self.attendance = team, attendance
         self._is_current = team.number in attendance.current
         self._deltas = None
         if attendance.averages and self._is_current:
@@ -388,19 +414,25 @@ class _Result:
             self._anchors, self._momentum = team._outer_step(team._anchors, team._momentum, self._means)
         if team.version != NO_STATE and self._copies:
             team._log(
-                f"missed meetings after version {team.version}: takes over version {self._attendance.next_version}, "
+                f"missed meetings after version {team.version}: takes over version {self.attendance.next_version}, "
                 f"drops {team._steps_since} steps",
                 is_warning=True,
             )
         changed = team._ranks.all(torch.equal(self._anchors, team._anchors)) is False
         team._anchors, team._momentum = self._anchors, self._momentum
-        if changed or self._attendance.averages:
+        if changed or self.attendance.averages:
             team._weights.write(team._shares, team._anchors)
             team._steps_since = 0
-        team.version = self._attendance.next_version
+        team.version = self.attendance.next_version
+        team._last, team._pending = self.attendance.next_last, None
 
     def _new(self, r: Range) -> tuple[torch.Tensor, torch.Tensor]:
         """New anchors and momentum of a range at its source."""
         team = self._team
         anchors, momentum = r.of(team._anchors), r.of(team._momentum) if len(team._momentum) else team._momentum
         return (anchors, momentum) if self._means is None else team._outer_step(anchors, momentum, r.of(self._means))
+
+
+def _describe(error: str) -> str:
+    """The first sentence of an error, without places in sources."""
+    return re.sub(r"^\[\S*\] ", "", error.splitlines()[0]).split(". ")[0]

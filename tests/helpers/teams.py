@@ -21,7 +21,8 @@ import pytest
 
 from tests.helpers.ranks import TIMEOUT, forkserver_context
 
-HEARTBEAT_TIMEOUT = 3.0  # seconds, of the lighthouse
+# Seconds until the lighthouse misses a team: where one ends, and where none does, since a machine under load is late.
+MISSED, NEVER_MISSED = 10.0, 1000.0
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,18 @@ class Teams:
         self.started.append(StartedTeam(processes, errors))
         return self.started[-1]
 
+    def finish(self) -> None:
+        """Wait for all teams, and fail with the first error."""
+        for team in self.started:
+            team.finish()
+
 
 @contextmanager
-def teams(folder: Path, address: str | None = None) -> Iterator[Teams]:
+def teams(folder: Path, address: str | None = None, *, heartbeats: float = MISSED) -> Iterator[Teams]:
     """A lighthouse, unless there is one; what still runs at the end is killed."""
     if importlib.util.find_spec("torchft") is None:
         pytest.skip("torchft is not installed; it has wheels for Python 3.11 to 3.13")
-    light = None if address is not None else lighthouse()
+    light = None if address is not None else lighthouse(heartbeats=heartbeats)
     run = Teams(address or address_of(light), folder)
     try:
         yield run
@@ -117,7 +123,7 @@ def teams(folder: Path, address: str | None = None) -> Iterator[Teams]:
             light.shutdown()
 
 
-def lighthouse(port: int = 0) -> Any:
+def lighthouse(port: int = 0, heartbeats: float = MISSED) -> Any:
     os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
     from torchft.coordination import LighthouseServer
 
@@ -126,22 +132,19 @@ def lighthouse(port: int = 0) -> Any:
         min_replicas=1,
         join_timeout_ms=int(TIMEOUT * 1000),
         quorum_tick_ms=20,
-        heartbeat_timeout_ms=int(HEARTBEAT_TIMEOUT * 1000),
+        heartbeat_timeout_ms=int(heartbeats * 1000),
     )
+
+
+def serve_lighthouse(port: int) -> None:
+    """A lighthouse in this process, until it is killed."""
+    light = lighthouse(port)
+    signal.pause()
+    light.shutdown()
 
 
 def address_of(light: Any) -> str:
     return f"http://127.0.0.1:{urlsplit(light.address()).port}"
-
-
-def run_teams(
-    function: Callable[..., None], folder: Path, num_teams: int, size: int, *arguments: Any, **environment: str
-) -> None:
-    """Run all teams of a run to their ends."""
-    with teams(folder) as run:
-        started = [run.start(function, team, size, *arguments, **environment) for team in range(num_teams)]
-        for team in started:
-            team.finish()
 
 
 def _main(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from sdp_deepspeed.reference.local_steps import LocalReference, LocalSteps
 from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.core_masks import planned
 from tests.helpers.models import MIXED, batches, llama, loss_of
-from tests.helpers.teams import Place, run_teams
+from tests.helpers.teams import NEVER_MISSED, Place, teams
 
 STEPS = 6  # H is 2 or 3: two or three meetings
 # Sums in another order, over the ranks of a team and over teams; weights are below 1.
@@ -72,9 +74,10 @@ def wrapped(host: str, model: Any) -> Any:
     return model
 
 
-def train(place: Place, cases: list[Case]) -> None:
+def train(place: Place, cases: list[Case], lighthouses: list[str]) -> None:
     """Train each case, one after the other; rank 0 of each team saves the dense model."""
     for index, case in enumerate(cases):
+        os.environ["TORCHFT_LIGHTHOUSE"] = lighthouses[index]  # one for each: the last does not yet miss who has left
         model: Any = llama()
         team = sdp_deepspeed.join(model, case.whole_block)
         run = wrapped(case.host, model)
@@ -116,7 +119,12 @@ def expected(case: Case) -> dict[str, torch.Tensor]:
 
 def check(folder: Path, names: list[str]) -> None:
     cases = [CASES[name] for name in names]
-    run_teams(train, folder, cases[0].num_teams, cases[0].size, cases)
+    with ExitStack() as stack:
+        runs = [stack.enter_context(teams(folder, heartbeats=NEVER_MISSED)) for _ in cases]
+        addresses = [run.address for run in runs]
+        for number in range(cases[0].num_teams):
+            runs[0].start(train, number, cases[0].size, cases, addresses)
+        runs[0].finish()
     for index, (name, case) in enumerate(zip(names, cases, strict=True)):
         wanted, before = expected(case), dict(llama().named_parameters())
         assert max((wanted[key] - before[key]).abs().max() for key in wanted) > 1e-2

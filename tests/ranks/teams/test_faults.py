@@ -1,0 +1,321 @@
+"""Teams that are killed, come late, differ, or make mistakes; the others go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sdp_deepspeed
+from sdp_deepspeed.teams import join, team
+from sdp_deepspeed.teams.exchange import Exchange
+from sdp_deepspeed.teams.meeting_point import MeetingPoint
+from tests.helpers.models import LENGTH, VOCABULARY, llama, loss_of
+from tests.helpers.ports import free_port
+from tests.helpers.ranks import forkserver_context
+from tests.helpers.teams import NEVER_MISSED, Place, Teams, serve_lighthouse, teams
+
+PATIENCE = 200.0  # seconds that others are waited for, where that is not what is tested
+
+
+def block(num_teams: int, coverage: float = 1.0, every: int = 2, wait_timeout: float = PATIENCE) -> dict[str, Any]:
+    steps = {"teams": num_teams, "every": every, "outer_lr": 0.7, "outer_momentum": 0.9, "wait_timeout": wait_timeout}
+    return {"coverage": coverage, "local_steps": steps}
+
+
+class Run:
+    """A team that trains a small model."""
+
+    def __init__(self, place: Place, settings: dict[str, Any]) -> None:
+        self.place, self.num_steps = place, 0
+        model: Any = llama(seed=place.team)  # each with other weights, of which those of the first holders remain
+        self.team = sdp_deepspeed.join(model, settings)
+        self.model = torch.nn.parallel.DistributedDataParallel(model)
+        self.optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    def step(self) -> bool:
+        """Train one step; whether teams have met."""
+        seed = self.team.num_steps * 100 + self.place.team * 10 + self.place.rank
+        batch = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+        loss_of(self.model, batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.num_steps += 1
+        return self.team.step()
+
+    def meet(self) -> None:
+        while not self.step():
+            pass
+
+    def meet_until(self, version: int) -> None:
+        while self.team.version < version:
+            self.meet()
+
+    def save_dense(self) -> None:
+        """Save what each team has of the dense model of the same anchors."""
+        dense = self.team.dense_state_dict()
+        if dense:
+            torch.save(dense, self.place.folder / f"dense-{self.place.team}.pt")
+
+
+def dense_of(folder: Path, number: int) -> dict[str, torch.Tensor]:
+    return torch.load(folder / f"dense-{number}.pt")
+
+
+def assert_equal(folder: Path, numbers: range) -> None:
+    """All teams have the same dense model, bit by bit; each has what it holds from itself."""
+    first = dense_of(folder, numbers[0])
+    for number in numbers[1:]:
+        other = dense_of(folder, number)
+        assert all(torch.equal(other[name], value) for name, value in first.items())
+
+
+# ---- killed, and back -----------------------------------------------------------------------------------------------
+
+PHASES: dict[str, tuple[Any, str]] = {
+    "before a meeting": (team.Team, "_finite_deltas"),
+    "when it is here": (MeetingPoint, "connect"),
+    "in the exchange": (Exchange, "average"),
+    "in the second exchange": (Exchange, "copy"),
+    "when it has finished": (Exchange, "confirm"),
+    "before it decides": (MeetingPoint, "decide"),
+    "when it has decided": (team._Result, "take_over"),
+}
+
+
+def go_on(place: Place, settings: dict[str, Any], killed: int, num_returns: int) -> None:
+    """Train until a team has come back so many times, and on for two meetings."""
+    run = Run(place, settings)
+    run.team.start()
+    returns = 0
+    while returns < num_returns:
+        run.meet()
+        returns += killed in run.team.joined
+    run.meet_until(run.team.version + 2)
+    assert run.num_steps == run.team.num_steps, "a local step was lost"
+    run.save_dense()
+
+
+def die(place: Place, settings: dict[str, Any], phase: str) -> None:
+    """Meet once, and kill the last rank of the team in the next meeting."""
+    run = Run(place, settings)
+    run.team.start()
+    run.meet()
+    owner, method = PHASES[phase]
+
+    def kill(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if place.rank == place.size - 1:
+        setattr(owner, method, kill)
+    run.meet()
+    raise AssertionError("a team of which a rank was killed has met")
+
+
+def come_back(place: Place, settings: dict[str, Any]) -> None:
+    run = Run(place, settings)
+    run.team.start()
+    run.meet_until(run.team.version + 2)
+    run.save_dense()
+
+
+def killed_in(run: Teams, phases: list[str], killed: int, num_teams: int, size: int, coverage: float) -> None:
+    settings = block(num_teams, coverage)
+    others = set(range(num_teams)) - {killed}
+    started = [run.start(go_on, number, size, settings, killed, len(phases)) for number in others]
+    for phase in phases:
+        dying = run.start(die, killed, size, settings, phase)
+        dying.processes[-1].join(PATIENCE)
+        assert dying.processes[-1].exitcode == -signal.SIGKILL, (phase, dying.error())
+        dying.kill()  # as a launcher does with the other ranks
+    started.append(run.start(come_back, killed, size, settings))
+    for each in started:
+        each.finish()
+    assert_equal(run.folder, range(num_teams))
+
+
+def test_a_team_is_killed_in_an_exchange_and_comes_back(tmp_path: Path) -> None:
+    """Team 0 has the store, in which meetings are decided."""
+    with teams(tmp_path) as run:
+        killed_in(run, ["in the exchange"], killed=0, num_teams=3, size=2, coverage=2 / 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_team_is_killed_in_each_phase_of_a_meeting(killed: int, tmp_path: Path) -> None:
+    with teams(tmp_path) as run:
+        killed_in(run, list(PHASES), killed=killed, num_teams=4, size=1, coverage=0.5)
+
+
+# ---- refused --------------------------------------------------------------------------------------------------------
+
+
+def meet_twice(place: Place, settings: dict[str, Any], version: str = "") -> None:
+    if version:
+        join.__version__ = version
+    run = Run(place, settings)
+    run.team.start()
+    run.meet_until(2)
+    run.save_dense()
+
+
+def test_teams_that_differ_are_refused_by_name_and_the_others_go_on(tmp_path: Path) -> None:
+    settings = block(3)
+    with teams(tmp_path) as run:
+        for number in (0, 1):
+            run.start(meet_twice, number, 1, settings)
+        for size, other, version, text in [
+            (1, block(3, every=3), "", "team 2 has local_steps every 3"),
+            (2, settings, "", "team 2 has ranks 2, team 0 has 1"),
+            (1, settings, "0.0.9", "team 2 has version of sdp_deepspeed 0.0.9"),
+        ]:
+            refused = run.start(meet_twice, 2, size, other, version)
+            assert refused.wait() == [1] * size
+            assert text in refused.error()
+            run.started.remove(refused)
+        run.start(meet_twice, 2, 1, settings)
+        run.finish()
+    assert_equal(tmp_path, range(3))
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+def lose_values(place: Place, settings: dict[str, Any]) -> None:
+    """Team 1 gets weights that are not finite after the second meeting."""
+    run = Run(place, settings)
+    run.team.start()
+    run.meet_until(2)
+    if place.team == 1:
+        with torch.no_grad():
+            next(iter(run.model.parameters()))[0] = torch.nan
+    run.meet_until(4)
+    assert run.team.present == (0,)
+    assert all(value.isfinite().all() for value in run.team.dense_state_dict().values())
+
+
+@pytest.mark.slow
+def test_values_that_are_not_finite_end_their_team_alone(tmp_path: Path) -> None:
+    with teams(tmp_path) as run:
+        first, second = (run.start(lose_values, number, 1, block(2)) for number in range(2))
+        assert second.wait() == [1]
+        assert "team 1: weights are not finite at step 6" in second.error()
+        first.finish()
+
+
+@pytest.mark.slow
+def test_without_the_last_holder_of_a_unit_the_others_wait_and_end_with_an_error(tmp_path: Path) -> None:
+    with teams(tmp_path) as run:
+        first, second = (run.start(lose_values, number, 1, block(2, 0.5, wait_timeout=20.0)) for number in range(2))
+        assert second.wait() == [1]
+        assert first.wait() == [1]
+        assert "no holder of model.layers.0" in first.error()
+        assert "with version 2 is here; waiting for one of teams 1" in first.error()
+
+
+def call_differently(place: Place) -> None:
+    run = Run(place, block(2))
+    run.team.start()
+    run.meet()
+    if place.team == 0:
+        run.team.dense_state_dict()
+    else:
+        run.meet()
+
+
+def test_different_calls_end_all_with_their_names(tmp_path: Path) -> None:
+    with teams(tmp_path, heartbeats=NEVER_MISSED) as run:
+        for number in range(2):
+            run.start(call_differently, number)
+        for team in run.started:
+            assert team.wait() == [1]
+            assert "team 0 calls dense_state_dict and team 1 calls step" in team.error()
+
+
+def leave_early(place: Place) -> None:
+    run = Run(place, block(2))
+    run.team.start()
+    run.meet_until(2 if place.team == 1 else 4)
+    run.team.leave()
+    assert run.team.version == (2 if place.team == 1 else 4)
+
+
+@pytest.mark.slow
+def test_a_team_that_leaves_is_not_waited_for(tmp_path: Path) -> None:
+    with teams(tmp_path) as run:
+        for number in range(2):
+            run.start(leave_early, number)
+        run.finish()
+
+
+# ---- the lighthouse -------------------------------------------------------------------------------------------------
+
+
+def lose_the_lighthouse(place: Place, process: int) -> None:
+    run = Run(place, block(2))
+    run.team.start()
+    run.meet_until(2)
+    if place.team == 0:
+        os.kill(process, signal.SIGKILL)
+    run.meet_until(4)
+    assert run.team.present == (0, 1)
+    run.save_dense()
+
+
+@pytest.mark.slow
+def test_a_lighthouse_that_is_started_again(tmp_path: Path) -> None:
+    port = free_port()
+    with teams(tmp_path, f"http://127.0.0.1:{port}") as run:
+        light = forkserver_context().Process(target=serve_lighthouse, args=(port,), daemon=True)
+        light.start()
+        for number in range(2):
+            run.start(lose_the_lighthouse, number, 1, light.pid)
+        light.join(PATIENCE)
+        assert light.exitcode == -signal.SIGKILL
+        again = forkserver_context().Process(target=serve_lighthouse, args=(port,), daemon=True)
+        again.start()
+        run.finish()
+        again.kill()
+    assert_equal(tmp_path, range(2))
+
+
+# ---- states ---------------------------------------------------------------------------------------------------------
+
+
+def restore(place: Place) -> None:
+    """All teams are gone, and come back with states of different versions, one of them without."""
+    settings = block(3)
+    run = Run(place, settings)
+    run.team.start()
+    for version in (1, 2, 3):
+        run.meet_until(version)
+        if version == min(place.team + 2, 3):  # teams 0, 1, 2: versions 2, 3, 3
+            saved = run.team.state_dict()
+    run.step()
+    run.team.leave()
+    newest = run.team.state_dict()
+    os.environ["TORCHFT_LIGHTHOUSE"] = os.environ["SECOND"]
+    run = Run(place, settings)
+    if place.team != 2:
+        run.team.load_state_dict(saved)
+    run.team.start()
+    assert run.team.version == 3
+    assert run.num_steps == 0
+    assert run.team.num_steps == 6
+    restored = run.team.state_dict()
+    assert torch.equal(restored["anchors"], newest["anchors"])
+    assert torch.equal(restored["momentum"], newest["momentum"])
+    run.meet()
+    assert run.team.version == 4
+    assert run.team.present == (0, 1, 2)
+
+
+def test_all_are_gone_and_come_back_with_different_versions(tmp_path: Path) -> None:
+    with teams(tmp_path, heartbeats=NEVER_MISSED) as run, teams(tmp_path, heartbeats=NEVER_MISSED) as second:
+        for number in range(3):
+            run.start(restore, number, 1, SECOND=second.address)
+        run.finish()

@@ -1,0 +1,158 @@
+"""Who takes part in a meeting, and who has what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.teams.attendance import NO_STATE, START, STEP, Attendance, Member, Refused, Wait, attend
+from sdp_deepspeed.units import Piece, Unit
+
+AGREED = {"plan": "abc", "ranks": 2}
+# a is held by teams 0 and 1, b by 1 and 2.
+UNITS = tuple(Unit(name, (Piece(name, None, 0, 1),)) for name in ("a", "b"))
+PLAN = Plan("forward", "block", 3, 2, 0, UNITS, ((0, 1), (1, 2)), (0, 1, 2))
+EVERYONE = (0, 1, 2)
+
+
+def member(team: int, version: int = 5, call: str = STEP, **facts: Any) -> Member:
+    last = "" if version == NO_STATE else f"meeting {version}"
+    first = Member(f"t{team}", team, version, last, "", call, 1, "", "host:1", False, AGREED)
+    return replace(first, **facts)
+
+
+def met(members: list[Member], me: int = 0) -> Attendance:
+    """The meeting, which is the same for all of them."""
+    decisions = [attend(members, other.identity, PLAN) for other in members]
+    assert all(decision == decisions[0] for decision in decisions)
+    assert isinstance(decisions[0], Attendance)
+    return decisions[0]
+
+
+def test_all_are_current() -> None:
+    meeting = met([member(2), member(0), member(1)])
+    assert meeting.teams == meeting.current == EVERYONE
+    assert meeting.averages
+    assert meeting.next_version == 6
+    assert meeting.next_last == meeting.identity
+    assert meeting.joined == ()
+
+
+def test_an_absent_holder_is_no_problem_if_there_is_another() -> None:
+    meeting = met([member(1), member(2)])
+    assert meeting.sources == {EVERYONE: 1, (0, 1): 1, (1, 2): 1}
+
+
+def test_without_a_current_holder_of_some_unit_all_wait() -> None:
+    for members in ([member(0)], [member(0), member(1, version=4)], [member(0), member(1, NO_STATE, START)]):
+        decision = attend(members, "t0", PLAN)
+        assert isinstance(decision, Wait)
+        assert "b with version 5" in decision.reason
+        assert "teams 1, 2" in decision.reason
+        assert not decision.can_begin
+
+
+def test_who_comes_back_takes_over_from_the_first_current_holder() -> None:
+    meeting = met([member(0, NO_STATE, START), member(1), member(2, version=3)])
+    assert meeting.current == (1,)
+    assert meeting.joined == (0, 2)
+    assert meeting.call == STEP
+    assert meeting.copies(0, (0, 1))
+    assert meeting.copies(2, EVERYONE)
+    assert not meeting.copies(1, (0, 1))
+
+
+def test_the_first_meeting_after_a_start_is_of_all_teams() -> None:
+    alone = attend([member(1, 7, START)], "t1", PLAN)
+    assert isinstance(alone, Wait)
+    assert "teams 0, 2" in alone.reason, "they may have newer anchors"
+    first = [member(team, NO_STATE, START) for team in range(3)]
+    meeting = met(first)
+    assert meeting.next_version == 0
+    assert not meeting.copies(0, (0, 1))
+    assert meeting.copies(1, (0, 1)), "all have the same weights afterwards"
+    decision = attend(first[:2], "t0", PLAN)
+    assert isinstance(decision, Wait)
+    assert decision.can_begin
+    assert "teams 2" in decision.reason
+    begun = met([first[0], replace(first[1], may_begin=True)])
+    assert begun.teams == (0, 1)
+
+
+def test_restored_teams_agree_on_the_newest() -> None:
+    meeting = met([member(0, 7, START), member(1, 7, START), member(2, 6, START)])
+    assert not meeting.averages
+    assert meeting.next_version == 7
+    assert meeting.next_last == "meeting 7"
+    assert meeting.joined == (2,)
+
+
+def test_restored_teams_take_the_newest_that_is_left_of_a_unit() -> None:
+    meeting = met([member(0, 7, START), member(2, 6, START, may_begin=True)])
+    assert meeting.sources[1, 2] == 2
+    assert meeting.sources[0, 1] == 0
+    assert meeting.copies(2, EVERYONE)
+    assert not meeting.copies(2, (1, 2))
+    assert meeting.next_last == meeting.identity
+
+
+def test_teams_that_went_separate_ways_are_not_both_current() -> None:
+    meeting = met([member(0, last="x"), member(1, last="y"), member(2, last="y")])
+    assert meeting.current == (1, 2)
+    assert meeting.joined == (0,)
+
+
+def test_a_meeting_that_another_team_counts_is_counted() -> None:
+    """Team 1 has lost the decision of a meeting that team 2 knows."""
+    meeting = met([member(0, 4, pending="meeting 5"), member(1, 4, pending="another"), member(2)])
+    assert meeting.current == (0, 2)
+    assert meeting.members[0].last == "meeting 5"
+    nobody_knows = met([member(0, 4, pending="meeting 5"), member(1, 4, pending="meeting 5")])
+    assert nobody_knows.next_version == 5
+
+
+def test_different_calls_are_refused_by_name() -> None:
+    for me in ("t0", "t1", "t2"):
+        with pytest.raises(Refused, match="team 0 calls save_pretrained and team 1 calls step"):
+            attend([member(0, call="save_pretrained"), member(1), member(2, NO_STATE, START)], me, PLAN)
+
+
+def test_a_team_with_another_plan_is_refused_and_the_others_go_on() -> None:
+    other = member(2, NO_STATE, START, agreed={"plan": "abc", "ranks": 1})
+    with pytest.raises(Refused, match="team 2 has ranks 1, team 0 has 2"):
+        attend([member(0), member(1), other], "t2", PLAN)
+    for call, version in ((STEP, 5), (START, NO_STATE)):
+        majority = [member(0, version, call), member(1, version, call, may_begin=True), other]
+        decision = attend(majority, "t0", PLAN)
+        assert isinstance(decision, Attendance)
+        assert decision.teams == (0, 1)
+
+
+def test_of_as_many_others_all_are_refused_when_all_are_here() -> None:
+    other = member(1, NO_STATE, START, agreed={"plan": "xyz", "ranks": 2})
+    mine = member(0, NO_STATE, START)
+    assert isinstance(attend([mine, other], "t0", PLAN), Wait), "the third decides"
+    two = Plan("forward", "block", 2, 2, 0, UNITS, ((0, 1), (0, 1)), (0, 1))
+    for me in ("t0", "t1"):
+        with pytest.raises(Refused, match="has plan"):
+            attend([mine, other], me, two)
+
+
+def test_a_team_that_is_there_already_waits() -> None:
+    second = member(0, NO_STATE, START, identity="second")
+    decision = attend([member(0), second, member(1)], "second", PLAN)
+    assert isinstance(decision, Wait)
+    assert "another process is team 0" in decision.reason
+    decision = attend([member(0), second, member(1)], "t1", PLAN)
+    assert isinstance(decision, Attendance)
+    assert decision.members[0].identity == "t0"
+
+
+def test_facts_of_another_version_of_the_package_can_be_read() -> None:
+    facts = member(2, NO_STATE, START).to_json()
+    del facts["pending"]
+    other = Member.from_json({**facts, "color": "red", "agreed": {**AGREED, "package": "0.0.9"}})
+    assert attend([member(0), member(1), other], "t0", PLAN).teams == (0, 1)  # type: ignore[union-attr]
