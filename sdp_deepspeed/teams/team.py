@@ -323,6 +323,10 @@ class Team:
             outcome, problem = _UNKNOWN, problem or str(error)
         outcome = self._ranks.largest(outcome)
         if outcome == _COUNTS:
+            try:
+                exchange.confirm()  # nobody goes on, and ends with the store, before all know the decision
+            except RuntimeError:
+                point.disconnect()
             return None, exchange.num_bytes
         if outcome == _UNKNOWN:
             self._pending = result
