@@ -152,7 +152,7 @@ def _describe(traced: Trace, layer: Layer, path: BranchPath, live: set[Node]) ->
     """
     others = set[Node]().union(*(other.nodes for other in layer.paths if other is not path))
     nodes_of_call = traced.nodes[layer.call.first : layer.call.last]
-    elsewhere = _read_elsewhere(traced, layer)
+    elsewhere = _read_elsewhere(traced, layer, path)
     mine = {node for node in path.nodes if node not in others and node.parameters.keys().isdisjoint(elsewhere)}
     _refuse_other_use(traced, layer, path, live, others)
     work = [node for node in nodes_of_call if (node.parameters or node.is_product) and node in live]
@@ -185,30 +185,25 @@ def _describe(traced: Trace, layer: Layer, path: BranchPath, live: set[Node]) ->
     )
 
 
-def _read_elsewhere(traced: Trace, layer: Layer) -> set[str]:
-    """Parameters that are read outside of the calls of a layer."""
+def _read_elsewhere(traced: Trace, layer: Layer, path: BranchPath) -> set[str]:
+    """Parameters of a branch that are read outside of the calls of its layer, too."""
     inside = {node for call in traced.calls[layer.name] for node in traced.nodes[call.first : call.last]}
-    return {parameter for node in traced.nodes if node not in inside for parameter in node.parameters}
+    parameters = {parameter for node in path.nodes for parameter in node.parameters}
+    return {parameter for parameter in parameters if not inside.issuperset(traced.readers[parameter])}
 
 
 def _refuse_other_use(traced: Trace, layer: Layer, path: BranchPath, live: set[Node], others: set[Node]) -> None:
     """Raise NotDerived if what the branch computes is used elsewhere, too, or handed on to modules after the layer."""
     known = path.nodes | others | path.sums | {other.addition for other in layer.paths}
-    uses = [
-        (node.module, source)
-        for node in traced.nodes[layer.call.first :]
-        if node in live and node not in known
-        for source in node.inputs
-    ]
-    for name, calls in traced.calls.items():
-        uses += [(name, node) for call in calls if call.first >= layer.call.last for _, _, node in call.inputs]
-    for user, source in uses:
-        if source in path.nodes and source not in others and _is_of_products(source, path.nodes):
-            raise NotDerived(f"{user!r} uses a result of {source.module!r}, which this branch computes")
+    for source in sorted(path.nodes - others, key=lambda node: node.order):
+        users = [node.module for node in traced.users.get(source, ()) if node in live and node not in known]
+        users += [name for name, call in traced.receivers.get(source, ()) if call.first >= layer.call.last]
+        if users and _is_of_products(source, path.nodes, layer.call.first):
+            raise NotDerived(f"{users[0]!r} uses a result of {source.module!r}, which this branch computes")
 
 
-def _is_of_products(node: Node, nodes: set[Node]) -> bool:
-    return any(n.parameters or n.is_product for n in ancestors([node]) & nodes)
+def _is_of_products(node: Node, nodes: set[Node], first: int) -> bool:
+    return any(n.parameters or n.is_product for n in ancestors([node], first) & nodes)
 
 
 def _modules(
@@ -297,7 +292,6 @@ def _extra_outputs(
     """Positions or keywords of arguments that a module returns after its first output; None if others of its results
     are used."""
     names: list[int | str] = []
-    used = {source for node in traced.nodes[call.last :] if node in live for source in node.inputs}
     for index, value in enumerate(output[1:]):
         if not isinstance(value, torch.Tensor):
             continue
@@ -305,7 +299,9 @@ def _extra_outputs(
         given = [key for key, tensor, _ in call.inputs if tensor is value]
         if given and len(names) == index:
             names.append(given[0])
-        elif node in used and (given or (node in of_call and node is not call.outputs[0][1])):
+        elif (given or (node in of_call and node is not call.outputs[0][1])) and any(
+            user in live and user.order >= call.last for user in traced.users.get(node, ())
+        ):
             return None
     return tuple(names)
 
@@ -358,7 +354,7 @@ def _tail(traced: Trace, layer: Layer, path: BranchPath, modules: Sequence[_Modu
     for node in traced.nodes[call.first : layer.call.last]:
         if node in path.nodes and not behind.isdisjoint(node.inputs):
             behind.add(node)
-    between = behind & ancestors([path.end]) - {start}
+    between = behind & ancestors([path.end], layer.call.first) - {start}
     tail: list[tuple[int, str]] = []
     for key, child in layer.module.named_modules():
         name = f"{layer.name}.{key}"
@@ -397,7 +393,7 @@ def _outputs(layer: Layer, path: BranchPath, mine: set[Node]) -> tuple[str, ...]
         for node in sorted(path.nodes, key=lambda node: node.order):
             if not behind.isdisjoint(node.inputs):
                 behind.add(node)
-        after = behind & ancestors([path.end]) - {product}
+        after = behind & ancestors([path.end], layer.call.first) - {product}
         is_linear = all(node.operators <= _LINEAR or node.operation in ("add", "add_") for node in after)
         if product in mine and product.operation == "module" and is_linear and product.shape[-1] in path.end.shape:
             read = [name[len(layer.name) + 1 :] for name in product.parameters]
@@ -426,7 +422,7 @@ def _has_softmax_of_products(mine: set[Node]) -> bool:
     """Whether a softmax runs on products of activations, as in attention, and not on those with weights, as routers
     do."""
     softmax = [node for node in mine if not node.operators.isdisjoint(_SOFTMAX)]
-    before = ancestors(softmax) & mine
+    before = ancestors(softmax, min(node.order for node in mine)) & mine
     return any(node.operators & {"bmm", "baddbmm"} and not node.parameters for node in before)
 
 

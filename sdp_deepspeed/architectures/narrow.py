@@ -1,14 +1,15 @@
 """A copy of a large model with a narrow residual stream, on which its branches are proven.
 
 No unit cuts the residual stream, so that proofs do not depend on its width. The copy is what the model's class makes of
-the model's config with a smaller `hidden_size`. It stands for the model only if the class makes the model itself of the
-unchanged config, and if both run the same operations.
+the model's config with a smaller `hidden_size`, and with fewer neurons where that is possible. It stands for the model
+only if the class makes the model itself of the unchanged config, and if both run the same operations.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,8 @@ from sdp_deepspeed.architectures.trace import Node, Trace, is_of_a_host, trace_p
 _LARGE = 2**24  # elements of a layer
 _WIDTHS = (0, 8, 16, 32, 64)  # of a head, where that is the stream's width by the number of heads
 _SMALLEST = 24  # width of a stream that is independent of the heads
+_DIVISORS = (8, 1)  # of other large sizes, such as the number of neurons
+_LARGE_SIZE = 512
 _MIN_WIDTH = 8  # of anything that becomes narrower
 _TABLES = ("_parameters", "_buffers", "_modules")
 _IGNORED = frozenset({*_TABLES, "training", "generation_config"})
@@ -46,9 +49,9 @@ def narrow_pass(
     """
     is_large = any(sum(p.numel() for p in model.get_submodule(layer).parameters()) > _LARGE for layer in branches)
     if is_large and _parts_with_stream(getattr(model, "config", None)):
-        for width_of_head in _WIDTHS:
+        for width_of_head, divisor in itertools.product(_WIDTHS, _DIVISORS):
             try:
-                copied = _narrow_copy(model, width_of_head)
+                copied = _narrow_copy(model, width_of_head, divisor)
                 narrow = trace_pass(copied, example)
             except Exception:  # of user code, on sizes that it may not allow
                 continue
@@ -57,13 +60,16 @@ def narrow_pass(
     return traced, branches
 
 
-def _narrow_copy(model: nn.Module, width_of_head: int) -> nn.Module:
+def _narrow_copy(model: nn.Module, width_of_head: int, divisor: int) -> nn.Module:
     config = copy.deepcopy(model.config)
     narrow = copy.deepcopy(config)
     for part in _parts_with_stream(narrow):
         heads, width = getattr(part, "num_attention_heads", 1), part.hidden_size
+        for key, size in vars(part).items():
+            if type(size) is int and size >= _LARGE_SIZE:
+                setattr(part, key, size // divisor)
         part.hidden_size = heads * width_of_head or _SMALLEST
-        if width_of_head or getattr(part, "head_dim", 0) is None:
+        if vars(part).get("head_dim", 0) is None or (width_of_head and "head_dim" in vars(part)):
             part.head_dim = width_of_head or width // heads
     with torch.device("meta"):
         made, copied = type(model)(config), type(model)(narrow)

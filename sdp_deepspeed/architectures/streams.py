@@ -190,12 +190,17 @@ def _closure(end: Node, inside: set[Node], stop: set[Node]) -> set[Node]:
     return found
 
 
-def ancestors(ends: Iterable[Node]) -> set[Node]:
+def ancestors(ends: Iterable[Node], first: int = 0) -> set[Node]:
+    """Nodes that compute others, and these.
+
+    Args:
+        first: order of the first node that may be among them.
+    """
     found: set[Node] = set()
     todo = [*ends]
     while todo:
         node = todo.pop()
-        if node not in found:
+        if node not in found and node.order >= first:
             found.add(node)
             todo += node.inputs
     return found

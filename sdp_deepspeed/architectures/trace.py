@@ -8,10 +8,11 @@ allocated. What does not depend on parameters (masks, positions) is computed, si
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -128,6 +129,34 @@ class Trace(TorchDispatchMode):
             made = self._made[id(tensor)] = Node("input", self._path(), len(self.nodes), shape=tuple(tensor.shape))
             self._alive.append(tensor)
         return made
+
+    @cached_property
+    def users(self) -> dict[Node, list[Node]]:
+        """Nodes that read the result of a node, after the pass."""
+        users: dict[Node, list[Node]] = defaultdict(list)
+        for node in self.nodes:
+            for source in node.inputs:
+                users[source].append(node)
+        return users
+
+    @cached_property
+    def receivers(self) -> dict[Node, list[tuple[str, Call]]]:
+        """Calls of modules that are given the result of a node, after the pass."""
+        receivers: dict[Node, list[tuple[str, Call]]] = defaultdict(list)
+        for name, calls in self.calls.items():
+            for call in calls:
+                for _, _, source in call.inputs:
+                    receivers[source].append((name, call))
+        return receivers
+
+    @cached_property
+    def readers(self) -> dict[str, list[Node]]:
+        """Nodes that read a parameter, after the pass."""
+        readers: dict[str, list[Node]] = defaultdict(list)
+        for node in self.nodes:
+            for parameter in node.parameters:
+                readers[parameter].append(node)
+        return readers
 
     def _path(self) -> str:
         return self._running[-1][0] if self._running else ""

@@ -64,6 +64,19 @@ def test_a_narrow_copy_has_the_same_branches_and_cells(name: str, monkeypatch: p
     assert torch.get_default_dtype() == before[2]
 
 
+def test_a_copy_with_fewer_neurons_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1032, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = hf.LlamaConfig(**sizes, vocab_size=1000, num_hidden_layers=1)
+    expected = findings(hf.LlamaForCausalLM(config))
+    monkeypatch.setattr(narrow, "_LARGE", 0)
+    monkeypatch.setattr(derivation, "_OF_MODELS_LIKE", {})
+    model = hf.LlamaForCausalLM(config)
+    assert findings(model) == expected
+    (layer,) = derivation_of(model).replays
+    replayed, *_ = derivation_of(model).replays[layer]
+    assert replayed.model.get_parameter(f"{layer}.mlp.up_proj.weight").shape == (129, 24)
+
+
 @pytest.mark.parametrize(
     ("build", "cells"),
     [
