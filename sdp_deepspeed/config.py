@@ -90,8 +90,8 @@ class LocalSteps(BaseModel):
         default=None,
         ge=2,
         title="an integer, at least 2",
-        description="Number K of teams, jobs of their own that may come and go, for `sdp_deepspeed.join`. The plan is "
-        "that of K workers.",
+        description="Number K of teams, jobs of their own that may come and go, for `sdp_deepspeed.join` and "
+        "`deepspeed.initialize`. The plan is that of K workers.",
     )
     wait_timeout: float = Field(
         default=1800.0,

@@ -109,6 +109,10 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
             refuse_masked(model)
         return object.__new__(cls)
     ours: type = SubnetworkEngine
+    if block.local_steps is not None and block.local_steps.teams is not None:
+        from sdp_deepspeed.engine.team_engine import TeamEngine
+
+        ours = TeamEngine
     if cls is not DeepSpeedEngine and not issubclass(cls, ours):
         raise ValueError(
             f"{KEY}: {cls.__name__} is not supported (pipeline modules, hybrid engine); pass an "

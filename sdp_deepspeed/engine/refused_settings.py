@@ -128,8 +128,6 @@ def refuse_settings(tree: Mapping[str, Any]) -> None:
         refused.append(
             "zero_optimization.compute_grad_norm: got False, but clipping needs the norm; set gradient_clipping to 0"
         )
-    if any(isinstance(steps, Mapping) and steps.get("teams") for steps in _local_steps_of(tree)):
-        refused.append(f"{KEY}.local_steps.teams: only with sdp_deepspeed.join, with PyTorch; remove the key")
     if uses_local_steps(tree) and _is_on(tree.get("fp16")):
         refused.append(f"{KEY}.local_steps: not supported in fp16, where subnetworks differ in loss scale; use bf16")
     refuses_unused = _lookup(tree, "zero_optimization.ignore_unused_parameters") is False

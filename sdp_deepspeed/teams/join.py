@@ -46,6 +46,13 @@ def join(model: nn.Module, block: Mapping[str, Any], *, communication_dtype: tor
     Raises:
         ValueError: the block, the model or the environment is not supported. The model is unchanged.
     """
+    return make_team(model, block, TorchHost, communication_dtype)
+
+
+def make_team(
+    model: nn.Module, block: Mapping[str, Any], host: type[TorchHost], communication_dtype: torch.dtype
+) -> Team:
+    """As `join`, for any host."""
     config = _parse(block)
     settings = config.local_steps
     assert settings is not None
@@ -65,8 +72,15 @@ def join(model: nn.Module, block: Mapping[str, Any], *, communication_dtype: tor
         "local_steps": f"every {settings.every}, outer_lr {settings.outer_lr}, momentum {settings.outer_momentum}",
         "communication_dtype": str(communication_dtype).removeprefix("torch."),
     }
-    host = TorchHost(model, hide_absent(mask))
-    return Team(mask, settings, host, ranks, address=address, agreed=agreed, communication_dtype=communication_dtype)
+    return Team(
+        mask,
+        settings,
+        host(model, hide_absent(mask)),
+        ranks,
+        address=address,
+        agreed=agreed,
+        communication_dtype=communication_dtype,
+    )
 
 
 def _parse(block: Mapping[str, Any]) -> SubnetworkConfig:

@@ -80,6 +80,10 @@ class Team:
         this one, in its data and its learning rate."""
         return max(self.version, 0) * self._settings.every + self._steps_since
 
+    @property
+    def has_started(self) -> bool:
+        return self._point is not None
+
     def start(self) -> None:
         """Meet the other teams before the first step; collective.
 

@@ -25,19 +25,20 @@ class TorchHost:
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
-        self._places = {}
+        self._places, self._shapes = {}, {}
         for name in names:
             path, _, attribute = name.rpartition(".")
             self._places[name] = (model.get_submodule(path), attribute)
+            self._shapes[name] = model.get_parameter(name).shape
 
     def read(self, name: str) -> torch.Tensor:
         """The team's whole tensor, detached."""
-        parameter = self._parameter(name)
+        parameter = self._parameter(name).detach()
         return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
     def write(self, name: str, values: torch.Tensor) -> None:
         """Set the team's whole tensor."""
-        parameter = self._parameter(name)
+        parameter = self._parameter(name).detach()
         if isinstance(parameter, DTensor):
             values = values.to(parameter.device, parameter.dtype)
             mesh, placements = parameter.device_mesh, parameter.placements
@@ -48,7 +49,7 @@ class TorchHost:
     def _parameter(self, name: str) -> torch.Tensor:
         module, attribute = self._places[name]
         parameter: torch.Tensor = getattr(module, attribute)
-        return parameter.detach()
+        return parameter
 
 
 class Weights:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from torch import nn
@@ -16,8 +18,9 @@ import sdp_deepspeed
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.reference.local_steps import LocalReference, LocalSteps
 from sdp_deepspeed.reference.virtual_workers import Reference
+from sdp_deepspeed.teams.team import Team
 from tests.helpers.core_masks import planned
-from tests.helpers.models import MIXED, batches, llama, loss_of
+from tests.helpers.models import MIXED, batches, config, llama, loss_of
 from tests.helpers.teams import NEVER_MISSED, Place, teams
 
 STEPS = 6  # H is 2 or 3: two or three meetings
@@ -56,6 +59,10 @@ CASES = {
     "fully_shard, neurons": Case("fully_shard", 2, 2, {"strategy": MIXED}),
     "bare, backward": Case("bare", 4, 1, {"regime": "backward"}, (0.7, 0.9)),
     "DDP, backward, neurons": Case("ddp", 2, 2, {"regime": "backward", "strategy": "neuron"}),
+    **{f"ZeRO-{stage}": Case(f"zero{stage}", 2, 2, {}, (0.7, 0.9)) for stage in range(4)},
+    "ZeRO-1, backward, neurons": Case("zero1", 2, 2, {"regime": "backward", "strategy": "neuron"}),
+    "ZeRO-3, backward": Case("zero3", 2, 2, {"regime": "backward"}, (0.7, 0.9)),
+    "ZeRO-2, neurons": Case("zero2", 2, 2, {"strategy": "neuron"}, (0.7, 0.9), every=2),
     "fully_shard, backward": Case("fully_shard", 2, 2, {"regime": "backward"}, (0.7, 0.9)),
 }
 
@@ -74,22 +81,51 @@ def wrapped(host: str, model: Any) -> Any:
     return model
 
 
+def by_pytorch(case: Case) -> Callable[[torch.Tensor], Team]:
+    model: Any = llama()
+    team = sdp_deepspeed.join(model, case.whole_block)
+    run = wrapped(case.host, model)
+    optimizer = sgd(p for p in run.parameters() if p.requires_grad)
+    team.start()
+
+    def take_step(batch: torch.Tensor) -> Team:
+        loss_of(run, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        team.step()
+        return team
+
+    return take_step
+
+
+def by_deepspeed(case: Case) -> Callable[[torch.Tensor], Team]:
+    model: Any = llama()
+    settings = config(**case.whole_block) | {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "zero_optimization": {"stage": int(case.host[-1])},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+
+    def take_step(batch: torch.Tensor) -> Team:
+        engine.backward(loss_of(engine, batch))
+        engine.step()
+        team: Team = engine.team
+        return team
+
+    return take_step
+
+
 def train(place: Place, cases: list[Case], lighthouses: list[str]) -> None:
     """Train each case, one after the other; rank 0 of each team saves the dense model."""
     for index, case in enumerate(cases):
         os.environ["TORCHFT_LIGHTHOUSE"] = lighthouses[index]  # one for each: the last does not yet miss who has left
-        model: Any = llama()
-        team = sdp_deepspeed.join(model, case.whole_block)
-        run = wrapped(case.host, model)
-        optimizer = sgd(p for p in run.parameters() if p.requires_grad)
-        team.start()
+        take_step = by_deepspeed(case) if case.host.startswith("zero") else by_pytorch(case)
         data = batches(case.num_teams * case.size, 1)
         for _ in range(STEPS):
             (batch,) = next(data)[place.team * place.size + place.rank]
-            loss_of(run, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            team.step()
+            team = take_step(batch)
         assert team.version == STEPS // case.every
         dense = team.dense_state_dict()
         assert bool(dense) == (place.rank == 0)

@@ -1,0 +1,150 @@
+"""DeepSpeed's own engine on the subnetwork of a team: `local_steps.teams` in the block."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from torch import nn
+
+from sdp_deepspeed.config import SubnetworkConfig
+from sdp_deepspeed.engine.earlier_engines import refuse_masked
+from sdp_deepspeed.messages import KEY
+from sdp_deepspeed.teams.join import make_team
+from sdp_deepspeed.teams.team import Team
+from sdp_deepspeed.teams.weights import TorchHost
+
+_DTYPES = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "bfp16": torch.bfloat16}
+
+
+class DeepSpeedHost(TorchHost):
+    """Reads and writes fp32 masters, and weights with them: below stage 3 a master alone reaches its weight one step
+    later."""
+
+    def read(self, name: str) -> torch.Tensor:
+        parameter = self._parameter(name)
+        values = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+        if values is not None:
+            return values.detach().view(self._shapes[name])
+        with _gathered(parameter):
+            return parameter.detach().clone()
+
+    def write(self, name: str, values: torch.Tensor) -> None:
+        parameter = self._parameter(name)
+        values = values.to(parameter.device)
+        if parameter.requires_grad:
+            safe_set_full_fp32_param(parameter, values)
+        with _gathered(parameter):
+            parameter.data.copy_(values)
+
+
+def _gathered(parameter: torch.Tensor) -> Any:
+    """Context in which a parameter is whole; at stage 3 it is gathered, and divided again with the values of rank 0."""
+    if not hasattr(parameter, "ds_id"):
+        return nullcontext()
+    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+
+
+class TeamEngine(DeepSpeedEngine):
+    """DeepSpeed's engine, at any stage, of a model that is reduced to the subnetwork of this team.
+
+    It starts with the first forward pass in training, after any `load_checkpoint`, unless `team.start()` was called.
+
+    Attributes:
+        team: see `sdp_deepspeed.join`. `step` meets the other teams, `save_checkpoint` and `load_checkpoint` include
+            its state.
+    """
+
+    block: SubnetworkConfig
+
+    def __init__(
+        self,
+        args: Any,
+        model: nn.Module,
+        optimizer: Any = None,
+        model_parameters: Any = None,
+        *arguments: Any,
+        config: Any = None,
+        **options: Any,
+    ) -> None:
+        refuse_masked(model)
+        if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            raise ValueError(
+                f"{KEY}.local_steps.teams: build the model outside deepspeed.zero.Init, whole on each rank"
+            )
+        if isinstance(model_parameters, Iterable):
+            model_parameters = list(model_parameters)
+        device = get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0")))
+        is_bf16 = _is_on(config, "bf16")
+        model.to(device=device, dtype=torch.bfloat16 if is_bf16 else None)
+        wire = config.get("communication_data_type")
+        if wire not in _DTYPES:
+            raise ValueError(
+                f"communication_data_type: got {wire!r}, expected fp32 or bf16 with {KEY}.local_steps.teams"
+            )
+        before = {id(parameter) for parameter in model.parameters()}
+        team = make_team(model, config[KEY], DeepSpeedHost, _DTYPES[wire])
+        absent = before - {id(parameter) for parameter in model.parameters()}
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) not in absent]
+        super().__init__(
+            args, model, optimizer, _without(model_parameters, absent), *arguments, config=config, **options
+        )
+        self.team: Team = team
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self.team.has_started and self.module.training and torch.is_grad_enabled():
+            self.team.start()
+        return super().forward(*inputs, **kwargs)
+
+    def step(self, *arguments: Any, **options: Any) -> None:
+        before = self.global_steps
+        super().step(*arguments, **options)
+        if self.global_steps > before:
+            self.team.step()
+
+    def save_checkpoint(self, save_dir: str, tag: Any = None, *arguments: Any, **options: Any) -> Any:
+        """Save DeepSpeed's checkpoint of this team, in a folder of the team's own, with the team's state."""
+        tag = f"global_step{self.global_steps}" if tag is None else tag
+        file = _state_file(Path(save_dir, str(tag)))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(self.team.state_dict(), file)  # first, since `latest` is written at the end
+        return super().save_checkpoint(save_dir, tag, *arguments, **options)
+
+    def load_checkpoint(self, load_dir: str, *arguments: Any, **options: Any) -> Any:
+        """Load DeepSpeed's checkpoint and the team's state. Without it, the team takes the others' weights over."""
+        path, client_state = super().load_checkpoint(load_dir, *arguments, **options)
+        if path is not None and (file := _state_file(Path(path).parent)).is_file():
+            self.team.load_state_dict(torch.load(file, map_location="cpu"))
+        return path, client_state
+
+
+def _state_file(folder: Path) -> Path:
+    return folder / f"team_rank_{dist.get_rank()}.pt"
+
+
+def _is_on(config: Mapping[str, Any], name: str) -> bool:
+    return str(config.get(name, {}).get("enabled", False)).lower() == "true"
+
+
+def _without(parameters: Any, absent: set[int]) -> Any:
+    """Parameters, or param groups, without absent ones."""
+    if not isinstance(parameters, list):
+        return parameters
+    kept = []
+    for item in parameters:
+        if isinstance(item, Mapping):
+            kept.append({**item, "params": [p for p in item["params"] if id(p) not in absent]})
+        elif id(item) not in absent:
+            kept.append(item)
+    return kept

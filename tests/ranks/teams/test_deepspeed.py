@@ -1,0 +1,100 @@
+"""DeepSpeed's own engine in teams: what training alone does not show."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+from tests.helpers.models import batches, config, llama, loss_of
+from tests.helpers.teams import NEVER_MISSED, Place, teams
+
+STEPS, SAVED_AFTER = 8, 5  # H is 2: saved between two meetings
+
+
+def engine_of(stage: int, **settings: Any) -> Any:
+    block = {"coverage": 0.5, "local_steps": {"teams": 2, "every": 2, "outer_lr": 0.7, "outer_momentum": 0.9}}
+    settings = config(**block) | {"zero_optimization": {"stage": stage}, **settings}
+    model = llama()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    return engine
+
+
+def train(place: Place, engine: Any, steps: range) -> None:
+    data = batches(2 * place.size, 1)
+    for step in range(steps.stop):
+        (batch,) = next(data)[place.team * place.size + place.rank]
+        if step in steps:
+            engine.backward(loss_of(engine, batch))
+            engine.step()
+
+
+def resume(place: Place, stages: list[int], lighthouses: list[str]) -> None:
+    addresses = iter(lighthouses)
+    for stage in stages:
+        os.environ["TORCHFT_LIGHTHOUSE"] = next(addresses)
+        engine = engine_of(stage)
+        train(place, engine, range(SAVED_AFTER))
+        folder = place.folder / f"team-{place.team}-{stage}"
+        engine.save_checkpoint(str(folder))
+        train(place, engine, range(SAVED_AFTER, STEPS))
+        expected = engine.team.dense_state_dict()
+        engine.team.leave()
+
+        os.environ["TORCHFT_LIGHTHOUSE"] = next(addresses)
+        again = engine_of(stage)
+        path, _ = again.load_checkpoint(str(folder))
+        assert path is not None
+        assert again.team.num_steps == SAVED_AFTER
+        train(place, again, range(SAVED_AFTER, STEPS))
+        dense = again.team.dense_state_dict()
+        assert again.team.version == STEPS // 2
+        assert all(torch.equal(dense[name], value) for name, value in expected.items())
+        again.team.leave()
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    stages = [1, 3]
+    with ExitStack() as stack:
+        runs = [stack.enter_context(teams(tmp_path, heartbeats=NEVER_MISSED)) for _ in range(2 * len(stages))]
+        for number in range(2):
+            runs[0].start(resume, number, 2, stages, [run.address for run in runs])
+        runs[0].finish()
+
+
+def mixed(place: Place) -> None:
+    """bf16 weights with fp32 masters, accumulation and clipping: masters are the anchors after a meeting."""
+    engine = engine_of(
+        2,
+        bf16={"enabled": True},
+        gradient_accumulation_steps=2,
+        gradient_clipping=1.0,
+        communication_data_type="bf16",
+    )
+    data = batches(2 * place.size, 2)
+    for _ in range(2):
+        for batch in next(data)[place.team * place.size + place.rank]:
+            engine.backward(loss_of(engine, batch))
+            engine.step()
+    assert engine.team.version == 1
+    dense = engine.team.dense_state_dict()
+    for name, parameter in engine.module.named_parameters():
+        master = deepspeed.utils.safe_get_full_fp32_param(parameter)
+        if dense:
+            assert torch.equal(master, dense[name])
+            assert torch.equal(parameter, dense[name].bfloat16())
+    if dense:
+        torch.save(dense, place.folder / f"dense-{place.team}.pt")
+
+
+def test_bf16_with_accumulation(tmp_path: Path) -> None:
+    with teams(tmp_path, heartbeats=NEVER_MISSED) as run:
+        for number in range(2):
+            run.start(mixed, number, 2)
+        run.finish()
+    first, second = (torch.load(tmp_path / f"dense-{number}.pt") for number in range(2))
+    assert all(torch.equal(second[name], value) for name, value in first.items())
