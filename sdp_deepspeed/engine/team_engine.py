@@ -31,15 +31,15 @@ class DeepSpeedHost(TorchHost):
     later."""
 
     def read(self, name: str) -> torch.Tensor:
-        parameter = self._parameter(name)
+        parameter = self.parameter(name)
         values = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
         if values is not None:
-            return values.detach().view(self._shapes[name])
+            return values.detach().view(self.shapes[name])
         with _gathered(parameter):
             return parameter.detach().clone()
 
     def write(self, name: str, values: torch.Tensor) -> None:
-        parameter = self._parameter(name)
+        parameter = self.parameter(name)
         values = values.to(parameter.device)
         if parameter.requires_grad:
             safe_set_full_fp32_param(parameter, values)

@@ -22,23 +22,26 @@ class TorchHost:
     Args:
         model: masked, before the host changes it. Hosts that replace Parameters keep modules and names of attributes.
         names: dense names of the parameters that the team has.
+
+    Attributes:
+        shapes: of the team's whole tensors, by dense name.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
-        self._places, self._shapes = {}, {}
+        self._places, self.shapes = {}, {}
         for name in names:
             path, _, attribute = name.rpartition(".")
             self._places[name] = (model.get_submodule(path), attribute)
-            self._shapes[name] = model.get_parameter(name).shape
+            self.shapes[name] = model.get_parameter(name).shape
 
     def read(self, name: str) -> torch.Tensor:
         """The team's whole tensor, detached."""
-        parameter = self._parameter(name).detach()
+        parameter = self.parameter(name).detach()
         return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
     def write(self, name: str, values: torch.Tensor) -> None:
         """Set the team's whole tensor."""
-        parameter = self._parameter(name).detach()
+        parameter = self.parameter(name).detach()
         if isinstance(parameter, DTensor):
             values = values.to(parameter.device, parameter.dtype)
             mesh, placements = parameter.device_mesh, parameter.placements
@@ -46,7 +49,8 @@ class TorchHost:
             parameter = parameter.to_local()
         parameter.copy_(values)
 
-    def _parameter(self, name: str) -> torch.Tensor:
+    def parameter(self, name: str) -> torch.Tensor:
+        """The Parameter as it is in its module now."""
         module, attribute = self._places[name]
         parameter: torch.Tensor = getattr(module, attribute)
         return parameter
