@@ -10,12 +10,15 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from sdp_deepspeed.architectures.branch import Branch
@@ -52,12 +55,24 @@ def narrow_pass(
         for width_of_head, divisor in itertools.product(_WIDTHS, _DIVISORS):
             try:
                 copied = _narrow_copy(model, width_of_head, divisor)
-                narrow = trace_pass(copied, example)
+                with _without_logs():
+                    narrow = trace_pass(copied, example)
             except Exception:  # of user code, on sizes that it may not allow
                 continue
             if _is_same_graph(traced, narrow) and _is_described_alike(branches, found := derive(copied, narrow)[0]):
                 return narrow, found
     return traced, branches
+
+
+@contextmanager
+def _without_logs() -> Iterator[None]:
+    """Context in which fake tensors do not log errors that they raise."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _narrow_copy(model: nn.Module, width_of_head: int, divisor: int) -> nn.Module:
