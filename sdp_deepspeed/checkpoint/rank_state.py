@@ -12,6 +12,7 @@ from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.parallel.boxes import Box, box_of_piece
 from sdp_deepspeed.parallel.groups import Groups
 from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
+from sdp_deepspeed.plan.tensors import persistent_buffers
 from sdp_deepspeed.units import Piece
 
 WEIGHT = "weight"  # kind of key, see saved_tensors.py
@@ -122,23 +123,3 @@ def restore_buffers(state: RankState, buffers: Mapping[str, torch.Tensor]) -> No
     """Restore the result of `buffers_of_rank`."""
     for key, values in buffers_of_rank(state).items():
         values.copy_(buffers[key])
-
-
-def persistent_buffers(model: torch.nn.Module) -> set[str]:
-    """Dense names of buffers that are in state dicts."""
-    return {*names_of_persistent_buffers(model).values()}
-
-
-def names_of_persistent_buffers(model: torch.nn.Module) -> dict[str, str]:
-    """Dense names of buffers that are in state dicts, by all names there. As of parameters, the dense name is the first
-    one, which need not be in state dicts itself."""
-    first: dict[int, str] = {}
-    names = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                path = f"{prefix}.{name}" if prefix else name
-                dense = first.setdefault(id(buffer), path)
-                if name not in module._non_persistent_buffers_set:
-                    names[path] = dense
-    return names

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sdp_deepspeed.checkpoint import atomic_folder, files
-from sdp_deepspeed.checkpoint.hugging_face import model_facts, tied_names
+from sdp_deepspeed.checkpoint.exported_folder import model_facts, tied_names
 from sdp_deepspeed.checkpoint.optimizer_state import group_facts, optimizer_facts, restore_optimizer
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, SavePlanner, State, add_box, on_host
 from sdp_deepspeed.checkpoint.random_state import random_state, restore_random_state

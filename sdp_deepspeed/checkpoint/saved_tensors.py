@@ -16,9 +16,10 @@ import torch
 
 from sdp_deepspeed.checkpoint.optimizer_state import Moments, OptimizerFacts, moment_names, new_moments
 from sdp_deepspeed.checkpoint.planners import State, add_box
-from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState, persistent_buffers
+from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.boxes import Box
+from sdp_deepspeed.plan.tensors import persistent_buffers
 
 # ---- save -----------------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,8 @@ from torch import nn
 
 from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.checkpoint.atomic_folder import output_folder
-from sdp_deepspeed.checkpoint.hugging_face import load_pretrained, save_pretrained
+from sdp_deepspeed.checkpoint.exported_folder import save_pretrained
+from sdp_deepspeed.checkpoint.hugging_face import load_pretrained
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.checkpoint.save_and_load import Checkpointer
 from sdp_deepspeed.config import KEY, SubnetworkConfig

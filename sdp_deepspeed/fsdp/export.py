@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sdp_deepspeed.checkpoint import hugging_face
+from sdp_deepspeed.checkpoint import exported_folder, hugging_face
 from sdp_deepspeed.checkpoint.atomic_folder import output_folder
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.fsdp.checkpoint_manager import state_of
@@ -70,7 +70,7 @@ def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None
         if dist.get_rank() == 0:
             model: Any = sharded.dense.module  # of the original class, which the config names
             to = output_folder(folder, "folder")
-            save = partial(hugging_face.save_pretrained, model, to, tokenizer, **options)
+            save = partial(exported_folder.save_pretrained, model, to, tokenizer, **options)
             of_model = getattr(model, "save_pretrained", None)
             try:
                 if of_model is None or "state_dict" in signature(of_model).parameters:

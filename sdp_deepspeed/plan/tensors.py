@@ -82,3 +82,23 @@ def dense_tensors(model: nn.Module) -> list[TensorInfo]:
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by dense name, without duplicates."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def persistent_buffers(model: nn.Module) -> set[str]:
+    """Dense names of buffers that are in state dicts."""
+    return {*names_of_persistent_buffers(model).values()}
+
+
+def names_of_persistent_buffers(model: nn.Module) -> dict[str, str]:
+    """Dense names of buffers that are in state dicts, by all names there. As of parameters, the dense name is the first
+    one, which need not be in state dicts itself."""
+    first: dict[int, str] = {}
+    names = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                path = f"{prefix}.{name}" if prefix else name
+                dense = first.setdefault(id(buffer), path)
+                if name not in module._non_persistent_buffers_set:
+                    names[path] = dense
+    return names

@@ -6,14 +6,18 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import Subset
 
+from sdp_deepspeed.checkpoint.exported_folder import model_facts, replaced_export, save_tensors, tied_names
 from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.messages import KEY, announce, listed
+from sdp_deepspeed.plan.tensors import persistent_buffers
 from sdp_deepspeed.teams.attendance import NO_STATE, START, STEP, Attendance, Member, Refused, Wait, attend
 from sdp_deepspeed.teams.exchange import Exchange
 from sdp_deepspeed.teams.meeting_point import REMIND, RETRY, MeetingPoint
@@ -60,6 +64,7 @@ class Team:
         self._mask, self._settings, self._ranks, self._address = mask, settings, ranks, address
         self._agreed = {"ranks": ranks.size, **agreed}
         self._dtype = communication_dtype
+        self._tied = tied_names(mask.model)
         self._shares = shares_of(mask, ranks.rank, ranks.size)
         self._weights = Weights(host, mask, ranks)
         self._anchors = torch.zeros(num_elements(self._shares))
@@ -146,6 +151,27 @@ class Team:
         """
         return self._dense_state_dict("dense_state_dict", lambda attendance: attendance.teams)
 
+    def save_pretrained(self, folder: str | PathLike[str], *, max_shard_size: str = "5GB") -> None:
+        """Write the dense model of the anchors, fp32, as a Hugging Face folder; collective in all teams.
+
+        The first team that is present writes, with its rank 0. The folder has the weights of an older export, none, or
+        the new ones at any moment.
+
+        Raises:
+            RuntimeError: on the ranks of the team that writes, if it cannot.
+        """
+        dense = self._dense_state_dict("save_pretrained", lambda attendance: attendance.teams[:1])
+        problem = ""
+        if dense:
+            model = self._mask.model
+            try:
+                with replaced_export(Path(folder)) as written:
+                    save_tensors(dense, model_facts(model), self._tied, written, max_shard_size)
+            except OSError as error:
+                problem = f"save_pretrained: cannot write {folder}: {error}"
+        if problem := self._ranks.broadcast(problem):
+            raise RuntimeError(problem)
+
     def _dense_state_dict(
         self, call: str, receivers: Callable[[Attendance], tuple[int, ...]]
     ) -> dict[str, torch.Tensor]:
@@ -180,11 +206,14 @@ class Team:
                     dense[name] = torch.empty(self._mask.shapes[name])
                 share.piece.narrow(dense[name]).copy_(whole)
         exchanged = {share.piece.parameter for share in self._shares}
-        for name in self._mask.parameters.keys() - exchanged:  # frozen on all teams
-            values = self._weights.dense(name)
-            if self._ranks.rank == 0:
-                dense[name] = values
-        return {name: dense[name] for name in self._mask.parameters} if dense else {}
+        frozen = [name for name in self._mask.parameters if name not in exchanged]  # on all teams
+        dense |= {name: self._weights.dense(name) for name in frozen}
+        if self._ranks.rank != 0:
+            return {}
+        buffers = dict(self._mask.model.named_buffers())
+        persistent = persistent_buffers(self._mask.model)
+        dense |= {name: buffers[name].detach().cpu().clone() for name in buffers if name in persistent}
+        return {name: dense[name] for name in self._mask.shapes if name in dense}
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint of this rank needs beside the host's own: version, and this rank's anchors and momentum."""

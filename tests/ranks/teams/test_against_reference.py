@@ -13,6 +13,7 @@ import deepspeed
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
 
 import sdp_deepspeed
 from sdp_deepspeed.config import KEY, parse
@@ -129,6 +130,8 @@ def train(place: Place, cases: list[Case], lighthouses: list[str]) -> None:
         assert team.version == STEPS // case.every
         dense = team.dense_state_dict()
         assert bool(dense) == (place.rank == 0)
+        if index == 0:
+            team.save_pretrained(place.folder / "export")
         if dense:
             torch.save(dense, place.folder / f"{index}-{place.team}.pt")
         team.leave()
@@ -167,6 +170,9 @@ def check(folder: Path, names: list[str]) -> None:
         for team in range(case.num_teams):
             dense = torch.load(folder / f"{index}-{team}.pt")
             assert dense.keys() == wanted.keys()
+            if index == 0:
+                exported = LlamaForCausalLM.from_pretrained(folder / "export").state_dict()
+                assert all(torch.equal(exported[key], value) for key, value in dense.items())
             for key, value in wanted.items():
                 difference = (dense[key] - value).abs().max()
                 assert difference < TOLERANCE, (name, team, key, difference)

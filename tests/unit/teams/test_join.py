@@ -1,0 +1,71 @@
+"""What `join` refuses, before it changes the model."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sdp_deepspeed
+from sdp_deepspeed.config import KEY
+from tests.helpers.batch_norms import Net
+from tests.helpers.models import llama
+
+STEPS = {"teams": 2, "every": 2}
+BLOCK = {"coverage": 0.5, "local_steps": STEPS}
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDP_TEAM", "1")
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://127.0.0.1:1")
+
+
+def check(block: Any, text: str, model: nn.Module | None = None) -> None:
+    model = llama() if model is None else model
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=re.escape(text)):
+        sdp_deepspeed.join(model, block)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_the_block() -> None:
+    check({KEY: BLOCK}, "expected the contents of")
+    check({"coverage": 0.5, "local_steps": {"every": 2}}, 'such as {"teams": 4, "every": 50}')
+    check({"schedule": [{"coverage": 0.5, "until_step": 1}, {"coverage": 1.0}]}, f"{KEY}.schedule: ")
+    check({**BLOCK, "enabled": False}, f"{KEY}.enabled: ")
+
+
+@pytest.mark.parametrize("number", ["", "2", "-1", "one"])
+def test_the_number_of_the_team(number: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDP_TEAM", number)
+    check(BLOCK, f"SDP_TEAM: got {number!r}, expected a number from 0 to 1")
+
+
+def test_the_lighthouse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE")
+    check(BLOCK, "TORCHFT_LIGHTHOUSE: got ''")
+
+
+def test_running_statistics() -> None:
+    pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
+    check(BLOCK, "teams do not average buffers yet", Net())
+
+
+def test_the_calls_before_start() -> None:
+    pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
+    model = llama()
+    team = sdp_deepspeed.join(model, BLOCK)
+    assert team.number == 1
+    assert team.plan.num_subnetworks == 2
+    assert sum(parameter.numel() for parameter in model.parameters()) < sum(p.numel() for p in llama().parameters())
+    for call in (team.step, team.dense_state_dict):
+        with pytest.raises(RuntimeError, match=r"call team.start\(\) first"):
+            call()
+    other = {**team.state_dict(), "team": 0}
+    with pytest.raises(ValueError, match="the state has team 0, here it is 1"):
+        team.load_state_dict(other)
