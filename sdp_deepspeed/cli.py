@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -21,6 +21,10 @@ from sdp_deepspeed.messages import NEEDS_DEEPSPEED, lacks_deepspeed
 from sdp_deepspeed.version import __version__
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from sdp_deepspeed.architectures import LocatedBranch
+    from sdp_deepspeed.config import SubnetworkConfig
     from sdp_deepspeed.estimate.deepspeed_bytes import RankEstimate
     from sdp_deepspeed.estimate.forecast import Forecast
     from sdp_deepspeed.estimate.run import Run
@@ -114,22 +118,39 @@ _Overrides = Annotated[
 
 @app.command()
 def plan(
-    source: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file of a run, or a saved plan (.json).")],
+    source: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE]", help="YAML file of a run, or a saved plan (.json).")
+    ] = None,
     overrides: _Overrides = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Config of a model in place of a recipe: name on the hub, folder, or config.json."),
+    ] = None,
     ranks: _Ranks = 8,
     ranks_per_node: _PerNode = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan as JSON, for the key `assignment`.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the table to a .png, .svg or .pdf file.")] = None,
 ) -> None:
-    """Show which subnetwork holds which unit, the balance and the spectral gap (of a schedule's first phase)."""
+    """Show which subnetwork holds which unit, the balance and the spectral gap (of a schedule's first phase).
+
+    With --model, also the residual branches that were found; coverage is 0.5 unless sdp.coverage is given.
+    """
     costs: Sequence[UnitCost] | None = None
     warnings: Sequence[str] = ()
-    if source.suffix == ".json":
+    if model is not None:
+        from sdp_deepspeed.estimate.run import block_of, empty_model
+
+        of_model, block = empty_model(model), block_of([*filter(None, [source]), *(overrides or [])])
+        shown, costs, warnings, branches = _plan_of(of_model, block, ranks, ranks_per_node)
+        print(_list(branches))
+    elif source is None:
+        raise ValueError("expected a recipe, a saved plan, or --model")
+    elif source.endswith(".json"):
         from sdp_deepspeed.plan.plan import Plan
 
-        shown = Plan.load(source)
+        shown = Plan.load(Path(source))
     else:
-        shown, costs, warnings = _planned(source, overrides or [], ranks, ranks_per_node)
+        shown, costs, warnings = _planned(Path(source), overrides or [], ranks, ranks_per_node)
     print(shown.table(costs, details=True))
     for warning in warnings:
         print(f"  warning: {warning}")
@@ -142,21 +163,39 @@ def plan(
 def _planned(
     source: Path, overrides: Sequence[str], ranks: int, per_node: int | None
 ) -> tuple[Plan, Sequence[UnitCost], Sequence[str]]:
-    from sdp_deepspeed.architectures import unit_costs
     from sdp_deepspeed.config import parse
     from sdp_deepspeed.estimate.run import read_run
-    from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
     from sdp_deepspeed.messages import KEY
-    from sdp_deepspeed.plan.planner import plan_model
 
     run = read_run(source, overrides)
     block = parse(run.phases[0])
     if block is None:
         raise ValueError(f"{source}: {KEY} is missing or disabled; add it, such as sdp.coverage=0.5")
     with run.model.fake:
-        branches = proven_branches(run.model.module, block.strategy)
-        shown, warnings = plan_model(run.model.module, block, ranks, branches=branches, ranks_per_node=per_node)
-        return shown, unit_costs(run.model.module, shown.units), [*warnings, *replicated_layers(run.model.module)]
+        return _plan_of(run.model.module, block, ranks, per_node)[:3]
+
+
+def _plan_of(
+    model: nn.Module, block: SubnetworkConfig, ranks: int, per_node: int | None
+) -> tuple[Plan, Sequence[UnitCost], Sequence[str], Sequence[LocatedBranch]]:
+    from sdp_deepspeed.architectures import unit_costs
+    from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
+    from sdp_deepspeed.plan.planner import plan_model
+
+    branches = proven_branches(model, block.strategy)
+    shown, warnings = plan_model(model, block, ranks, branches=branches, ranks_per_node=per_node)
+    return shown, unit_costs(model, shown.units), [*warnings, *replicated_layers(model)], branches
+
+
+def _list(branches: Sequence[LocatedBranch]) -> str:
+    """Branches of a model, a line for each form."""
+    forms = Counter((re.sub(r"\b[0-9]+\b", "*", b.layer), b.description, b.num_cells) for b in branches)
+    lines = []
+    for (layer, description, num_cells), number in forms.items():
+        cells = "heads" if description.inner and description.inner.heads is not None else "neurons"
+        inside = f" ({num_cells} {cells})" if num_cells else ""
+        lines.append(f"{number} x {layer}.{description.name}{inside}: {', '.join(description.modules)}")
+    return "\n".join(["branches:", *(f"  {line}" for line in lines)])
 
 
 def _draw(shown: Plan, path: Path) -> None:

@@ -63,7 +63,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), sections: Sequence[st
     if isinstance(recipe.get("deepspeed"), str):
         recipe["deepspeed"] = read_json(path.parent / recipe["deepspeed"])
     for override in overrides:
-        _apply_override(recipe, override, sections)
+        apply_override(recipe, override, sections)
     for name in sections:
         if not isinstance(recipe.get(name), dict):
             raise ValueError(f"{path}: section {name}: got {recipe.get(name)!r}, expected a mapping")
@@ -72,8 +72,9 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), sections: Sequence[st
     return recipe
 
 
-def _apply_override(recipe: dict[str, Any], override: str, sections: Sequence[str]) -> None:
-    """Apply `a.b.c=value`; the value is YAML; for `deepspeed`, it may be the path of a JSON file."""
+def apply_override(recipe: dict[str, Any], override: str, sections: Sequence[str]) -> None:
+    """Apply `a.b.c=value` to a recipe with these sections; the value is YAML; for `deepspeed`, it may be the path of a
+    JSON file."""
     path, equals, text = override.partition("=")
     if not equals:
         raise ValueError(f"{override!r}: expected key=value, such as training.max_steps=20")

@@ -1,7 +1,6 @@
 """A hand-written GPT in a DeepSpeed loop: `deepspeed --num_gpus 4 launch/examples/with_own_model.py runs/own_model`.
 
-`register` names the residual branches of a layer, and the layers that their heads and neurons run through. Test such a
-description once, with `sdp_deepspeed.check_description(GPT(...), tokens)`.
+`trace` gives an example of the model's inputs, on which its residual branches, heads and neurons are found.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, register
+import sdp_deepspeed
 
 
 class Attention(nn.Module):
@@ -54,14 +53,6 @@ class GPT(nn.Module):
         return logits, functional.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
 
 
-HEADS = InnerLayers((Cut("qkv", dim=0, blocks=3), Cut("output", dim=1, is_output=True)), heads="num_heads")
-NEURONS = InnerLayers((Cut("0", dim=0), Cut("2", dim=1, is_output=True)))
-register(
-    Layer,
-    Branch("attention", norm="norm1", body="attention", inner=HEADS),
-    Branch("mlp", norm="norm2", body="mlp", inner=NEURONS),
-)
-
 CONFIG = {
     "train_micro_batch_size_per_gpu": 8,
     "gradient_clipping": 1.0,
@@ -79,7 +70,9 @@ def main() -> None:
     options = parser.parse_args()
     deepspeed.init_distributed()
     torch.manual_seed(0)
-    engine, *_ = deepspeed.initialize(model=GPT(), config=CONFIG)
+    model = GPT()
+    sdp_deepspeed.trace(model, torch.zeros(2, 8, dtype=torch.long))
+    engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
     rank, size = dist.get_rank(), dist.get_world_size()
     resumed, _ = engine.load_checkpoint(str(options.output))
     if rank == 0 and resumed:

@@ -1,11 +1,10 @@
-"""Residual branches of models: described by layer class, or derived from a traced pass.
+"""Residual branches of models, derived from a traced pass.
 
-A model with described layers (families.py, registry.py) has the branches of its descriptions. Those of other models are
-derived: trace.py records a forward pass, streams.py finds what is added to residual streams, derive.py the modules that
-compute it, and cells.py its neurons and heads; masking/proof.py proves them. located_branch.py has the branches of a
-model either way. A model without any is refused, with instructions (unknown_models.py).
+trace.py records a forward pass, streams.py finds what is added to residual streams, derive.py the modules that compute
+it, and cells.py its neurons and heads; masking/proof.py proves them. located_branch.py has the branches of a model. A
+model without any is refused, with instructions (unknown_models.py).
 
-To describe your own model:
+A layer whose forward pass cannot be traced is described:
 
     from sdp_deepspeed import architectures
     architectures.register("my_package.model.MyBlock", architectures.Branch("attention", norm="ln1", body="attn"),
@@ -18,19 +17,16 @@ strategy, a branch also names the layers that its neurons or heads run through:
 """
 
 from sdp_deepspeed.architectures.branch import CROSS_ATTENTION, Branch, Cut, InnerLayers
-from sdp_deepspeed.architectures.families import FAMILIES, is_of_package
 from sdp_deepspeed.architectures.located_branch import LocatedBranch, locate_branches
 from sdp_deepspeed.architectures.registry import branches_of, register
 from sdp_deepspeed.architectures.strategies import (
     branches_of_units,
     constrained_branches,
     layers_of_units,
+    uncut_branches,
     unit_costs,
     units_of_branches,
 )
-
-for _layer_class, _description in FAMILIES.items():
-    register(_layer_class, *_description)
 
 __all__ = [
     "CROSS_ATTENTION",
@@ -41,10 +37,10 @@ __all__ = [
     "branches_of",
     "branches_of_units",
     "constrained_branches",
-    "is_of_package",
     "layers_of_units",
     "locate_branches",
     "register",
+    "uncut_branches",
     "unit_costs",
     "units_of_branches",
 ]

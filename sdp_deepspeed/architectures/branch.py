@@ -25,22 +25,16 @@ class Cut:
             are cut, including running statistics.
         dim: stored dimension of the weight that runs over the neurons or heads. For a bias it is the last dimension.
         blocks: blocks stacked along `dim`, each of which runs over all heads: the number of equal blocks (3 for GPT-2's
-            `c_attn`: queries, keys, values); or, if widths differ, for each block a number in proportion to its width,
-            or an attribute path of the body with such a number (Phi-3's `qkv_proj`). A projection that interleaves them
-            per head (GPT-NeoX) is one block.
+            `c_attn`: queries, keys, values); or, if widths differ, for each block a number in proportion to its width
+            (Phi-3's `qkv_proj`). A projection that interleaves them per head (GPT-NeoX) is one block.
         is_output: whether this is the branch's output projection, whose bias is shared. Experts and shared experts have
             one each.
-        optional: whether a body may lack the module.
-        interleaved: number of adjacent indices of a neuron in a block (2 for GPT-OSS, where gates and ups alternate);
-            for heads it follows from the sizes.
     """
 
     module: str
     dim: int
-    blocks: int | tuple[int | str, ...] = 1
+    blocks: int | tuple[int, ...] = 1
     is_output: bool = False
-    optional: bool = False
-    interleaved: int = 1
 
     def names(self, known: Container[str]) -> tuple[str, str]:
         """Names of the weight and the bias.
@@ -67,8 +61,6 @@ class InnerLayers:
             cut is a cell (the neurons of an MLP).
         scaled: further attributes of the body that are proportional to its number of cells, such as GPT-2's
             `split_size`; "OBJECT.NAME" for attributes of an object that layers share, such as "config.NAME".
-        fixed: attributes that `forward` reads and that only happen to be as large as the width of the heads, such as a
-            sliding window. Others of that size must be in `scaled`.
         tail: submodules that run on the body's output, such as dropout, from one tensor to one tensor.
         before: submodules of a single-module body that run before the cells and are not cut.
         per_head: submodules that are applied to each head, such as Qwen3's norms of queries and keys; their parameters
@@ -79,7 +71,6 @@ class InnerLayers:
     cuts: tuple[Cut, ...]
     heads: str | int | None = None
     scaled: tuple[str, ...] = ()
-    fixed: tuple[str, ...] = ()
     tail: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
     per_head: tuple[str, ...] = ()
@@ -131,13 +122,11 @@ class Branch:
         extra_outputs: keywords or positions of arguments that an absent body returns as its further outputs (T5's
             position bias); other outputs are None.
         uncut_reason: why there is no `inner`, for error messages.
-        when: conditions for a layer to have this branch: attribute paths with a value or a type, for classes whose
-            config decides what they compute. Several branches may have the same name.
-        bypassed: conditions, like `when`, for the skip connection to be the identity. Elsewhere the branch cannot be a
-            block, and can only be cut into neurons.
         parameters: parameters of the layer itself that belong to the branch. A layer may have None there.
         outputs: weights of a derived branch's output projections, behind which no norm runs.
-        is_projected: whether matrices run on the skip connection of a derived branch.
+        is_projected: whether matrices run on the skip connection. Then the branch cannot be a block, and can only be
+            cut into neurons.
+        is_written: whether the layer may write to the branch's output in place, such as `output += x`.
     """
 
     name: str
@@ -150,11 +139,10 @@ class Branch:
     zeros: tuple[Zeros, ...] = ()
     extra_outputs: tuple[int | str, ...] = ()
     uncut_reason: str = ""
-    when: tuple[tuple[str, Any], ...] = ()
-    bypassed: tuple[tuple[str, Any], ...] = ()
     parameters: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     is_projected: bool = False
+    is_written: bool = True
 
     def __post_init__(self) -> None:
         if not self.body:
@@ -166,14 +154,6 @@ class Branch:
                 f"branch {self.name!r}: {again[0]!r} is named twice, or inside another named module; norm, body, "
                 "after and parameters must not overlap"
             )
-
-    def is_in(self, layer: nn.Module) -> bool:
-        """Whether a layer of the described class has this branch (`when`)."""
-        return _meets(layer, self.when)
-
-    def is_bypassed(self, layer: nn.Module) -> bool:
-        """Whether the skip connection of a layer is the identity (`bypassed`)."""
-        return not self.is_projected and _meets(layer, self.bypassed)
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -204,14 +184,6 @@ class Branch:
 def attribute(module: nn.Module, path: str) -> Any:
     """Value at an attribute path of a module, such as "config.num_key_value_heads"; AttributeError if there is none."""
     return reduce(getattr, path.split("."), module)
-
-
-def _meets(layer: nn.Module, conditions: tuple[tuple[str, Any], ...]) -> bool:
-    for path, expected in conditions:
-        value = attribute(layer, path)
-        if not (isinstance(value, expected) if isinstance(expected, type) else value == expected):
-            return False
-    return True
 
 
 def _is_inside(name: str, others: tuple[str, ...]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS, Cut, attribute
+from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS, Cut
 from sdp_deepspeed.units import Piece, TensorKind
 
 
@@ -49,7 +49,7 @@ class CutTensor:
 
 
 def cut_tensors_of(root_name: str, root: nn.Module, cut: Cut) -> list[CutTensor]:
-    """Tensors of one layer of a body, from live shapes; none if an optional layer is missing.
+    """Tensors of one layer of a body, from live shapes.
 
     Args:
         root_name: dense name of the module to which names of `cut` are relative.
@@ -60,34 +60,19 @@ def cut_tensors_of(root_name: str, root: nn.Module, cut: Cut) -> list[CutTensor]
     """
     parameters = dict(root.named_parameters())
     weight, bias = cut.names(parameters)
-    module = None if weight == cut.module else _module_of(root, cut)
+    module = None if weight == cut.module else root.get_submodule(cut.module)
     if isinstance(module, BATCH_NORMS):
         return _vectors(f"{root_name}.{cut.module}", module, cut)
     if isinstance(module, CONVOLUTIONS):
         _check_groups(f"{root_name}.{cut.module}", module, cut)
     if weight not in parameters:
-        if module is None:
-            return []
         raise ValueError(f"{root_name}.{cut.module} has no weight of its own (a {type(module).__name__})")
-    if isinstance(cut.blocks, int):
-        shares = (1,) * cut.blocks
-    else:
-        shares = tuple(block if isinstance(block, int) else int(attribute(root, block)) for block in cut.blocks)
+    shares = (1,) * cut.blocks if isinstance(cut.blocks, int) else cut.blocks
     result = [CutTensor(cut, f"{root_name}.{weight}", cut.dim, parameters[weight].shape[cut.dim], shares)]
     if bias in parameters and not cut.is_output:
         last = parameters[bias].dim() - 1
         result.append(CutTensor(cut, f"{root_name}.{bias}", last, parameters[bias].shape[last], shares))
     return result
-
-
-def _module_of(root: nn.Module, cut: Cut) -> nn.Module | None:
-    """The module of a cut; None if it is optional and missing."""
-    try:
-        return root.get_submodule(cut.module)
-    except AttributeError:
-        if cut.optional:
-            return None
-        raise
 
 
 def _vectors(name: str, norm: nn.Module, cut: Cut) -> list[CutTensor]:

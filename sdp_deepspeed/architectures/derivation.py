@@ -1,5 +1,5 @@
-"""Branches of a model without described layers: derived from passes over the model, and over its parts that these do
-not run, such as the vision tower of a language model."""
+"""Branches of a model, derived from passes over it, and over its parts that these do not run, such as the vision tower
+of a language model."""
 
 from __future__ import annotations
 

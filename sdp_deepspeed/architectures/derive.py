@@ -181,6 +181,7 @@ def _describe(traced: Trace, layer: Layer, path: BranchPath, live: set[Node]) ->
         parameters=_own_parameters(layer, mine),
         outputs=_outputs(layer, path, mine),
         is_projected=not layer.is_bypassed,
+        is_written=any(node.operation.endswith("_") for node in nodes_of_call),
         uncut_reason="its neurons or heads are not described",
     )
 

@@ -1,4 +1,4 @@
-"""Locate the described branches in a live model, with their pieces and cuts."""
+"""The residual branches of a live model, derived or described, with their pieces and cuts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures.branch import BATCH_NORMS, Branch, attribute
-from sdp_deepspeed.architectures.counts import refuse_unscaled
 from sdp_deepspeed.architectures.cut_tensors import CutTensor, cut_tensors_of
 from sdp_deepspeed.architectures.derivation import derivation_of
-from sdp_deepspeed.architectures.families import FAMILIES, is_described_here
-from sdp_deepspeed.architectures.registry import UnknownForm, branches_in, described_as
+from sdp_deepspeed.architectures.registry import branches_of
 from sdp_deepspeed.architectures.unknown_models import refuse_unknown_model
 from sdp_deepspeed.units import Piece
 
@@ -96,21 +94,13 @@ class LocatedBranch:
 
 
 def locate_branches(model: nn.Module) -> list[LocatedBranch]:
-    """All residual branches of the described layers, in model order; without any described layer, those that can be
-    derived.
+    """All residual branches that are described, in model order; if none is, those that can be derived.
 
     Raises:
-        ValueError: nothing is described or can be derived; the model itself is described; a layer runs other code than
-            its description was written for; a described submodule is missing; or a branch shares a tensor with another
-            part of the model.
+        ValueError: nothing is described or can be derived; the model itself is described; a described submodule is
+            missing; or a branch shares a tensor with another part of the model.
     """
-    try:
-        branches = _described(model)
-    except UnknownForm:
-        if not all(is_described_here(type(module)) for module in model.modules()):
-            raise
-        branches = []
-    branches = branches or _derived(model)
+    branches = _described(model) or _derived(model)
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     branches = [replace(b, is_trained=any(piece.parameter in trained for piece in b.pieces)) for b in branches]
     _refuse_tied(model, branches)
@@ -121,13 +111,13 @@ def locate_branches(model: nn.Module) -> list[LocatedBranch]:
 def _described(model: nn.Module) -> list[LocatedBranch]:
     branches = []
     for name, module in model.named_modules():
-        for branch in branches_in(name, module):
+        for branch in branches_of(type(module)):
             if not name:
                 raise ValueError(
-                    f"the model itself is of the described class {described_as(type(model))}, expected a model that "
-                    "contains its layers; wrap it, as in nn.Sequential(model)"
+                    f"the class of the model itself, {type(model).__name__}, is described, expected a model that "
+                    "contains such layers; wrap it, as in nn.Sequential(model)"
                 )
-            located = LocatedBranch(name, branch, _pieces(name, module, branch), is_bypassed=branch.is_bypassed(module))
+            located = LocatedBranch(name, branch, _pieces(name, module, branch), is_bypassed=not branch.is_projected)
             try:
                 num_cells, cut_tensors = _cells(name, module, branch)
             except (AttributeError, ValueError) as problem:  # irrelevant for the block strategy
@@ -143,7 +133,7 @@ def _derived(model: nn.Module) -> list[LocatedBranch]:
     for name, of_layer in derivation.branches.items():
         for branch in of_layer:
             layer = model.get_submodule(name)
-            located = LocatedBranch(name, branch, _pieces(name, layer, branch), is_bypassed=branch.is_bypassed(layer))
+            located = LocatedBranch(name, branch, _pieces(name, layer, branch), is_bypassed=not branch.is_projected)
             branches.append(replace(located, uncuttable_reason=branch.uncut_reason, is_derived=True))
     if not branches:
         refuse_unknown_model(model, derivation)
@@ -213,9 +203,7 @@ def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tupl
     number = attribute(root, heads) if isinstance(heads, str) else heads
     num_cells = gcd(*widths) if number is None else int(number)
     for tensor in tensors:
-        is_of_neurons = heads is not None or tensor.size // len(tensor.shares) in {
-            width * tensor.cut.interleaved for width in widths
-        }
+        is_of_neurons = heads is not None or tensor.size // len(tensor.shares) in widths
         if not is_of_neurons or not tensor.has_blocks_of(num_cells):
             raise ValueError(
                 f"{tensor.parameter} has {tensor.size} indices along dim {tensor.dim}, which do not divide into "
@@ -228,8 +216,6 @@ def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tupl
         for path, module in body.named_modules()
     }
     _refuse_other_tensors(root_name, inside, root, branch, {tensors[0].size} if heads else widths)
-    if heads is not None and branch not in FAMILIES.get(described_as(type(layer)), ()):
-        refuse_unscaled(root_name, root, branch.inner, tensors, num_cells)
     return num_cells, tuple(tensors)
 
 

@@ -1,7 +1,7 @@
 """ResNets for small images: Transformers' layers behind a 3x3 stem without pooling, optionally wider.
 
 The stem of Transformers' ResNet reduces each side by a factor of four before the first layer, which leaves 8 of the 32
-pixels of CIFAR. The layers are unchanged, so their description (`convolutional.py`) applies. Importing this module
+pixels of CIFAR. The layers are unchanged. Importing this module
 registers the model type with Transformers' auto classes.
 """
 

@@ -25,7 +25,8 @@ def units_of_branches(
     neuron_groups: int | None = None,
     num_subnetworks: int = 1,
 ) -> list[Unit]:
-    """Divide a model's branches into units, in model order. Branches without trainable parameters are in no unit.
+    """Divide a model's branches into units, in model order. Branches without trainable parameters are in no unit, nor
+    those that cannot be cut if others of their type can.
 
     Args:
         strategy: "block", "neuron", or a mapping from branch types to these; others are shared.
@@ -35,8 +36,8 @@ def units_of_branches(
         num_subnetworks: default of `neuron_groups`.
 
     Raises:
-        ValueError: a mapping with unknown branch types, only frozen branches, no branch that can be a block, a branch
-            without described neurons, more groups than neurons, groups without an effect, or a pattern that matches no
+        ValueError: a mapping with unknown branch types, only frozen branches, no branch that can be a block, no branch
+            of a type that can be cut, more groups than neurons, groups without an effect, or a pattern that matches no
             unit or only a fraction of one.
     """
     by_part = _strategy_of_parts(branches, strategy)
@@ -52,7 +53,7 @@ def units_of_branches(
         match by_part[branch.description.name]:
             case "block" if branch.is_bypassed:
                 grouped.setdefault(branch.name if granularity == "sublayer" else branch.layer, []).extend(branch.pieces)
-            case "neuron":
+            case "neuron" if not branch.uncuttable_reason:
                 for name, cells in _cells_of_units(branch, neuron_groups or num_subnetworks).items():
                     grouped[name] = list(branch.pieces_of_cells(cells))
     units = [Unit(name, tuple(pieces)) for name, pieces in grouped.items()]
@@ -69,6 +70,12 @@ def units_of_branches(
     if not left:
         raise ValueError(f"{KEY}.shared: {list(patterns)} match all {len(units)} units; leave at least one unshared")
     return left
+
+
+def uncut_branches(branches: Sequence[LocatedBranch], strategy: str | Mapping[str, str]) -> list[LocatedBranch]:
+    """Branches that are shared because they cannot be cut, unlike others of their type."""
+    by_part = _strategy_of_parts(branches, strategy)
+    return [b for b in branches if b.is_trained and b.uncuttable_reason and by_part.get(b.description.name) == "neuron"]
 
 
 def constrained_branches(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> list[str | None]:
@@ -127,7 +134,9 @@ def _strategy_of_parts(branches: Sequence[LocatedBranch], strategy: str | Mappin
 
 
 def _check_groups(branches: Sequence[LocatedBranch], neuron_groups: int | None) -> None:
-    uncut = [branch for branch in branches if branch.uncuttable_reason]
+    cut = [branch for branch in branches if not branch.uncuttable_reason]
+    types = {branch.description.name for branch in cut}
+    uncut = [branch for branch in branches if branch.description.name not in types]
     if uncut:
         blocks = {branch.description.name: "block" for branch in uncut}
         strategy = {branch.description.name: "neuron" for branch in branches} | blocks
@@ -138,7 +147,7 @@ def _check_groups(branches: Sequence[LocatedBranch], neuron_groups: int | None) 
     if neuron_groups is None:
         return
     divided = [
-        branch.num_cells for branch in branches if branch.description.inner and branch.description.inner.heads is None
+        branch.num_cells for branch in cut if branch.description.inner and branch.description.inner.heads is None
     ]
     if not divided:
         raise ValueError(f"{KEY}.neuron_groups: got {neuron_groups}, but only heads are cut here; remove it")

@@ -8,12 +8,14 @@ allocated. What does not depend on parameters (masks, positions) is computed, si
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from sdp_deepspeed.architectures.examples import Example
 # Operators that combine features or positions.
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "convolution", "_grouped_mm"})
 _HOSTS = ("deepspeed", "torch.distributed", "accelerate", "sdp_deepspeed")
+_COMPILED = "_torchdynamo_orig_callable"  # of what torch.compile returns
 _MAX_ELEMENTS = 2**26  # of a model that is computed
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
@@ -118,7 +121,7 @@ class Trace(TorchDispatchMode):
         self._running: list[tuple[str, Node | None, Call]] = []
         self._made: dict[int, Node] = {}  # by id of a result
         self._written: dict[int, Node] = {}  # last write to each storage
-        self._alive: list[Any] = []  # results, so that ids stay unique
+        self._alive: list[Any] = []  # results, so that ids stay unique while it records
 
     def node_of(self, tensor: torch.Tensor) -> Node:
         """The node that made a tensor, or that wrote to it last."""
@@ -252,6 +255,7 @@ class Trace(TorchDispatchMode):
             yield
         for hook in hooks:
             hook.remove()
+        self._alive.clear()  # arguments and outputs of calls stay
 
 
 def trace_pass(model: nn.Module, example: Example, *, is_training: bool = False) -> Trace:
@@ -313,7 +317,13 @@ def without_storage(model: nn.Module, *, random: bool = False) -> nn.Module:
     for tensor in chain(model.buffers(), plain):
         if id(tensor) not in memo:
             memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    for module, of_copy in zip(model.modules(), copied.modules(), strict=True):
+        forward: Any = vars(module).get("forward")
+        method = inspect.unwrap(forward) if hasattr(forward, _COMPILED) else None
+        if isinstance(method, MethodType) and method.__self__ is module:  # the compiled one would run the original
+            vars(of_copy)["forward"] = MethodType(method.__func__, of_copy)
+    return copied
 
 
 def is_of_a_host(hook: Any) -> bool:

@@ -52,7 +52,7 @@ class UndividedModel:
         """
         if getattr(model, "ds_autotp_parsed", False):
             raise ValueError("tensor_parallel: an earlier engine divided this model; build or load a new one")
-        return cls({name: tuple(p.shape) for name, p in model.named_parameters()}, proven_branches(model))
+        return cls({name: tuple(p.shape) for name, p in model.named_parameters()}, proven_branches(model, "neuron"))
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _of_author(model: nn.Module, group: dist.ProcessGroup | None, control: dist.
         if getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False)
     }
     every = _of_group(gather_objects({name: tuple(p.shape) for name, p in marked.items()}, control), group)
-    branches = [_without_heads_of_config(branch, marked) for branch in proven_branches(model)]
+    branches = [_without_heads_of_config(branch, marked) for branch in proven_branches(model, "neuron")]
     dims = {tensor.parameter: tensor.dim for branch in branches for tensor in branch.cut_tensors}
     dims |= {name: dim for name, p in marked.items() if (dim := int(getattr(p, "partition_dim", -1))) >= 0}
     if unknown := sorted(marked.keys() - dims.keys()):
@@ -243,15 +243,21 @@ def _of_group(values: Sequence[Any], group: dist.ProcessGroup | None) -> list[An
 
 def _check_divided(model: nn.Module, branches: Sequence[LocatedBranch], divided: Mapping[str, Division]) -> None:
     """Raise ValueError for branches that AutoTP changes: heads that depend on each other, fused projections, partly
-    divided branches. Layers that gather their output are accepted."""
+    divided branches. Layers that gather their output are accepted, and what looks like a branch that can be cut: of
+    T5's cross-attention only the first one cannot, whose mask others use."""
+
+    def form(branch: LocatedBranch) -> tuple[object, ...]:
+        names = [(piece.parameter.removeprefix(branch.layer), piece.length) for piece in branch.pieces]
+        return branch.description.name, *names
+
+    cut = {form(branch) for branch in branches if not branch.uncuttable_reason}
     for branch in branches:
         parents = {piece.parameter.rpartition(".")[0] for piece in branch.pieces if piece.parameter in divided}
         gathers = any(getattr(model.get_submodule(name), "gather_output", False) for name in parents)
-        reason = branch.uncuttable_reason if branch.cut_tensors else branch.description.uncut_reason
-        if parents and reason and not gathers:
+        if parents and form(branch) not in cut and not gathers:
             raise ValueError(
-                f"tensor_parallel.autotp_size: AutoTP would change what {branch.name!r} computes: {reason}. Remove "
-                "tensor_parallel, or set tensor_parallel.partition_config"
+                f"tensor_parallel.autotp_size: AutoTP would change what {branch.name!r} computes: "
+                f"{branch.uncuttable_reason}. Remove tensor_parallel, or set tensor_parallel.partition_config"
             )
 
 

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModel
 
+from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.estimate.deepspeed_config import configs_of_phases, without_auto
 from sdp_deepspeed.estimate.forecast import model_of
 from sdp_deepspeed.estimate.micro_step import Model, classifies_images
 from sdp_deepspeed.messages import KEY
-from sdp_deepspeed.recipe import read_recipe
+from sdp_deepspeed.recipe import apply_override, read_recipe
 
 _TRAINER_BATCH = 8  # per_device_train_batch_size of TrainingArguments
 
@@ -70,3 +74,36 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> Run:
     checkpointing = bool(training.get("gradient_checkpointing"))
     model = model_of(shape, phases[0], sequence_length=length, gradient_checkpointing=checkpointing)
     return Run(model, phases, "fsdp2" if KEY in recipe else "deepspeed", "images" if images else "tokens")
+
+
+def empty_model(name: str) -> nn.Module:
+    """The model of a config, on the meta device.
+
+    Args:
+        name: of a model on the hub, or the path of its folder or config.
+
+    Raises:
+        ValueError: there is no such config, or Transformers cannot build the model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name)
+        classes = [getattr(transformers, known, None) for known in config.architectures or ()]
+        build = next(filter(None, classes), AutoModel.from_config)
+        with torch.device("meta"):
+            model: nn.Module = build(config)
+    except Exception as error:  # Transformers validates few values, so any error is possible
+        raise ValueError(f"--model {name}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+    return model
+
+
+def block_of(overrides: Sequence[str]) -> SubnetworkConfig:
+    """The block that overrides such as `sdp.strategy=neuron` make of one with coverage 0.5."""
+    recipe: dict[str, Any] = {KEY: {}}
+    for override in overrides:
+        apply_override(recipe, override, (KEY,))
+    if not recipe[KEY].keys() & {"coverage", "holders", "assignment"}:
+        recipe[KEY]["coverage"] = 0.5
+    block = parse(recipe)
+    if block is None:
+        raise ValueError(f"{KEY} is disabled; remove sdp=off")
+    return block

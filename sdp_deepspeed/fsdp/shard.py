@@ -236,7 +236,8 @@ def _plan(call: CheckedCall, locations: Sequence[Location]) -> PlannedModel:
     state_names = _state_names(module)
     is_deferred = any(hasattr(tensor, "_sdp_weights") for tensor in named_tensors(module).values())
     deferred = DeferredWeights(module) if is_deferred else None
-    branches = without_own_parameters(proven_branches(module, call.block.strategy))
+    cut = call.block.strategy if call.dtensors is None else "neuron"  # checks of tensor parallelism need heads
+    branches = without_own_parameters(proven_branches(module, cut))
     per_node = None
     if call.block.subnetworks == "nodes":
         per_node = ranks_per_node(locations, call.mesh.mesh.tolist(), f"{KEY}.subnetworks")

@@ -15,12 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import LocatedBranch, is_of_package
+from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.branch import LIKE_INPUT, Zeros
 from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward
-
-# Layers that write to a branch's output in place: `out += residual`, ReLU.
-_WRITE_IN_PLACE = ("ResNetBasicLayer", "ResNetBottleNeckLayer", "FalconDecoderLayer", "BasicBlock", "Bottleneck")
 
 
 @dataclass(frozen=True)
@@ -44,8 +41,6 @@ class Absent:
 
 def skip_branch(model: nn.Module, branch: LocatedBranch) -> Iterator[nn.Module]:
     """Make an absent branch add zeros; yields its modules."""
-    layer = model.get_submodule(branch.layer)
-    has_storage = not is_of_package(layer) or any(base.__name__ in _WRITE_IN_PLACE for base in type(layer).__mro__)
     description = branch.description
     zeros = description.zeros or (Zeros(description.num_outputs),)
     of_bodies = dict(zip(branch.bodies, zeros, strict=False))
@@ -55,7 +50,11 @@ def skip_branch(model: nn.Module, branch: LocatedBranch) -> Iterator[nn.Module]:
             extra, added_to = description.extra_outputs, description.added_to
             is_first = name == branch.bodies[0]
             state = Absent(
-                returned.num_outputs, extra if is_first else (), has_storage, added_to if is_first else None, returned
+                returned.num_outputs,
+                extra if is_first else (),
+                description.is_written,
+                added_to if is_first else None,
+                returned,
             )
         module = model.get_submodule(name)
         replace_forward(module, _pass_or_zero, state)

@@ -11,7 +11,6 @@ from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.branch import attribute
-from sdp_deepspeed.architectures.counts import scaled_attributes
 from sdp_deepspeed.masking.split_layers import set_sizes
 
 
@@ -46,7 +45,7 @@ class Sizes:
         layers = dict.fromkeys(model.get_submodule(t.parameter.rpartition(".")[0]) for t in branch.cut_tensors)
         counts: dict[tuple[nn.Module, str], int] = {}
         configs: dict[tuple[nn.Module, str], tuple[Any, dict[str, int]]] = {}
-        for path in scaled_attributes(root, inner):
+        for path in (*inner.scaled, *([inner.heads] if isinstance(inner.heads, str) else [])):
             owner, _, name = path.rpartition(".")
             parent, _, last = owner.rpartition(".")
             if owner and not isinstance(value := attribute(root, owner), nn.Module):

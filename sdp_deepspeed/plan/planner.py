@@ -12,6 +12,7 @@ from sdp_deepspeed.architectures import (
     LocatedBranch,
     constrained_branches,
     layers_of_units,
+    uncut_branches,
     unit_costs,
     units_of_branches,
 )
@@ -69,7 +70,9 @@ def plan_model(
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shapes |= {name: division.shape for name, division in shards.divisions.items()}
     check_pieces(plan.units, lambda piece: shapes.get(piece.parameter))
-    return plan, _warnings(plan)
+    uncut = uncut_branches(branches, plan.strategy)
+    shared = [f"{len(uncut)} branches are replicated, such as {b.name!r}: {b.uncuttable_reason}" for b in uncut[:1]]
+    return plan, shared + _warnings(plan)
 
 
 def _crossing(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> list[int]:

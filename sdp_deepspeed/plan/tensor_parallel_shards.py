@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.architectures.branch import Zeros
 from sdp_deepspeed.architectures.cut_tensors import CutTensor
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.plan import Plan
@@ -140,7 +141,8 @@ class TensorParallelShards:
                 f"tensor_parallel.autotp_size: got {self.size}, which does not divide the {branch.num_cells} {cells} "
                 f"of {branch.name!r}{f' ({uneven[0]})' if uneven else ''}; use a size that divides them"
             )
-        local = replace(branch, pieces=tuple(map(self.local_piece, branch.pieces)))
+        description = replace(branch.description, zeros=self._local_zeros(branch))
+        local = replace(branch, description=description, pieces=tuple(map(self.local_piece, branch.pieces)))
         if branch.uncuttable_reason or not divided:
             return local
         uncuttable_reason = next(filter(None, map(self._uncuttable_reason, branch.cut_tensors)), "")
@@ -148,6 +150,15 @@ class TensorParallelShards:
         return replace(
             local, num_cells=branch.num_cells // self.size, cut_tensors=tensors, uncuttable_reason=uncuttable_reason
         )
+
+    def _local_zeros(self, branch: LocatedBranch) -> tuple[Zeros, ...]:
+        """What bodies of an absent branch return here, where they are divided along their outputs."""
+        local = []
+        for name, zeros in zip(branch.bodies, branch.description.zeros, strict=False):
+            division = self.divisions.get(f"{name}.weight")
+            is_divided = division is not None and division.dim == 0 and division.shape[0] == zeros.size
+            local.append(replace(zeros, size=division.lengths[self.index]) if division and is_divided else zeros)
+        return tuple(local)
 
     def _uncuttable_reason(self, tensor: CutTensor) -> str:
         division = self.divisions.get(tensor.parameter)

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
@@ -45,7 +46,7 @@ class Watch:
         gc.collect()
         found: dict[int, int] = {}
         for thing in gc.get_objects():
-            if issubclass(type(thing), torch.Tensor):
+            if issubclass(type(thing), torch.Tensor) and not isinstance(thing, FakeTensor):
                 for tensor in (thing, thing.grad if thing.is_leaf else None):
                     if tensor is not None and tensor.untyped_storage().nbytes():
                         found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()

@@ -216,4 +216,4 @@ KEY_BIASES = (
     *("deit", "dinov2", "dinov2_swiglu", "swin", "vit"),
 )
 # Attention whose heads cannot be cut.
-UNCUT = ("bloom", "bloom_post_norm", "falcon_alibi", "falcon_multi_query", "olmo2", "olmo3", "stablelm_head_norms")
+UNCUT = ("bloom", "bloom_post_norm", "falcon_multi_query", "olmo2", "olmo3", "stablelm_head_norms")

@@ -15,6 +15,7 @@ import pytest
 from deepspeed.launcher.runner import parse_args as parse_deepspeed
 from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser as torchrun_parser
+from transformers import LlamaConfig
 
 import sdp_deepspeed.recipe
 from recipe import read_recipe
@@ -33,7 +34,9 @@ COMMANDS = {
 
 @pytest.fixture(autouse=True)
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working directory, to which commands may write; and recipes that are installed with the wheel."""
+    """The working directory, to which commands may write, with a model; and installed recipes."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 8, "num_hidden_layers": 4}
+    LlamaConfig(architectures=["LlamaForCausalLM"], **sizes).save_pretrained(tmp_path / "my_model")
     for name in ("configs", "launch"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)

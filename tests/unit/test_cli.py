@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 import sdp_deepspeed
 from sdp_deepspeed.cli import main
@@ -161,6 +162,24 @@ def test_plan_takes_overrides_and_shows_warnings(capsys: Capture) -> None:
     shown = printed(capsys, "plan", "run.yaml", "sdp={holders: 1}", "--ranks", "4")
     assert "1 holders each" in shown
     assert f"warning: {KEY}: " in shown or "warning: " in shown
+
+
+def test_the_plan_of_a_config(capsys: Capture, tmp_path: Path) -> None:
+    """Without a recipe or weights; its branches are printed, too."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 3}
+    LlamaConfig(vocab_size=61, architectures=["LlamaForCausalLM"], **sizes).save_pretrained(tmp_path)
+    shown = printed(capsys, "plan", "--model", str(tmp_path), "sdp.strategy=neuron", "sdp.holders=1", "--ranks", "2")
+    assert "3 x model.layers.*.attention (4 heads): input_layernorm, self_attn" in shown
+    assert "3 x model.layers.*.mlp (24 neurons): post_attention_layernorm, mlp" in shown
+    assert "model.layers.2.mlp.group_1" in shown
+    assert "1 holders each (coverage 0.5)" in shown
+    shown = printed(capsys, "plan", "--model", str(tmp_path / "config.json"), "--ranks", "2")
+    assert "strategy block, 2 ranks" in shown
+
+
+def test_a_config_that_is_not_there(capsys: Capture, tmp_path: Path) -> None:
+    assert main(["plan", "--model", str(tmp_path / "none")]) == 2
+    assert f"error: --model {tmp_path / 'none'}: " in capsys.readouterr().err
 
 
 def test_a_subnetwork_for_each_node(capsys: Capture) -> None:

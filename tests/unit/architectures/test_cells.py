@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import sdp_deepspeed
-from sdp_deepspeed.architectures import LocatedBranch, derivation, locate_branches, registry, units_of_branches
+from sdp_deepspeed.architectures import LocatedBranch, derivation, units_of_branches
 from sdp_deepspeed.architectures.branch import InnerLayers
 from sdp_deepspeed.architectures.cells import propose_cells
 from sdp_deepspeed.masking import cell_proof
-from sdp_deepspeed.masking.proof import proven_branches, with_cells
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.masking.scale import starts_smaller
 from tests.helpers.hand_written import HAND_WRITTEN, WIDTH, Layer, Stack, stream
 from tests.helpers.oracle_grid import ARCHITECTURES, MODELS
@@ -24,8 +26,7 @@ from tests.helpers.oracle_grid import ARCHITECTURES, MODELS
 # Layouts that the others do not have: interleaved queries, keys and values, by head or by group; tables and norms by
 # head; latent heads; gates that alternate with ups, beside shared experts or not; more counts; uncut heads.
 IN_SHORT = {*ARCHITECTURES, "cohere", "deberta_v2", "deepseek_v3", "falcon_grouped", "gpt_oss", "olmo2", "swinv2"}
-# Cut by their masks, which no description knows; and a bias that the first decoder layer makes for all others.
-MORE, FEWER = ("falcon_alibi",), ("t5", "mt5")
+BRANCHES = json.loads((Path(__file__).parent / "branches.json").read_text(encoding="utf-8"))
 
 Cells = tuple[int, list[tuple[object, ...]]]
 
@@ -45,38 +46,43 @@ def cells(branch: LocatedBranch) -> Cells:
 
 
 def derived(model: nn.Module) -> dict[str, LocatedBranch]:
-    return {branch.name: branch for branch in with_cells(model, proven_branches(model), "neuron")}
+    return {branch.name: branch for branch in proven_branches(model, "neuron")}
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.slow) for name in MODELS]
 )
-def test_derived_cells_are_those_described(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS[name].build()
-    described = {branch.name: branch for branch in locate_branches(model)}
-    monkeypatch.setattr(registry, "_DESCRIPTIONS", {})
-    found = derived(model)
-    assert found.keys() == described.keys()
-    for key, branch in described.items():
-        if name in MORE and branch.uncuttable_reason:
-            assert found[key].num_cells > 1
-        elif name in FEWER and key == "decoder.block.0.cross_attention":
-            assert found[key].uncuttable_reason
-        else:
-            assert cells(found[key]) == cells(branch)
+def test_cells_of_families(name: str) -> None:
+    found = {branch.name: branch for branch in proven_branches(MODELS[name].build(), "neuron")}
+    expected = {branch: entry for entry in BRANCHES[name] for branch in entry["branches"]}
+    assert found.keys() == expected.keys()
+    for key, branch in found.items():
+        names = [t.parameter for t in branch.cut_tensors if t.kind == "parameter"]
+        cut = [f"{branch.layer}.{parameter}" for parameter in expected[key]["cut"]]
+        assert (branch.num_cells, sorted(names)) == (expected[key]["cells"], cut)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "convnext", "gpt_oss", "qwen2_moe", "resnet"])
-def test_init_makes_the_same_output_projections_smaller(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of derived blocks, whose neurons are not derived, too; none before a norm."""
+OUTPUTS = {
+    "llama": {"self_attn.o_proj.weight", "mlp.down_proj.weight"},
+    "gpt2": {"attn.c_proj.weight", "mlp.c_proj.weight"},
+    "gemma2": set(),  # norms follow
+    "convnext": {"pwconv2.weight"},
+    "gpt_oss": {"self_attn.o_proj.weight", "mlp.experts.down_proj"},
+    "qwen2_moe": {
+        "self_attn.o_proj.weight",
+        "mlp.down_proj.weight",
+        "mlp.experts.down_proj",
+        "mlp.shared_expert.down_proj.weight",
+    },
+    "resnet": set(),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_init_makes_output_projections_smaller(name: str) -> None:
     model = MODELS[name].build()
-    described = {branch.name: branch for branch in locate_branches(model)}
-    monkeypatch.setattr(registry, "_DESCRIPTIONS", {})
-    for branch in proven_branches(model):
-        expected = described[branch.name]
-        assert starts_smaller(model, branch) == starts_smaller(model, expected)
-        if starts_smaller(model, branch):
-            assert sorted(branch.outputs) == sorted(expected.outputs)
+    smaller = [branch for branch in proven_branches(model) if starts_smaller(model, branch)]
+    assert {output.removeprefix(f"{b.layer}.") for b in smaller for output in b.outputs} == OUTPUTS[name]
 
 
 class Heads(nn.Module):
@@ -162,7 +168,7 @@ class NormBetween(Layer):
 )
 def test_what_cannot_be_proven_is_refused_with_the_reason(layer: type[Layer], kind: str, reason: str) -> None:
     model = traced(layer(), layer())
-    branches = with_cells(model, proven_branches(model), {kind: "neuron"})
+    branches = proven_branches(model, {kind: "neuron"})
     with pytest.raises(ValueError, match=rf"'h\.0\.{kind}' cannot be cut: {reason}.*Use \"block\""):
         units_of_branches(branches, strategy={kind: "neuron"})
 
@@ -176,8 +182,7 @@ def test_a_wrong_layout_of_gates_and_ups_is_refused(name: str, blocks: int, monk
         cuts = [replace(cut, blocks=blocks) if "gate_up" in cut.module else cut for cut in inner.cuts]
         return replace(inner, cuts=tuple(cuts)), number
 
-    monkeypatch.setattr(registry, "_DESCRIPTIONS", {})
     monkeypatch.setattr(cell_proof, "propose_cells", propose)
     model = MODELS[name].build()
-    (branch, *_) = (b for b in with_cells(model, proven_branches(model), {"mlp": "neuron"}) if b.name.endswith(".mlp"))
+    (branch, *_) = (b for b in proven_branches(model, {"mlp": "neuron"}) if b.name.endswith(".mlp"))
     assert "with some of its" in branch.uncuttable_reason

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -57,34 +56,9 @@ def test_a_plan_whose_block_is_bypassed_by_a_projection_is_refused() -> None:
         Mask(dense, replace(plan, units=(Unit("stem", branches[0].pieces), *plan.units[1:])), 0)
 
 
-class Skipping(nn.Module):
-    """`skip(x) + body(x)`."""
-
-    def __init__(self, skip: nn.Module) -> None:
-        super().__init__()
-        self.skip, self.body = skip, nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.skip(x) + self.body(x)
-        return result
-
-
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
-
-
-def test_conditions_may_be_types(own_registry: None) -> None:
-    model = nn.Sequential(Skipping(nn.Identity()), Skipping(nn.Linear(4, 4)), Skipping(nn.Tanh()))
-    skips = (("skip", nn.Linear),), (("skip", nn.Identity),)
-    first = Branch("body", body="body", when=skips[0], bypassed=skips[1])
-    architectures.register(Skipping, first, Branch("body", body="body", when=skips[1], bypassed=skips[1]))
-    assert [branch.is_bypassed for branch in proven_branches(deepcopy(model[:2]), "neuron")] == [True, False]
-    with pytest.raises(ValueError, match="known are skip = a Linear; skip = a Identity"):
-        proven_branches(model, "neuron")
-    architectures.register(Skipping, Branch("body", body="body", bypassed=(("shortcut", nn.Identity),)))
-    with pytest.raises(ValueError, match=r"`bypassed`.*that this layer lacks"):
-        proven_branches(model, "neuron")
 
 
 class Inverted(nn.Module):
@@ -132,7 +106,7 @@ def test_convolutions_on_each_channel_by_itself_are_cut_with_them(own_registry: 
 
 def test_other_groups_and_uncut_batch_norms_are_refused(own_registry: None) -> None:
     describe_inverted()
-    model = nn.Sequential(InvertedLayer(groups=3), InvertedLayer())
+    model = nn.Sequential(InvertedLayer(groups=3), InvertedLayer(groups=3))
     words = r"body\.depth is a Conv2d with 3 groups; only depthwise"
     with pytest.raises(ValueError, match=words):
         units_of_branches(proven_branches(model, "neuron"), strategy="neuron")

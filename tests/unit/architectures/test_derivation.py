@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from collections import OrderedDict
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import transformers as hf
 from torch import nn
 
 import sdp_deepspeed
-from sdp_deepspeed.architectures import LocatedBranch, derivation, locate_branches, registry, units_of_branches
+from sdp_deepspeed.architectures import derivation, units_of_branches
 from sdp_deepspeed.architectures.likeness import likeness
 from sdp_deepspeed.masking import Mask, replayed_layer
 from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
@@ -32,20 +34,18 @@ def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(derivation, "_OF_MODELS_LIKE", OrderedDict())
 
 
-def without_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_DESCRIPTIONS", {})
-
-
-def names_of(branches: Iterable[LocatedBranch]) -> list[tuple[str, set[str]]]:
-    return [(branch.name, {piece.parameter for piece in branch.pieces}) for branch in branches]
+# Names that rules, plans and checkpoints have: of each branch with its parameters, and with what neurons cut.
+BRANCHES = json.loads((Path(__file__).parent / "branches.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_derived_branches_are_those_described(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS[name].build()
-    described = locate_branches(model)
-    without_descriptions(monkeypatch)
-    assert names_of(proven_branches(model)) == names_of(described)
+def test_branches_of_families(name: str) -> None:
+    found = {}
+    for branch in proven_branches(MODELS[name].build()):
+        parameters = [piece.parameter for piece in branch.pieces if piece.kind == "parameter"]
+        found[branch.name] = {parameter.removeprefix(f"{branch.layer}.") for parameter in parameters}
+    expected = {branch: {*entry["cut"], *entry["whole"]} for entry in BRANCHES[name] for branch in entry["branches"]}
+    assert found == expected
 
 
 @pytest.mark.parametrize("name", [name for name in HAND_WRITTEN if name not in REFUSED])
@@ -334,7 +334,6 @@ def test_subnetworks_on_other_shapes_than_the_example(build: Any, shapes: list[t
 
 
 def test_a_model_on_the_meta_device_with_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_descriptions(monkeypatch)
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(
             hf.LlamaConfig(
@@ -360,7 +359,6 @@ def test_reentrant_checkpointing_is_no_obstacle() -> None:
 
 
 def test_the_model_and_the_random_state_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_descriptions(monkeypatch)
     model = hf.ResNetForImageClassification(hf.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[2, 2]))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state, of_python = torch.get_rng_state(), random.getstate()
@@ -398,7 +396,6 @@ def test_families_and_forms_that_are_not_described(name: str) -> None:
 
 
 def test_a_model_without_storage(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_descriptions(monkeypatch)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = hf.LlamaConfig(vocab_size=VOCABULARY, **sizes)
     with torch.device("meta"):

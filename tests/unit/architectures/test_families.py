@@ -1,4 +1,4 @@
-"""Every described family: what of it is in units; and models of users."""
+"""Every family: what of it is in units; and models of users."""
 
 from __future__ import annotations
 
@@ -51,25 +51,30 @@ def test_heads_that_cannot_be_cut_are_refused_with_the_line_that_works(name: str
         units_of_branches(proven_branches(SPECIMENS[name].build(), "neuron"), strategy="neuron")
 
 
-def test_what_cannot_be_described_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
+def test_what_two_branches_use_is_shared() -> None:
     model: Any = models.llama()
     layers = model.model.layers
     layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight.*same tensor.*layers\.0\.mlp.*untie"):
-        proven_branches(model, "neuron")
-    model, scale = models.llama(), torch.ones(16)
+    inside = {piece.parameter for branch in proven_branches(model) for piece in branch.pieces}
+    assert not any("up_proj" in name for name in inside)
+    assert "model.layers.1.mlp.gate_proj.weight" in inside
+
+
+def test_what_cannot_be_described_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_DESCRIPTIONS", {})
+    model: Any = models.llama()
+    scale = torch.ones(16)
     for layer in model.model.layers:
         layer.mlp.register_buffer("scale", scale)
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.scale.*same tensor"):
-        proven_branches(model, "neuron")
+        proven_branches(model)
     model = models.llama()
     model.first_norm = model.model.layers[0].input_layernorm
     with pytest.raises(ValueError, match=r"'first_norm\.weight' is the same tensor.*use separate modules"):
-        proven_branches(model, "neuron")
+        proven_branches(model)
     architectures.register(LlamaDecoderLayer, Branch("mlp", norm="input_layernorm", body="feed_forward"))
     with pytest.raises(ValueError, match=r"no submodule 'feed_forward'.*'mlp'"):
-        proven_branches(models.llama(), "neuron")
+        proven_branches(models.llama())
     with pytest.raises(ValueError, match="different names"):
         architectures.register(LlamaDecoderLayer, Branch("mlp", body="mlp"), Branch("mlp", body="self_attn"))
     with pytest.raises(ValueError, match="expected one or more"):

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from sdp_deepspeed import check_description
-from sdp_deepspeed.architectures.families import is_of_package
 from sdp_deepspeed.architectures.flops import flops_per_element
 from sdp_deepspeed.masking.proof import proven_branches
 from tests.helpers import models
@@ -64,7 +63,7 @@ def timm(pytestconfig: pytest.Config) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_descriptions_are_right_and_the_packages_own(timm: Any, name: str) -> None:
+def test_all_modes(timm: Any, name: str) -> None:
     torch.manual_seed(0)
     model = models.scrambled(MODELS[name](timm)).double().train()
     size = 32 if name.startswith(("convnext", "resnet")) else 12
@@ -77,7 +76,6 @@ def test_descriptions_are_right_and_the_packages_own(timm: Any, name: str) -> No
 
     assert len(check_description(model, images, loss_of)) == 4
     branches = proven_branches(model, "neuron")
-    assert all(is_of_package(model.get_submodule(branch.layer)) for branch in branches)
     uncut = {branch.description.name for branch in branches if branch.uncuttable_reason}
     assert uncut == ({"attention"} if name in ("swin_v2", "vit_norm_over_heads") else set())
     assert flops_per_element(model)

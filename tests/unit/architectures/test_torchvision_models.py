@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures.families import is_of_package
 from sdp_deepspeed.config import MODES
-from sdp_deepspeed.masking.proof import proven_branches
 from tests.helpers import models
 from tests.helpers.core_masks import assert_close, assert_masked, expected_of, fetch, masked, plan_of, run
 from tests.helpers.torchvision_models import MODELS, Classifier, load
@@ -71,9 +69,3 @@ def test_heads_are_refused_with_the_line_that_works(torchvision: Any) -> None:
     for name in ("swin", "swin_v2", "vit"):
         with pytest.raises(ValueError, match=r"width of a head.*\"strategy\": \{\"attention\": \"block\", \"mlp\""):
             plan_of(built(torchvision, name), "forward", "neuron")
-
-
-def test_descriptions_are_the_packages_own(dense: nn.Module) -> None:
-    """So nothing needs to be tried out."""
-    branches = proven_branches(dense, "neuron")
-    assert all(is_of_package(dense.get_submodule(branch.layer)) for branch in branches)

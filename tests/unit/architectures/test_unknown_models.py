@@ -45,24 +45,34 @@ def test_a_model_without_branches_is_refused_with_four_lines_that_describe_one()
 
 
 class Layer(nn.Module):
-    def __init__(self, *, is_wide: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.is_wide = is_wide
         self.norm, self.ff = nn.LayerNorm(4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.ff(self.norm(x)) if self.is_wide else self.norm(x + self.ff(x))
+        return x + self.ff(self.norm(x))
 
 
-def test_a_layer_has_the_branches_of_its_form() -> None:
-    pre = Branch("mlp", norm="norm", body="ff", when=(("is_wide", True),))
-    post = Branch("mlp", body="ff", when=(("is_wide", False),))
-    architectures.register(Layer, pre, post)
-    model = nn.Sequential(Layer(is_wide=True), Layer(is_wide=False))
-    assert [branch.description for branch in proven_branches(model, "neuron")] == [pre, post]
-    architectures.register(Layer, pre, Branch("mlp", body="ff"))
-    with pytest.raises(ValueError, match=r"'0': the branches \['mlp', 'mlp'\] of Layer apply"):
-        proven_branches(model, "neuron")
+class OtherModules(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ff = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))  # type: ignore[assignment]
+
+
+class PostNorm(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.ff(x))
+
+
+def test_a_description_is_of_what_inherits_the_forward() -> None:
+    described = Branch("mlp", norm="norm", body="ff")
+    architectures.register(Layer, described)
+    model = nn.Sequential(Layer(), OtherModules())
+    assert [branch.description for branch in proven_branches(model, "neuron")] == [described] * 2
+    model = nn.Sequential(PostNorm(), PostNorm())
+    sdp_deepspeed.trace(model, torch.zeros(2, 4))
+    (first, _) = proven_branches(model)
+    assert (first.description.norm, first.description.body) == (None, "ff")
 
 
 def test_what_no_description_can_be() -> None:

@@ -447,7 +447,6 @@ def attention(body: type[nn.Module], heads: str, **more: tuple[str, ...]) -> nn.
     ("body", "heads", "more"),
     [
         (ReadsNumber, "n_head", {}),
-        (ReadsNumber, "config.n_head", {}),
         (ReadsConfig, "config.n_head", {}),
         (ReadsAnother, "n_head", {"scaled": ("heads_too",)}),
         (ReadsWidth, "n_head", {"scaled": ("width",)}),
@@ -458,25 +457,9 @@ def test_numbers_of_heads_are_scaled(body: Any, heads: str, more: Any) -> None:
     assert len(check_description(attention(body, heads, **more), batch())) == 4
 
 
-@pytest.mark.parametrize(
-    ("body", "heads", "named"),
-    [
-        (ReadsWidth, "n_head", r"layers\.0\.body\.width = 12"),
-        (ReadsAnother, "n_head", r"layers\.0\.body\.heads_too = 4"),
-    ],
-)
-def test_sizes_of_heads_that_are_not_scaled_are_refused(body: Any, heads: str, named: str) -> None:
-    model = attention(body, heads)
-    with pytest.raises(ValueError, match=rf"'layers\.0\.attention' cannot be cut: {named}: read in forward.*`scaled`"):
-        check_description(model, batch())
-    assert len(plan_of(model, "forward", "block").units) == 2
-    with pytest.raises(ValueError, match=rf"cannot be cut: {named}"):
-        plan_of(model, "forward", "neuron")
-
-
 def test_a_description_with_which_a_subnetwork_does_not_run() -> None:
     with pytest.raises(AssertionError, match=r"forward x neuron: subnetwork 0 does not run, unlike the dense model: "):
-        check_description(attention(ReadsWidth, "n_head", fixed=("width",)), batch())
+        check_description(attention(ReadsWidth, "n_head"), batch())
 
 
 class NormedStream(nn.Module):

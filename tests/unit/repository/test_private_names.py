@@ -32,6 +32,7 @@ TORCH = {
     "_foreach_norm": "the same",
     "_foreach_zero_": "the same",
     "_utils": "module of _unflatten_dense_tensors",
+    "_torchdynamo_orig_callable": "whether a `forward` was compiled, which copies of a model cannot run",
     "_unflatten_dense_tensors": "views of a flat buffer, thousands in one call",
     "_python_dispatch": "module of TorchDispatchMode, which sees each operation: FLOPs, memory, `Init`",
     "_pytree": "module of tree_map and tree_leaves: tensors in nested inputs and outputs",

@@ -1,9 +1,8 @@
-"""Layers of described classes with other modules inside: only what the neuron strategy cuts must be as described."""
+"""Layers with modules that a user put into them, branches without parameters, and a model that is a layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +11,10 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import registry, units_of_branches
-from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.architectures import registry
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
-from tests.helpers.core_masks import assert_masked, build, plan_of, planned
+from tests.helpers.core_masks import assert_masked, build, plan_of
 
 
 class Experts(nn.Module):
@@ -64,61 +62,13 @@ def with_adapters() -> nn.Module:
     return model
 
 
-def with_heads_that_do_not_divide() -> nn.Module:
-    """2 key/value heads of 4, of which the config says that they are 3."""
-    model: Any = build("llama")
-    model.config.num_key_value_heads = 3
-    return model
-
-
-def with_heads_of_no_number(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """The description looks for it elsewhere."""
-    attention, mlp = architectures.branches_of(LlamaDecoderLayer) or ()
-    assert attention.inner is not None
-    monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
-    attention = replace(attention, inner=replace(attention.inner, heads="config.num_groups"))
-    architectures.register(LlamaDecoderLayer, attention, mlp)
-    return build("llama")
-
-
-Maker = Callable[[], nn.Module]
-PARTS: list[tuple[Maker, str, str, str]] = [
-    (with_experts, "mlp", "attention", "gate_proj"),
-    (with_adapters, "attention", "mlp", r"self_attn\.q_proj has no weight of its own \(a Adapter\)"),
-    (with_heads_that_do_not_divide, "attention", "mlp", r"q_proj\.weight has 32 indices along dim 0.*3"),
-]
-
-
-@pytest.mark.parametrize(("make", "part", "other", "reason"), PARTS)
-def test_blocks_work(make: Maker, part: str, other: str, reason: str) -> None:
-    """Alone, and beside neurons of the part that is as described."""
+@pytest.mark.parametrize("make", [with_experts, with_adapters])
+@pytest.mark.parametrize("strategy", ["block", "neuron", {"attention": "block", "mlp": "neuron"}])
+def test_layers_with_other_modules(make: Callable[[], nn.Module], strategy: Any) -> None:
     torch.manual_seed(0)
     model = make()
-    names = [f"model.layers.{index}.{branch}" for index in (0, 1) for branch in ("attention", "mlp")]
-    assert [unit.name for unit in units_of_branches(proven_branches(model, "neuron"))] == names
-    for strategy in ("block", {part: "block", other: "neuron"}, {other: "neuron"}):
-        assert_masked(model, plan_of(model, "forward", strategy), 1)
-
-
-def assert_neurons_are_refused(model: nn.Module, part: str, reason: str) -> None:
-    """By its unit's name, with the reason and the way out."""
-    for strategy in ("neuron", {part: "neuron"}):
-        block = parse({KEY: {"holders": 1, "strategy": strategy}})
-        assert block is not None
-        words = rf"'model\.layers\.0\.{part}' cannot be cut: .*{reason}.*Use \"block\" for the type '{part}'"
-        with pytest.raises(ValueError, match=words):
-            planned(model, block, 2)
-
-
-@pytest.mark.parametrize(("make", "part", "other", "reason"), PARTS)
-def test_neurons_are_refused(make: Maker, part: str, other: str, reason: str) -> None:
-    assert_neurons_are_refused(make(), part, reason)
-
-
-def test_a_number_of_heads_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = with_heads_of_no_number(monkeypatch)
-    assert len(plan_of(model, "forward", "block").units) == 4
-    assert_neurons_are_refused(model, "attention", "num_groups")
+    for regime in ("forward", "backward"):
+        assert_masked(model, plan_of(model, regime, strategy), 1)
 
 
 class PoolingLayer(nn.Module):
@@ -159,6 +109,6 @@ def test_a_branch_without_parameters_is_on_all_ranks() -> None:
 
 @pytest.mark.usefixtures("described")
 def test_a_model_that_is_a_layer_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"the model itself is of the described class .*PoolingLayer.*Sequential"):
+    with pytest.raises(ValueError, match=r"the class of the model itself, PoolingLayer, is described.*Sequential"):
         proven_branches(PoolingLayer(), "neuron")
     assert proven_branches(nn.Sequential(PoolingLayer()), "neuron")
