@@ -23,7 +23,6 @@ from sdp_deepspeed.architectures.small_image_resnet import (
 )
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.estimate.forecast import forecast
-from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.masking.running_statistics import estimate_statistics, write_statistics
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
@@ -131,8 +130,7 @@ class Training:
             add_dropout(self.workers, subject.dropout)
 
     def _plan(self) -> Plan:
-        branches = proven_branches(self.model, self.config.strategy)
-        return plan_model(self.model, self.config, self.settings.workers, branches=branches)[0]
+        return plan_model(self.model, self.config, self.settings.workers)[0]
 
     def flops_per_image(self) -> float:
         pixels, labels = self.batches.batch(0)

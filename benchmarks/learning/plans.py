@@ -21,7 +21,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.learning.subjects import Size, Study, Subject
 from benchmarks.learning.text import VOCABULARY
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
-from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.schedule import Schedule
@@ -180,7 +179,6 @@ class Planner:
     def _plan(self, config: SubnetworkConfig) -> Plan:
         key = repr(config)
         if key not in self._plans:
-            branches = proven_branches(self._model, config.strategy)
-            plan = plan_model(self._model, config, self.study.num_workers, branches=branches)[0]
+            plan = plan_model(self._model, config, self.study.num_workers)[0]
             self._plans[key] = by_bands(plan, self.seed) if self.subject.is_banded else plan
         return self._plans[key]

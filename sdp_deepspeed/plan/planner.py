@@ -30,7 +30,7 @@ def plan_model(
     block: SubnetworkConfig,
     data_parallel_size: int,
     *,
-    branches: Sequence[LocatedBranch],
+    branches: Sequence[LocatedBranch] | None = None,
     shards: TensorParallelShards | None = None,
     ranks_per_node: int | None = None,
 ) -> tuple[Plan, list[str]]:
@@ -38,13 +38,17 @@ def plan_model(
 
     Args:
         model: whole, or the part of a tensor-parallel rank; may be on the meta device.
-        branches: the model's residual branches.
+        branches: the model's residual branches, with what the strategy cuts. Default: derived and proven here.
         shards: the part of a tensor-parallel rank; None if the model is whole.
         ranks_per_node: data-parallel ranks, for `subnetworks: "nodes"`.
 
     Raises:
         ValueError: the block, or its plan file, does not fit the model or the number of ranks.
     """
+    if branches is None:
+        from sdp_deepspeed.masking.proof import proven_branches  # imports Plan
+
+        branches = proven_branches(model, block.strategy)
     shards = shards or UNDIVIDED
     if block.plan_path is not None:
         plan = _without_frozen(read_plan(block, data_parallel_size, ranks_per_node), branches)

@@ -12,11 +12,9 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import branches_of_units, units_of_branches
-from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.reference.virtual_workers import scale_branches, zero_absent
 from sdp_deepspeed.units import Piece
 from tests.helpers import mixtures, models, more_models
@@ -70,11 +68,6 @@ def strategy_of(name: str, strategy: str) -> Any:
     """Attention as blocks where its heads cannot be cut."""
     is_cut = name not in (*more_models.UNCUT, *(mixtures.MIXTURES.keys() - mixtures.CUT_EVERYWHERE))
     return strategy if strategy == "block" or is_cut else {"attention": "block", "mlp": "neuron"}
-
-
-def planned(model: nn.Module, block: SubnetworkConfig, num_ranks: int) -> tuple[Plan, list[str]]:
-    """See `plan_model`."""
-    return plan_model(model, block, num_ranks, branches=proven_branches(model, block.strategy))
 
 
 def plan_of(model: nn.Module, regime: str, strategy: Any, **choice: Any) -> Plan:

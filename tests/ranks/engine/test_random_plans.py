@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from sdp_deepspeed.config import KEY, MODES, parse
+from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers.collective_log import check_order, collectives_of_engines
-from tests.helpers.core_masks import planned
 from tests.helpers.oracle import check_case
 from tests.helpers.oracle_grid import Case
 from tests.helpers.ranks import Rank
@@ -51,7 +51,7 @@ def test_random_plans(rank: Rank, seed: int) -> None:
     case = drawn_case(draw, rank.size)
     block = parse({KEY: case.block})
     assert block is not None
-    plan, _ = planned(case.specimen.build(), block, rank.size)
+    plan, _ = plan_model(case.specimen.build(), block, rank.size)
     further = [draw.sample(range(rank.size), draw.randrange(rank.size)) for _ in plan.holders]
     holders = [tuple(sorted({*given, *more})) for given, more in zip(plan.holders, further, strict=True)]
     path = rank.folder / "plan.json"

@@ -12,8 +12,8 @@ from torch import nn
 
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.reference.virtual_workers import Reference
-from tests.helpers.core_masks import planned
 from tests.helpers.models import LENGTH, SPECIMENS, VOCABULARY, config, loss_of, two_groups
 from tests.helpers.oracle import make_optimizer
 from tests.helpers.ranks import Rank
@@ -56,7 +56,7 @@ def plan_after(run: Run, steps: int, model: nn.Module, size: int) -> Plan:
     keys["seed"] = keys.get("seed", 0) + (0 if interval is None else steps // interval)
     block = parse({KEY: keys})
     assert block is not None
-    return planned(model, block, size)[0]
+    return plan_model(model, block, size)[0]
 
 
 def phase_after(run: Run, steps: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from sdp_deepspeed.architectures import Branch, register
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.fsdp import sharded_model_of
 from sdp_deepspeed.plan.plan import Plan
-from tests.helpers.core_masks import planned
+from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers.ranks import Rank
 from tests.helpers.sharded import sharded
 
@@ -91,7 +91,7 @@ def write_plan(model: nn.Module, rank: Rank, holders: Sequence[tuple[int, ...]],
 def made_plan(model: nn.Module, rank: Rank) -> Plan:
     block = parse({KEY: {"holders": 2}})
     assert block is not None
-    return planned(model, block, rank.size)[0]
+    return plan_model(model, block, rank.size)[0]
 
 
 @contextmanager

@@ -17,10 +17,10 @@ from transformers import LlamaForCausalLM
 
 import sdp_deepspeed
 from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.reference.local_steps import LocalReference, LocalSteps
 from sdp_deepspeed.reference.virtual_workers import Reference
 from sdp_deepspeed.teams.team import Team
-from tests.helpers.core_masks import planned
 from tests.helpers.models import MIXED, batches, config, llama, loss_of
 from tests.helpers.teams import NEVER_MISSED, Place, teams
 
@@ -142,7 +142,7 @@ def expected(case: Case) -> dict[str, torch.Tensor]:
     steps = LocalSteps(case.every, *case.outer)
     block = parse({KEY: {key: value for key, value in case.whole_block.items() if key != "local_steps"}})
     assert block is not None
-    plan, _ = planned(model, block, case.num_teams)
+    plan, _ = plan_model(model, block, case.num_teams)
     ranks = tuple(rank // case.size for rank in range(case.num_teams * case.size))
     plan = replace(plan, subnetwork_of_rank=ranks)
 

@@ -7,8 +7,8 @@ import pytest
 from sdp_deepspeed.architectures import unit_costs, units_of_branches
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.masking.proof import proven_branches
+from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.units import check_pieces
-from tests.helpers.core_masks import planned
 from tests.helpers.mixtures import CUT_EVERYWHERE, MIXTURES, mixture
 
 
@@ -68,7 +68,7 @@ def test_workers_of_mixed_layers_are_balanced_by_what_they_compute() -> None:
     model = mixture("deepseek_v3", first_k_dense_replace=2, num_hidden_layers=4, num_experts_per_tok=1, topk_group=1)
     config = parse({KEY: {"holders": 1}})
     assert config is not None
-    plan, _ = planned(model, config, 2)
+    plan, _ = plan_model(model, config, 2)
     costs = unit_costs(model, plan.units)
     loads = [sum(costs[unit].flops for unit in plan.units_of(subnetwork)) for subnetwork in (0, 1)]
     assert max(loads) <= 1.05 * sum(loads) / 2

@@ -17,8 +17,8 @@ from benchmarks.learning.held_rows import HeldRows, scaled_branches
 from sdp_deepspeed.config import KEY, MODES, parse
 from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.reference.virtual_workers import Reference
-from tests.helpers.core_masks import planned
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.models import LENGTH, MIXED, SPECIMENS, VOCABULARY, batches, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
@@ -41,7 +41,7 @@ def adamw(named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
 def plan_of(model: nn.Module, block: Block, num_ranks: int) -> Plan:
     config = parse({KEY: block})
     assert config is not None
-    return planned(model, config, num_ranks)[0]
+    return plan_model(model, config, num_ranks)[0]
 
 
 def both(name: str, blocks: Sequence[Block], num_ranks: int, **options: Any) -> tuple[Reference, BatchedReference]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.refused_arguments import check_call, check_plan, parse_block
-from tests.helpers.core_masks import planned
+from sdp_deepspeed.plan.planner import plan_model
 from tests.helpers.models import llama
 
 HALF = {"coverage": 0.5}
@@ -60,8 +60,8 @@ def test_parameters_of_units_cannot_be_ignored() -> None:
     """Nor those of units that every rank holds."""
     model = llama(2)
     block = HALF | {"strategy": {"mlp": "neuron"}}
-    plan, _ = planned(model, parse_block(block), 2)
-    whole, _ = planned(model, parse_block(block | {"coverage": 1.0}), 2)
+    plan, _ = plan_model(model, parse_block(block), 2)
+    whole, _ = plan_model(model, parse_block(block | {"coverage": 1.0}), 2)
     shared = model.get_parameter("model.norm.weight")
     cut = model.get_parameter("model.layers.1.mlp.down_proj.weight")
     check_plan(model, plan, {shared})

@@ -11,8 +11,8 @@ import torch
 
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.parallel.bucket_layouts import BucketLayout, plan_buckets
+from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors, pieces_by_tensor
-from tests.helpers.core_masks import planned
 from tests.helpers.models import llama
 
 SHAPES = {info.name: info.shape for info in dense_tensors(llama(4))}
@@ -24,7 +24,7 @@ def layouts(num_ranks: int, bucket_size: int, *, tp_replicated: Any = (), **bloc
     config = parse({KEY: {"holders": max(1, num_ranks - 1)} | block})
     assert config is not None
     model = llama(4)
-    pieces = pieces_by_tensor(dense_tensors(model), planned(model, config, num_ranks)[0])
+    pieces = pieces_by_tensor(dense_tensors(model), plan_model(model, config, num_ranks)[0])
     by_name = {name: pieces["parameter", name] for name in SHAPES}
     return plan_buckets(by_name, SHAPES, DTYPES, GROUPS, bucket_size=bucket_size, tp_replicated=tp_replicated)
 

@@ -17,7 +17,6 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensor_parallel_shards import Division, TensorParallelShards
 from sdp_deepspeed.units import Piece, Unit
-from tests.helpers.core_masks import planned
 from tests.helpers.models import family
 
 UP = Division((12, 4), 0, (6, 6))
@@ -156,7 +155,7 @@ def test_a_plan_is_read_back(tmp_path: Path) -> None:
 
 def test_a_plan_of_whole_neurons_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
-    planned(family("llama"), block(), 2)[0].save(path)
+    plan_model(family("llama"), block(), 2)[0].save(path)
     with pytest.raises(
         ValueError, match=r"unit 'model.layers.0.mlp.group_0' takes different pieces .*(autotp|tensor-par)"
     ):
@@ -165,7 +164,7 @@ def test_a_plan_of_whole_neurons_is_refused(tmp_path: Path) -> None:
 
 def test_a_plan_of_blocks_fits_any_division(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
-    whole = planned(family("llama"), block(strategy="block"), 2)[0]
+    whole = plan_model(family("llama"), block(strategy="block"), 2)[0]
     whole.save(path)
     plan, local = divided_plan(0, block(strategy="block", assignment=path))
     assert plan == whole
