@@ -113,6 +113,10 @@ class TeamEngine(DeepSpeedEngine):
         if self.global_steps > before:
             self.team.step()
 
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """`Team.save_pretrained`: collective in all teams."""
+        self.team.save_pretrained(folder, **options)
+
     def save_checkpoint(self, save_dir: str, tag: Any = None, *arguments: Any, **options: Any) -> Any:
         """Save DeepSpeed's checkpoint of this team, in a folder of the team's own, with the team's state."""
         tag = f"global_step{self.global_steps}" if tag is None else tag

@@ -141,10 +141,9 @@ def attend(members: Sequence[Member], me: str, plan: Plan) -> Attendance | Wait:
     """
     members = _settled(members)
     mine = next(member for member in members if member.identity == me)
-    same = [member for member in members if member.agreed == mine.agreed]
-    others = [member for member in members if member.agreed != mine.agreed]
-    if (wait := _refuse_difference(mine, same, others, plan.num_subnetworks)) is not None:
+    if (wait := _refuse_difference(mine, members, plan.num_subnetworks)) is not None:
         return wait
+    same = [member for member in members if member.agreed == mine.agreed]
     first: dict[int, Member] = {}  # of each number, a team that trains before one that starts
     for member in sorted(same, key=lambda member: (member.team, member.call == START, member.identity)):
         first.setdefault(member.team, member)
@@ -171,17 +170,25 @@ def _settled(members: Sequence[Member]) -> list[Member]:
     return settled
 
 
-def _refuse_difference(mine: Member, same: Sequence[Member], others: Sequence[Member], num_teams: int) -> Wait | None:
-    """Refuse this team if it starts and differs from a majority, or from teams that train; they ignore it."""
-    if not others or mine.call != START:
+def _refuse_difference(mine: Member, members: Sequence[Member], num_teams: int) -> Wait | None:
+    """Refuse this team if it starts and differs from more others than are like it, or from teams that train. Those
+    ignore it."""
+    if mine.call != START:
         return None
-    other = min(others, key=lambda member: (member.call == START, member.team))
+    alike = [[other for other in members if other.agreed == member.agreed] for member in members]
+    different = [group for group in alike if group[0].agreed != mine.agreed]
+    if not different:
+        return None
+    same = sum(member.agreed == mine.agreed for member in members)
+    others = max(different, key=lambda group: (any(other.call != START for other in group), len(group)))
+    other = min(others, key=lambda member: member.team)
     names = [name for name, value in mine.agreed.items() if other.agreed.get(name) != value]
     text = " and ".join(f"{name} {mine.agreed[name]}, team {other.team} has {other.agreed.get(name)}" for name in names)
-    everyone = len({member.team for member in (*same, *others)}) == num_teams
-    if other.call != START or len(same) < len(others) or (len(same) == len(others) and everyone):
+    is_everyone = len({member.team for member in members}) == num_teams
+    train = any(other.call != START for other in others)
+    if train or same < len(others) or (same == len(others) and is_everyone):
         raise Refused(f"team {mine.team} has {text}; start all teams with the same program and config")
-    return Wait(f"team {mine.team} has {text}") if len(same) == len(others) else None
+    return Wait(f"team {mine.team} has {text}") if same == len(others) else None
 
 
 def _with_holders(present: Sequence[Member], call: str, plan: Plan) -> Attendance | Wait:

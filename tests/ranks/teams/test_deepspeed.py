@@ -9,6 +9,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from transformers import LlamaForCausalLM
 
 from tests.helpers.models import batches, config, llama, loss_of
 from tests.helpers.teams import NEVER_MISSED, Place, teams
@@ -87,6 +88,7 @@ def mixed(place: Place) -> None:
         if dense:
             assert torch.equal(master, dense[name])
             assert torch.equal(parameter, dense[name].bfloat16())
+    engine.save_pretrained(place.folder / "export")
     if dense:
         torch.save(dense, place.folder / f"dense-{place.team}.pt")
 
@@ -97,4 +99,7 @@ def test_bf16_with_accumulation(tmp_path: Path) -> None:
             run.start(mixed, number, 2)
         run.finish()
     first, second = (torch.load(tmp_path / f"dense-{number}.pt") for number in range(2))
-    assert all(torch.equal(second[name], value) for name, value in first.items())
+    exported = LlamaForCausalLM.from_pretrained(tmp_path / "export").state_dict()
+    for name, value in first.items():
+        assert torch.equal(second[name], value)
+        assert torch.equal(exported[name], value)

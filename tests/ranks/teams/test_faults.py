@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,44 @@ def test_a_team_is_killed_in_each_phase_of_a_meeting(killed: int, tmp_path: Path
         killed_in(run, list(PHASES), killed=killed, num_teams=4, size=1, coverage=0.5)
 
 
+def stop_or_go_on(place: Place, settings: dict[str, Any]) -> None:
+    """Team 2 is stopped in its second meeting; the others write when they have met without it."""
+    run = Run(place, settings)
+    run.team.start()
+    run.meet()
+    if place.team == 2:
+        average = Exchange.average
+
+        def stop(*arguments: Any) -> None:
+            Exchange.average = average  # type: ignore[method-assign]
+            os.kill(os.getpid(), signal.SIGSTOP)
+            average(*arguments)
+
+        Exchange.average = stop  # type: ignore[method-assign]
+        run.meet()
+    else:
+        while 2 not in run.team.joined:
+            run.meet()
+            (place.folder / "without").touch() if run.team.present == (0, 1) else None
+        assert run.num_steps == run.team.num_steps, "a local step was lost"
+    run.meet_until(run.team.version + 2)
+    run.save_dense()
+
+
+@pytest.mark.slow
+def test_a_team_that_is_stopped_is_missed_and_comes_back(tmp_path: Path) -> None:
+    settings = block(3, 2 / 3)
+    settings["local_steps"]["exchange_timeout"] = 5.0
+    with teams(tmp_path) as run:
+        _, _, stopped = (run.start(stop_or_go_on, number, 1, settings) for number in range(3))
+        while not (tmp_path / "without").exists():
+            assert all(process.is_alive() for team in run.started for process in team.processes)
+            time.sleep(0.1)
+        os.kill(stopped.processes[0].pid, signal.SIGCONT)
+        run.finish()
+    assert_equal(tmp_path, range(3))
+
+
 # ---- refused --------------------------------------------------------------------------------------------------------
 
 
@@ -168,13 +207,13 @@ def test_teams_that_differ_are_refused_by_name_and_the_others_go_on(tmp_path: Pa
     with teams(tmp_path) as run:
         for number in (0, 1):
             run.start(meet_twice, number, 1, settings)
-        for size, other, version, text in [
-            (1, block(3, every=3), "", "team 2 has local_steps every 3"),
-            (2, settings, "", "team 2 has ranks 2, team 0 has 1"),
-            (1, settings, "0.0.9", "team 2 has version of sdp_deepspeed 0.0.9"),
-        ]:
-            refused = run.start(meet_twice, 2, size, other, version)
-            assert refused.wait() == [1] * size
+        all_refused = {
+            "team 2 has local_steps every 3": run.start(meet_twice, 2, 1, block(3, every=3)),
+            "team 2 has ranks 2, team 0 has 1": run.start(meet_twice, 2, 2, settings),
+            "team 2 has version of sdp_deepspeed 0.0.9": run.start(meet_twice, 2, 1, settings, "0.0.9"),
+        }
+        for text, refused in all_refused.items():
+            assert set(refused.wait()) == {1}
             assert text in refused.error()
             run.started.remove(refused)
         run.start(meet_twice, 2, 1, settings)
