@@ -150,10 +150,12 @@ def uses_local_steps(config: Mapping[str, Any]) -> bool:
 
 
 def _local_steps_of(config: Mapping[str, Any]) -> list[Any]:
-    """`local_steps` of the block and of the phases of its schedule, not validated."""
+    """`local_steps` of the block and of the phases of its schedule, not validated; not of teams, whose worlds are their
+    own."""
     block = config.get(KEY)
     phases = [block, *(block.get("schedule") or ())] if isinstance(block, Mapping) else []
-    return [phase["local_steps"] for phase in phases if isinstance(phase, Mapping) and phase.get("local_steps")]
+    of_phases = [phase.get("local_steps") for phase in phases if isinstance(phase, Mapping)]
+    return [steps for steps in of_phases if steps and not (isinstance(steps, Mapping) and steps.get("teams"))]
 
 
 def _lookup(tree: Any, path: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
@@ -43,6 +44,7 @@ class MeetingPoint:
         self._host = _address_towards(address)
         self._server: dist.TCPStore | None = None
         self._stop = threading.Event()
+        self._heart: threading.Thread | None = None
         self._group: Any = None  # a gloo group that torch.distributed does not know
         self._decisions: dist.Store | None = None
         self._lighthouse: Any = None
@@ -50,7 +52,9 @@ class MeetingPoint:
         self.group_name = ""
         if is_first:
             self._server = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-            threading.Thread(target=self._beat, daemon=True, name="sdp heartbeat").start()
+            self._heart = threading.Thread(target=self._beat, daemon=True, name="sdp heartbeat")
+            self._heart.start()
+            atexit.register(self.leave)  # a thread in torchft's client must not be there when the interpreter ends
 
     @property
     def store(self) -> str:
@@ -130,6 +134,9 @@ class MeetingPoint:
     def leave(self) -> None:
         """Stop the heartbeats: the others wait no more for this team."""
         self._stop.set()
+        if self._heart is not None:
+            self._heart.join()
+            atexit.unregister(self.leave)
         self.disconnect()
 
     def _beat(self) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import deepspeed
 import torch
-from transformers import LlamaForCausalLM
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-from tests.helpers.models import batches, config, llama, loss_of
+from tests.helpers.models import LENGTH, VOCABULARY, batches, config, llama, loss_of
 from tests.helpers.teams import NEVER_MISSED, Place, teams
 
 STEPS, SAVED_AFTER = 8, 5  # H is 2: saved between two meetings
@@ -103,3 +104,48 @@ def test_bf16_with_accumulation(tmp_path: Path) -> None:
     for name, value in first.items():
         assert torch.equal(second[name], value)
         assert torch.equal(exported[name], value)
+
+
+def by_trainer(place: Place, lighthouses: list[str]) -> None:
+    """Straight, and resumed from a checkpoint between two meetings."""
+    models = []
+    for number, address in enumerate(lighthouses):
+        os.environ |= {"TORCHFT_LIGHTHOUSE": address, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+        block = {"coverage": 0.5, "local_steps": {"teams": 2, "every": 2}}
+        settings = config(**block) | {"train_batch_size": "auto", "gradient_clipping": "auto"}
+        folder = place.folder / f"trainer-{place.team}"
+        arguments = TrainingArguments(
+            output_dir=str(folder),
+            max_steps=4,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            save_steps=3,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            deepspeed=settings,
+        )
+        generator = torch.Generator().manual_seed(place.team)
+        rows = torch.randint(0, VOCABULARY, (32, LENGTH), generator=generator)
+        trainer = Trainer(llama(), arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if number else None)
+        assert trainer.model_wrapped.team.version == 2
+        trainer.save_model(str(folder / "final"))
+        models.append(load_file(folder / "final" / "model.safetensors"))
+        trainer.model_wrapped.team.leave()
+    straight, resumed = models
+    assert all(torch.equal(resumed[name], value) for name, value in straight.items())
+    if place.rank == 0:
+        torch.save(straight, place.folder / f"saved-{place.team}.pt")
+
+
+def test_the_trainer_saves_the_dense_model_and_resumes(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        runs = [stack.enter_context(teams(tmp_path, heartbeats=NEVER_MISSED)) for _ in range(2)]
+        for number in range(2):
+            runs[0].start(by_trainer, number, 1, [run.address for run in runs])
+        runs[0].finish()
+    first, second = (torch.load(tmp_path / f"saved-{number}.pt") for number in range(2))
+    dense = {name: parameter.shape for name, parameter in llama().named_parameters()}
+    assert {name: value.shape for name, value in first.items()} == dense
+    assert all(torch.equal(second[name], value) for name, value in first.items())
