@@ -9,10 +9,10 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from sdp_deepspeed.teams.attendance import Attendance, Member
 
 logger = logging.getLogger("sdp_deepspeed")
+T = TypeVar("T")
 
 HEARTBEAT = 0.5  # seconds between two heartbeats; the lighthouse by default misses a team after 5
 CONNECT = timedelta(seconds=10)  # for teams that are here, to connect; one of them may have died just now
@@ -101,19 +102,23 @@ class MeetingPoint:
         count = len(attendance.members)
         if self._group is None or names != {self.group_name} or self._group.size() != count:
             self.disconnect()
-            host, port = attendance.members[0].store.rsplit(":", 1)
-            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=CONNECT)
-            name = attendance.identity
-            index = [member.identity for member in attendance.members].index(self.identity)
-            options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = CONNECT
-            if "GLOO_SOCKET_IFNAME" not in os.environ:
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-            prefixed = dist.PrefixStore(f"{name}/{rank}", store)
-            self._group = dist.ProcessGroupGloo(prefixed, index, count, options)
-            self._group.set_timeout(self._timeout)
-            self._decisions, self.group_name = store, name
+            self._group, self._decisions = _within(2 * CONNECT, lambda: self._connect(attendance, rank))
+            self.group_name = attendance.identity
         return self._group
+
+    def _connect(self, attendance: Attendance, rank: int) -> tuple[Any, dist.Store]:
+        """Group and store of those that are here."""
+        host, port = attendance.members[0].store.rsplit(":", 1)
+        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=CONNECT)
+        index = [member.identity for member in attendance.members].index(self.identity)
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = CONNECT
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+        prefixed = dist.PrefixStore(f"{attendance.identity}/{rank}", store)
+        group = dist.ProcessGroupGloo(prefixed, index, len(attendance.members), options)
+        group.set_timeout(self._timeout)
+        return group, store
 
     def disconnect(self) -> None:
         """Close the group, so that others that wait in it fail at once."""
@@ -127,8 +132,9 @@ class MeetingPoint:
         Raises:
             RuntimeError: the store is lost, and with it the decision.
         """
-        assert self._decisions is not None
-        decision = self._decisions.compare_set(f"counts/{name}", "", str(counts))
+        store = self._decisions
+        assert store is not None
+        decision = _within(CONNECT, lambda: store.compare_set(f"counts/{name}", "", str(counts)))
         return bool(decision == b"True")
 
     def leave(self) -> None:
@@ -147,6 +153,30 @@ class MeetingPoint:
                 client.heartbeat(self.identity, timedelta(seconds=5))
             except (RuntimeError, TimeoutError):
                 client = None
+
+
+def _within(limit: timedelta, call: Callable[[], T]) -> T:
+    """The result of a call to a store, which has no time limit of its own if the process with the store is stopped.
+
+    Raises:
+        RuntimeError: the call fails, or takes longer.
+    """
+    results: list[T | Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit.total_seconds())
+    if not results:
+        raise RuntimeError(f"the store of another team has not answered for {limit.total_seconds():.0f} s")
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0]
 
 
 def _client(address: str) -> Any:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -152,40 +153,47 @@ def test_a_team_is_killed_in_each_phase_of_a_meeting(killed: int, tmp_path: Path
         killed_in(run, list(PHASES), killed=killed, num_teams=4, size=1, coverage=0.5)
 
 
-def stop_or_go_on(place: Place, settings: dict[str, Any]) -> None:
-    """Team 2 is stopped in its second meeting; the others write when they have met without it."""
+def stop_or_go_on(place: Place, settings: dict[str, Any], stopped: int, phase: str) -> None:
+    """A team is stopped in its second meeting; the others write when they have met without it."""
+    owner, method = PHASES[phase]
+    original, file = getattr(owner, method), place.folder / "stopped"
     run = Run(place, settings)
     run.team.start()
     run.meet()
-    if place.team == 2:
-        average = Exchange.average
 
-        def stop(*arguments: Any) -> None:
-            setattr(Exchange, "average", average)  # noqa: B010
+    def stop(*arguments: Any) -> Any:
+        setattr(owner, method, original)
+        if place.team == stopped:
+            file.write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
-            average(*arguments)
+        else:
+            while not file.exists() or psutil.Process(int(file.read_text() or 1)).status() != psutil.STATUS_STOPPED:
+                time.sleep(0.01)
+        return original(*arguments)
 
-        setattr(Exchange, "average", stop)  # noqa: B010
+    setattr(owner, method, stop)
+    while stopped not in run.team.joined:
         run.meet()
-    else:
-        while 2 not in run.team.joined:
-            run.meet()
-            (place.folder / "without").touch() if run.team.present == (0, 1) else None
-        assert run.num_steps == run.team.num_steps, "a local step was lost"
+        if stopped not in run.team.present:
+            (place.folder / "without").touch()
+    assert place.team == stopped or run.num_steps == run.team.num_steps, "a local step was lost"
     run.meet_until(run.team.version + 2)
     run.save_dense()
 
 
 @pytest.mark.slow
-def test_a_team_that_is_stopped_is_missed_and_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stopped", "phase"), [(2, "in the exchange"), (0, "before it decides")])
+def test_a_team_that_is_stopped_is_missed_and_comes_back(stopped: int, phase: str, tmp_path: Path) -> None:
+    """Team 0 has the store, which does not answer while it is stopped."""
     settings = block(3, 2 / 3)
     settings["local_steps"]["exchange_timeout"] = 5.0
     with teams(tmp_path) as run:
-        _, _, stopped = (run.start(stop_or_go_on, number, 1, settings) for number in range(3))
+        for number in range(3):
+            run.start(stop_or_go_on, number, 1, settings, stopped, phase)
         while not (tmp_path / "without").exists():
             assert all(process.is_alive() for team in run.started for process in team.processes)
             time.sleep(0.1)
-        os.kill(stopped.processes[0].pid, signal.SIGCONT)
+        os.kill(run.started[stopped].processes[0].pid, signal.SIGCONT)
         run.finish()
     assert_equal(tmp_path, range(3))
 
