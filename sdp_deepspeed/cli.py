@@ -499,6 +499,7 @@ _PACKAGES = (
     "pydantic",
     "numpy",
     "typer",
+    "torchft",
 )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import nn
 
 import sdp_deepspeed
@@ -66,6 +67,8 @@ def test_the_calls_before_start() -> None:
     for call in (team.step, team.dense_state_dict):
         with pytest.raises(RuntimeError, match=r"call team.start\(\) first"):
             call()
+    assert list(team.shard(list("abcde"))) == ["b", "d"]
+    assert team.shard(Dataset.from_dict({"x": [*range(5)]}))["x"][:] == [3, 4], "as datasets divide"
     other = {**team.state_dict(), "team": 0}
     with pytest.raises(ValueError, match="the state has team 0, here it is 1"):
         team.load_state_dict(other)
