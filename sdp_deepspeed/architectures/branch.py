@@ -121,7 +121,6 @@ class Branch:
             of the one before. By default, the first returns zeros, and others return their input.
         extra_outputs: keywords or positions of arguments that an absent body returns as its further outputs (T5's
             position bias); other outputs are None.
-        uncut_reason: why there is no `inner`, for error messages.
         parameters: parameters of the layer itself that belong to the branch. A layer may have None there.
         outputs: weights of a derived branch's output projections, behind which no norm runs.
         is_projected: whether matrices run on the skip connection. Then the branch cannot be a block, and can only be
@@ -138,7 +137,6 @@ class Branch:
     added_to: int | str | None = None
     zeros: tuple[Zeros, ...] = ()
     extra_outputs: tuple[int | str, ...] = ()
-    uncut_reason: str = ""
     parameters: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     is_projected: bool = False

@@ -45,7 +45,7 @@ class Derivation:
 
 
 # Cached by model: a masked model, or one on other devices, would run differently.
-_Modules = tuple[tuple[str, type], ...]
+_Modules = tuple[tuple[str, type, object], ...]
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[_Modules, Example | None, Derivation]] = WeakKeyDictionary()
 _OF_MODELS_LIKE: OrderedDict[Hashable, Derivation] = OrderedDict()  # for copies and further models of a config
 _NUM_KEPT = 16
@@ -53,7 +53,7 @@ _NUM_KEPT = 16
 
 def derivation_of(model: nn.Module) -> Derivation:
     """Derive the branches of a model, once for its current modules. Not collective; all ranks get the same result."""
-    modules = tuple((name, type(module)) for name, module in model.named_modules())
+    modules = tuple((name, type(module), type(module).forward) for name, module in model.named_modules())
     given = given_example(model)
     known = _KNOWN.get(model)
     if known is None or known[0] != modules or known[1] is not given:

@@ -98,7 +98,19 @@ def _branches_of_calls(
     if any(branches != of_calls[0] for branches in of_calls):
         reasons[name] = "its calls in one pass differ"
         return []
-    return of_calls[0] if of_calls else []
+    if not any(of_calls):
+        return []
+    assert layers[0] is not None
+    if (product := _in_no_branch(traced, layers[0], live)) and name not in reasons:
+        reasons[name] = f"what {product.module!r} computes is not only added to the stream"
+    return of_calls[0]
+
+
+def _in_no_branch(traced: Trace, layer: Layer, live: set[Node]) -> Node | None:
+    """A product with weights on neither a branch nor a skip connection with matrices."""
+    known = set[Node]().union(*(path.nodes for path in layer.paths))
+    products = (node for node in traced.nodes[layer.call.first : layer.call.last] if node.flops and node in live)
+    return next((node for node in products if layer.is_bypassed and node not in known), None)
 
 
 def _branches(traced: Trace, layer: Layer, live: set[Node], reasons: dict[str, str]) -> list[Branch]:
@@ -182,7 +194,6 @@ def _describe(traced: Trace, layer: Layer, path: BranchPath, live: set[Node]) ->
         outputs=_outputs(layer, path, mine),
         is_projected=not layer.is_bypassed,
         is_written=any(node.operation.endswith("_") for node in nodes_of_call),
-        uncut_reason="its neurons or heads are not described",
     )
 
 
@@ -429,9 +440,17 @@ def _has_softmax_of_products(mine: set[Node]) -> bool:
 
 def _reads_other_stream(layer: Layer, mine: set[Node]) -> bool:
     """Whether products of the branch read activations from outside of the layer other than its input."""
-    outside = [
+    outside = {
         node
         for key, tensor, node in layer.call.inputs
         if node is not layer.stream[-1] and tensor.is_floating_point() and tensor.dim() == len(layer.stream[-1].shape)
-    ]
-    return any(node.is_product and node.parameters and not {*outside}.isdisjoint(node.inputs) for node in mine)
+    }
+    sources = [source for node in mine if node.flops for source in node.inputs]
+    return any(_unarranged(source, outside) in outside for source in sources)
+
+
+def _unarranged(node: Node, ends: set[Node]) -> Node:
+    """The first of a chain of nodes that only arrange or multiply what that computes, such as a transposed argument."""
+    while node not in ends and len(node.inputs) == 1 and not node.parameters and node.operators <= _LINEAR:
+        node = node.inputs[0]
+    return node

@@ -29,8 +29,8 @@ _PLAIN = (
 
 
 def likeness(model: Any) -> Hashable:
-    """A key that is equal for models of the same modules, attributes, small buffers, and shapes of parameters. A model
-    with an attribute that cannot be compared, such as a closure, equals no other."""
+    """A key that is equal for models of the same modules, forwards, attributes, small buffers, and shapes of
+    parameters. A model with an attribute that cannot be compared, such as a closure, equals no other."""
     numbers: dict[int, int] = {}
 
     def of(value: Any) -> Hashable:
@@ -52,7 +52,8 @@ def likeness(model: Any) -> Hashable:
         if isinstance(value, list | tuple):
             return type(value), tuple(of(item) for item in value)
         if isinstance(value, nn.Module):
-            return type(value), tuple((name, of(item)) for name, item in vars(value).items() if name != "training")
+            items = tuple((name, of(item)) for name, item in vars(value).items() if name != "training")
+            return type(value), type(value).forward, items  # a class may have been given another forward
         if is_dataclass(value) or hasattr(value, "to_dict"):  # a config, or an example of inputs
             return type(value), tuple((name, of(item)) for name, item in vars(value).items())
         return object()

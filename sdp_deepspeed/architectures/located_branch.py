@@ -17,6 +17,8 @@ from sdp_deepspeed.architectures.registry import branches_of
 from sdp_deepspeed.architectures.unknown_models import refuse_unknown_model
 from sdp_deepspeed.units import Piece
 
+_NOT_ASKED = "its neurons or heads are derived when a strategy cuts them"  # proven_branches
+
 
 @dataclass(frozen=True)
 class LocatedBranch:
@@ -134,7 +136,7 @@ def _derived(model: nn.Module) -> list[LocatedBranch]:
         for branch in of_layer:
             layer = model.get_submodule(name)
             located = LocatedBranch(name, branch, _pieces(name, layer, branch), is_bypassed=not branch.is_projected)
-            branches.append(replace(located, uncuttable_reason=branch.uncut_reason, is_derived=True))
+            branches.append(replace(located, uncuttable_reason=_NOT_ASKED, is_derived=True))
     if not branches:
         refuse_unknown_model(model, derivation)
     return branches
@@ -190,10 +192,7 @@ def _own_pieces(layer_name: str, layer: nn.Module, branch: Branch) -> list[Piece
 def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tuple[CutTensor, ...]]:
     """Number of cells of a branch, and the tensors over them; raises if they do not fit the description."""
     if branch.inner is None:
-        raise ValueError(
-            branch.uncut_reason
-            or "its description names no neurons or heads; register it with architectures.InnerLayers"
-        )
+        raise ValueError("its description names no neurons or heads; register it with architectures.InnerLayers")
     root_name = f"{layer_name}.{branch.root}".rstrip(".")
     root = layer.get_submodule(branch.root)
     tensors = [tensor for cut in branch.inner.cuts for tensor in cut_tensors_of(root_name, root, cut)]

@@ -130,7 +130,7 @@ def cut_into(model: nn.Module, branch: LocatedBranch, cells: Cells) -> LocatedBr
         number = gcd(*(tensor.size for tensor in tensors if tensor.cut.is_output))
     if not all(tensor.has_blocks_of(number) for tensor in tensors):
         return replace(branch, uncuttable_reason="its layers have different numbers of neurons or heads")
-    description = replace(branch.description, inner=cells.inner, uncut_reason="")
+    description = replace(branch.description, inner=cells.inner)
     return replace(branch, description=description, num_cells=number, cut_tensors=tuple(tensors), uncuttable_reason="")
 
 

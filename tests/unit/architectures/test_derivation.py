@@ -76,6 +76,25 @@ def test_layers_that_add_nothing_to_a_stream_are_refused(name: str) -> None:
         proven_branches(model)
 
 
+class EncoderAndDecoder(nn.Module):
+    """PyTorch's own, whose attention has one matrix for queries, keys and values, and transposes its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"nhead": 2, "num_encoder_layers": 2, "num_decoder_layers": 2, "dim_feedforward": 20}
+        self.both = nn.Transformer(WIDTH, **sizes, batch_first=True)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.both(x, x)
+
+
+def test_attention_to_another_stream_is_cross_attention() -> None:
+    model = EncoderAndDecoder()
+    sdp_deepspeed.trace(model, *stream())
+    types = [branch.description.name for branch in proven_branches(model)]
+    assert types == ["attention", "mlp"] * 2 + ["attention", "cross_attention", "mlp"] * 2
+
+
 def test_a_model_that_does_not_know_its_inputs_needs_an_example() -> None:
     model = HAND_WRITTEN["nano_gpt"].build()
     with pytest.raises(ValueError, match=r"sdp_deepspeed\.trace\(model, \*args, \*\*kwargs\)"):
@@ -149,6 +168,15 @@ def test_a_branch_whose_output_is_not_added_as_it_is_is_shared() -> None:
     sdp_deepspeed.trace(model, *stream())
     assert [branch.name for branch in proven_branches(model)] == ["h.0.mlp", "h.1.mlp"]
     assert "tanh" in replicated_layers(model)[0]
+
+
+class Blends(Layer):
+    """Its MLP has a skip connection of its own."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x + self.attn(self.ln_1(x))
+        h = self.ln_2(x)
+        return x + (self.mlp(h) + h)
 
 
 class Squared(Layer):
@@ -228,6 +256,7 @@ class RemembersOutput(nn.Linear):
 
 ALL_BUT_ONE = ["h.0.attention", "h.0.mlp", "h.1.attention"]
 UNFIT = {
+    "blend": (lambda: Stack(Layer(), Blends()), "what 'h.1.mlp.c_fc' computes is not only added", ALL_BUT_ONE),
     "squared": (lambda: Stack(Layer(), Squared()), "what mlp adds is not multiplied", ALL_BUT_ONE),
     "bias": (lambda: Stack(Layer(), AddsBias()), "add in 'h.1'", ALL_BUT_ONE),
     "activated": (lambda: Stack(Layer(), ActivatedInTraining()), "in training mode: tanh", ALL_BUT_ONE),
@@ -461,6 +490,16 @@ DIFFERENCES: dict[str, Any] = {
     "buffer": lambda model: model.h[1].register_buffer("mask", torch.ones(2)),
     "dtype": lambda model: model.bfloat16(),
 }
+
+
+def test_a_class_that_has_another_forward_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [Stack(FormByConstant(0.0), FormByConstant(0.0)) for _ in range(2)]
+    for model in models:
+        sdp_deepspeed.trace(model, *stream())
+    assert len(proven_branches(models[0])) == 4
+    monkeypatch.setattr(ByConstant, "forward", lambda module, x: nn.Linear.forward(module, x) + 1)
+    for model in models:
+        assert [branch.name for branch in proven_branches(model)] == ["h.0.attention", "h.1.attention"]
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
