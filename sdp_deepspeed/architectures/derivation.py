@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from sdp_deepspeed.architectures.branch import Branch
 from sdp_deepspeed.architectures.derive import derive
-from sdp_deepspeed.architectures.examples import Example, example_of, given_example
+from sdp_deepspeed.architectures.examples import Example, example_of, given_example, with_encoder_states
 from sdp_deepspeed.architectures.likeness import likeness
 from sdp_deepspeed.architectures.narrow import narrow_pass
+from sdp_deepspeed.architectures.streams import is_inside
 from sdp_deepspeed.architectures.trace import Trace, trace_pass
 
 
@@ -95,14 +96,14 @@ def _derive(model: nn.Module) -> Derivation:
     ran: set[str] = set()
     for name, module in model.named_modules():
         is_part = hasattr(module, "main_input_name") and hasattr(module, "config")
-        if name and (not is_part or name in ran):
+        if name and (not is_part or any(is_inside(path, name) for path in ran)):
             continue
         example = example_of(module)
         if example is None:
             problem = problem or "its inputs are not known"
             continue
         try:
-            traced = trace_pass(module, example)
+            example, traced = _traced(module, example)
         except Exception as error:  # of user code, on an example that may not suit it
             problem = problem or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             continue
@@ -119,6 +120,21 @@ def _derive(model: nn.Module) -> Derivation:
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     ordered = {layer: result.branches[layer] for layer in sorted(result.branches, key=lambda layer: order[layer])}
     return Derivation(ordered, result.passes, result.replays, result.traced, result.reasons, problem)
+
+
+def _traced(module: nn.Module, example: Example) -> tuple[Example, Trace]:
+    """A traced pass; with states of an encoder if more modules run then."""
+    traced = trace_pass(module, example)
+    leaves = {name for name, leaf in module.named_modules() if any(True for _ in leaf.parameters(recurse=False))}
+    further = with_encoder_states(module, example) if leaves - traced.calls.keys() else None
+    if further is not None and given_example(module) is None:
+        try:
+            other = trace_pass(module, further)
+        except Exception:  # of user code, which may take none
+            return example, traced
+        if other.calls.keys() > traced.calls.keys():
+            return further, other
+    return example, traced
 
 
 def _also_in_training(

@@ -57,6 +57,19 @@ def example_of(model: nn.Module) -> Example | None:
     return _of_images(model)
 
 
+def with_encoder_states(model: Any, example: Example) -> Example | None:
+    """An example with states of an encoder, which the cross-attention of a decoder by itself reads; None if its forward
+    takes none."""
+    accepted = inspect.signature(model.forward).parameters
+    name = next((name for name in ("encoder_hidden_states", "encoder_outputs") if name in accepted), None)
+    config = getattr(model, "config", None)
+    if name is None or name in example.kwargs or getattr(config, "is_encoder_decoder", False):
+        return None
+    width: int = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", 1)
+    states = torch.rand(2, _NUM_TOKENS - 1, width)
+    return Example(example.args, {**example.kwargs, name: (states,) if name == "encoder_outputs" else states})
+
+
 def _of_transformers(model: Any, name: str, accepted: Any) -> Example | None:
     config = model.config
     values: dict[str, Any] = {}

@@ -419,9 +419,15 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_families_and_forms_that_are_not_described(name: str) -> None:
-    branches = proven_branches(FORMS[name]())
-    assert [branch.description.name for branch in branches] == ["attention", "mlp"] * 2
+def test_further_families_and_forms(name: str) -> None:
+    types = ["attention", "cross_attention", "mlp"] if "cross" in name else ["attention", "mlp"]
+    assert [branch.description.name for branch in proven_branches(FORMS[name]())] == types * 2
+
+
+def test_a_decoder_by_itself_has_cross_attention() -> None:
+    sizes = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 24}
+    branches = proven_branches(hf.BartForCausalLM(hf.BartConfig(vocab_size=VOCABULARY, **sizes)))
+    assert [branch.description.name for branch in branches] == ["attention", "cross_attention", "mlp"] * 2
 
 
 def test_a_model_without_storage(monkeypatch: pytest.MonkeyPatch) -> None:
