@@ -62,10 +62,10 @@ def with_encoder_states(model: Any, example: Example) -> Example | None:
     takes none."""
     accepted = inspect.signature(model.forward).parameters
     name = next((name for name in ("encoder_hidden_states", "encoder_outputs") if name in accepted), None)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if name is None or name in example.kwargs or getattr(config, "is_encoder_decoder", False):
         return None
-    width: int = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", 1)
+    width = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", 1)
     states = torch.rand(2, _NUM_TOKENS - 1, width)
     return Example(example.args, {**example.kwargs, name: (states,) if name == "encoder_outputs" else states})
 
