@@ -65,7 +65,7 @@ def with_encoder_states(model: Any, example: Example) -> Example | None:
     config: Any = getattr(model, "config", None)
     if name is None or name in example.kwargs or getattr(config, "is_encoder_decoder", False):
         return None
-    width = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", 1)
+    width: Any = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", 1)
     states = torch.rand(2, _NUM_TOKENS - 1, width)
     return Example(example.args, {**example.kwargs, name: (states,) if name == "encoder_outputs" else states})
 
