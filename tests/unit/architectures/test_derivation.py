@@ -516,3 +516,16 @@ def test_models_that_differ_are_not_alike(name: str) -> None:
     assert likeness(other) == likeness(first)
     DIFFERENCES[name](other)
     assert likeness(other) != likeness(first)
+
+
+def _adds(number: float) -> Any:
+    return lambda x: x + number
+
+
+@pytest.mark.parametrize("of_number", [lambda number: torch.full((2,), number), _adds], ids=["buffer", "closure"])
+def test_models_with_other_numbers_are_not_alike(of_number: Any) -> None:
+    models: list[Any] = [Stack(Layer(), Layer()) for _ in range(2)]
+    assert likeness(models[0]) == likeness(models[1])
+    for number, model in enumerate(models):
+        model.h[1].added = of_number(float(number))
+    assert likeness(models[0]) != likeness(models[1])

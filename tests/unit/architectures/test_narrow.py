@@ -131,6 +131,12 @@ def by_hook(model: Any) -> None:
     model.model.layers[1].mlp.register_forward_hook(lambda module, given, output: output + 1)
 
 
+def by_shapes(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    mlp.gate_proj, mlp.up_proj = (nn.Linear(16, 40, bias=False) for _ in range(2))
+    mlp.down_proj = nn.Linear(40, 16, bias=False)
+
+
 ALL_BUT_ONE = ["0.attention", "0.mlp", "1.attention"]
 
 
@@ -142,6 +148,7 @@ ALL_BUT_ONE = ["0.attention", "0.mlp", "1.attention"]
         (by_class, ALL_BUT_ONE),
         (by_forward, ALL_BUT_ONE),
         (by_hook, [*ALL_BUT_ONE, "1.mlp"]),
+        (by_shapes, [*ALL_BUT_ONE, "1.mlp"]),
     ],
 )
 def test_a_model_that_was_changed_is_not_proven_by_a_copy_without_the_change(

@@ -154,6 +154,14 @@ def test_too_few_units() -> None:
         plan_of(4, 2, holders=1, strategy={"mlp": "neuron"}, neuron_groups=2)
 
 
+def test_a_branch_whose_neurons_depend_on_each_other_is_replicated_with_a_warning() -> None:
+    model: Any = llama(3)
+    model.model.layers[1].mlp.act_fn = nn.Softmax(-1)
+    plan, (first, *_) = plan_model(model, block(holders=1, strategy={"mlp": "neuron"}), 2)
+    assert {unit.name.rpartition(".")[0] for unit in plan.units} == {"model.layers.0.mlp", "model.layers.2.mlp"}
+    assert first.startswith("1 branches are replicated, such as 'model.layers.1.mlp': ")
+
+
 def test_warnings_where_subnetworks_are_not_connected() -> None:
     assert plan_model(llama(4), block(coverage=0.5), 4)[1] == []
     for coverage in (0.5, [{"coverage": 0.5, "whole_ends": 1}]):  # ends that both hold connect them
