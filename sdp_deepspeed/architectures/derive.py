@@ -422,7 +422,7 @@ def _type_of(traced: Trace, layer: Layer, path: BranchPath, mine: set[Node]) -> 
     dims = [node for node in mine if "convolution" in node.operators]
     has_matrix = bool(operators & {"mm", "addmm", "bmm", "_grouped_mm"})
     if dims:
-        if any(len(node.shape) == 3 for node in dims):
+        if has_matrix and any(len(node.shape) == 3 for node in dims):
             return "linear_attention"
         return "layer" if has_matrix else "convolution"
     if any(node.is_floating and "cumsum" in node.operators for node in mine):

@@ -21,7 +21,7 @@ from sdp_deepspeed.architectures.likeness import likeness
 from sdp_deepspeed.masking import Mask, replayed_layer
 from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
 from sdp_deepspeed.plan.plan import Plan
-from tests.helpers.hand_written import HAND_WRITTEN, WIDTH, Layer, Stack, stream
+from tests.helpers.hand_written import HAND_WRITTEN, TOKENS, WIDTH, Layer, Stack, stream
 from tests.helpers.models import VOCABULARY
 from tests.helpers.oracle_grid import MODELS
 
@@ -93,6 +93,21 @@ def test_attention_to_another_stream_is_cross_attention() -> None:
     sdp_deepspeed.trace(model, *stream())
     types = [branch.description.name for branch in proven_branches(model)]
     assert types == ["attention", "mlp"] * 2 + ["attention", "cross_attention", "mlp"] * 2
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(TOKENS, TOKENS, 3, padding=1), nn.BatchNorm1d(TOKENS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + self.norm(self.conv(x)))
+
+
+def test_convolutions_over_a_sequence_are_no_attention() -> None:
+    model = nn.Sequential(Convolution(), Convolution())
+    sdp_deepspeed.trace(model, *stream())
+    assert [branch.description.name for branch in proven_branches(model)] == ["convolution"] * 2
 
 
 def test_a_model_that_does_not_know_its_inputs_needs_an_example() -> None:
