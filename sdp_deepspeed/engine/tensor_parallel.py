@@ -14,6 +14,7 @@ without further collectives. Norms inside heads are the exception, since each ra
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -243,12 +244,15 @@ def _of_group(values: Sequence[Any], group: dist.ProcessGroup | None) -> list[An
 
 def _check_divided(model: nn.Module, branches: Sequence[LocatedBranch], divided: Mapping[str, Division]) -> None:
     """Raise ValueError for branches that AutoTP changes: heads that depend on each other, fused projections, partly
-    divided branches. Layers that gather their output are accepted, and what looks like a branch that can be cut: of
-    T5's cross-attention only the first one cannot, whose mask others use."""
+    divided branches. Layers that gather their output are accepted, and what has the modules of a branch that can be
+    cut: of T5's cross-attention only the first one cannot, whose mask others use."""
 
     def form(branch: LocatedBranch) -> tuple[object, ...]:
         names = [(piece.parameter.removeprefix(branch.layer), piece.length) for piece in branch.pieces]
-        return branch.description.name, *names
+        parents = [piece.parameter.split(".")[:-1] for piece in branch.pieces]
+        common = ".".join(os.path.commonprefix(parents))  # noqa: RUF071 (compares lists)
+        types = [(name, type(module)) for name, module in model.get_submodule(common).named_modules()]
+        return branch.description.name, *names, *types
 
     cut = {form(branch) for branch in branches if not branch.uncuttable_reason}
     for branch in branches:

@@ -140,6 +140,9 @@ def test_mistakes_are_named(rank: Rank) -> None:
     ):
         words = ("AutoTP would change what", "0.attention'", reason)
         refusal(ValueError, lambda: start(even(name).build()), *words)  # noqa: B023 (runs at once)
+    softmax: Any = build("llama")
+    softmax.model.layers[1].mlp.act_fn = torch.nn.Softmax(-1)  # unlike in layer 0, over all neurons
+    refusal(ValueError, lambda: start(softmax), "AutoTP would change what 'model.layers.1.mlp'")
     refusal(ValueError, lambda: start(build("llama"), tp=3), "autotp_size: got 3", "does not divide the 4 ranks")
     own = build("llama")
     with torch.no_grad():
