@@ -185,6 +185,11 @@ def test_a_branch_whose_output_is_not_added_as_it_is_is_shared() -> None:
     assert "tanh" in replicated_layers(model)[0]
 
 
+class LeftOut(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x if self.training else super().forward(x)
+
+
 class Blends(Layer):
     """Its MLP has a skip connection of its own."""
 
@@ -271,6 +276,7 @@ class RemembersOutput(nn.Linear):
 
 ALL_BUT_ONE = ["h.0.attention", "h.0.mlp", "h.1.attention"]
 UNFIT = {
+    "left_out": (lambda: Stack(Layer(), LeftOut()), "computes the same on the example", ALL_BUT_ONE[:2]),
     "blend": (lambda: Stack(Layer(), Blends()), "what 'h.1.mlp.c_fc' computes is not only added", ALL_BUT_ONE),
     "squared": (lambda: Stack(Layer(), Squared()), "what mlp adds is not multiplied", ALL_BUT_ONE),
     "bias": (lambda: Stack(Layer(), AddsBias()), "add in 'h.1'", ALL_BUT_ONE),
