@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -305,6 +306,12 @@ def _extra_outputs(
     are used."""
     names: list[int | str] = []
     for index, value in enumerate(output[1:]):
+        if isinstance(value, list | tuple) and value and all(type(size) is int for size in value):
+            arguments: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
+            same = next((key for key, given in arguments if type(given) is type(value) and given == value), None)
+            if same is None or len(names) < index:
+                return None
+            names.append(same)
         if not isinstance(value, torch.Tensor):
             continue
         node = traced.node_of(value)

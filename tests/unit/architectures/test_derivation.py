@@ -482,6 +482,33 @@ def test_a_branch_whose_results_go_to_other_layers_is_replicated() -> None:
     assert [branch.name for branch in proven_branches(model)] == ["h.0.mlp", "h.1.attention", "h.1.mlp"]
 
 
+class ReturnsSizes(nn.Linear):
+    def forward(self, x: torch.Tensor, sizes: list[int]) -> Any:  # type: ignore[override]
+        return super().forward(x), sizes
+
+
+class PassesSizes(Layer):
+    """Its attention returns a list of sizes, which the next layer unpacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = ReturnsSizes(WIDTH, WIDTH)  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found, sizes = self.attn(self.ln_1(x), [*x.shape[:2]])
+        rows, length = sizes
+        x = x + found.view(rows, length, -1)
+        return x + self.mlp(self.ln_2(x))
+
+
+def test_sizes_beside_an_output_are_passed_on() -> None:
+    model = Stack(PassesSizes(), PassesSizes())
+    sdp_deepspeed.trace(model, *stream())
+    branches = proven_branches(model)
+    assert [branch.description.name for branch in branches] == ["mlp", "mlp_2"] * 2
+    assert branches[0].description.extra_outputs == (1,)
+
+
 class AddsProduct(Layer):
     """Adds a branch and multiplies it in one operation."""
 
