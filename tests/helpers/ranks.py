@@ -48,6 +48,7 @@ TIME_LIMIT = "time limit"
 IMPORTED = ["torch", "deepspeed", "accelerate", "transformers", "sdp_deepspeed.engine.engine", "hypothesis", "pytest"]
 # What DeepSpeed imports when it builds an engine, in seconds.
 IMPORTED += ["deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.cpp_extension"]
+IMPORTED += ["tests.helpers.known_branches"]
 # Ranks are on the CPU, whatever the machine has. A setting of OpenMP counts when torch is imported, not later.
 SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", **ON_THE_CPU}
 
