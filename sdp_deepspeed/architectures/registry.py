@@ -36,10 +36,9 @@ def branches_of(layer_class: type) -> tuple[Branch, ...]:
     """Branches of a class, or of its nearest described base class whose `forward` it inherits; empty if there is
     none."""
     for base in layer_class.__mro__:
-        if (name := _qualified(base)) in _DESCRIPTIONS and getattr(base, "forward", None) is getattr(
-            layer_class, "forward", None
-        ):
-            return _DESCRIPTIONS[name]
+        described = _DESCRIPTIONS.get(_qualified(base), ())
+        if described and getattr(base, "forward", None) is getattr(layer_class, "forward", None):
+            return described
     return ()
 
 

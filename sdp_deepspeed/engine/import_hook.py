@@ -139,8 +139,11 @@ def _patch_accelerate() -> None:
 
     @wraps(original)
     def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if (team := getattr(model, "team", None)) is not None and type(model).__name__ == "TeamEngine":
-            return team.dense_state_dict()  # collective in all teams
+        if hasattr(model, "team"):
+            from sdp_deepspeed.engine.team_engine import TeamEngine
+
+            if isinstance(model, TeamEngine):
+                return model.team.dense_state_dict()  # collective in all teams
         if not is_ours(model):
             return original(self, model, *args, **kwargs)
         from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
