@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sdp_deepspeed import accelerate_fsdp
-from sdp_deepspeed.engine.trainer_hook import is_ours, patch_trainer
+from sdp_deepspeed.engine.trainer_hook import is_ours, patch_trainer, team_of
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -139,11 +139,8 @@ def _patch_accelerate() -> None:
 
     @wraps(original)
     def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(model, "team"):
-            from sdp_deepspeed.engine.team_engine import TeamEngine
-
-            if isinstance(model, TeamEngine):
-                return model.team.dense_state_dict()  # collective in all teams
+        if (team := team_of(model)) is not None:
+            return team.dense_state_dict()  # collective in all teams
         if not is_ours(model):
             return original(self, model, *args, **kwargs)
         from deepspeed.checkpoint.utils import clone_tensors_for_torch_save

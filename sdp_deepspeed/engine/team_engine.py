@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from deepspeed.utils import logger, safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import nn
 
 from sdp_deepspeed.config import SubnetworkConfig
@@ -35,6 +35,8 @@ class DeepSpeedHost(TorchHost):
         values = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
         if values is not None:
             return values.detach().view(self.shapes[name])
+        if not hasattr(parameter, "ds_id"):
+            return parameter.detach()
         with _gathered(parameter):
             return parameter.detach().clone()
 
@@ -65,6 +67,7 @@ class TeamEngine(DeepSpeedEngine):
     """
 
     block: SubnetworkConfig
+    _has_warned = False
 
     def __init__(
         self,
@@ -103,15 +106,32 @@ class TeamEngine(DeepSpeedEngine):
         self.team: Team = team
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if not self.team.has_started and self.module.training and torch.is_grad_enabled():
+        """As in DeepSpeed. Outside `dense` it runs the subnetwork, in evaluation as well, which is warned of once."""
+        if self.module.training and torch.is_grad_enabled() and not self.team.has_started:
             self.team.start()
+        if not (self.module.training or self.team.is_dense or torch.is_grad_enabled() or self._has_warned):
+            self._has_warned = True
+            logger.warning(f"{KEY}: this evaluates the subnetwork of a team; use `with engine.dense():` in all teams")
         return super().forward(*inputs, **kwargs)
 
+    def backward(self, *arguments: Any, **options: Any) -> Any:
+        self._refuse_dense("backward")
+        return super().backward(*arguments, **options)
+
     def step(self, *arguments: Any, **options: Any) -> None:
+        self._refuse_dense("step")
         before = self.global_steps
         super().step(*arguments, **options)
         if self.global_steps > before:
             self.team.step()
+
+    def dense(self) -> AbstractContextManager[None]:
+        """`Team.dense`: at stage 3, too, each rank has the whole dense model inside. Collective in all teams."""
+        return self.team.dense()
+
+    def _refuse_dense(self, call: str) -> None:
+        if self.team.is_dense:
+            raise RuntimeError(f"{call} inside engine.dense(): leave the context first, in all teams")
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
         """`Team.save_pretrained`: collective in all teams."""

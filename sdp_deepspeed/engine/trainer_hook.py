@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from math import prod
 from typing import Any
@@ -22,14 +23,23 @@ def patch_trainer() -> None:
 
     @wraps(log)
     def labelled_log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        if is_ours(self.model_wrapped):
-            if "loss" in logs:
-                logs |= {"coverage": self.model_wrapped.coverage, "phase": self.model_wrapped.phase}
-                if self.model_wrapped.block.local_steps is not None:
-                    logs |= {
-                        "synchronizations": self.model_wrapped.num_synchronizations,
-                        "seconds_synchronizing": self.model_wrapped.seconds_synchronizing,
-                    }
+        engine, team = self.model_wrapped, team_of(self.model_wrapped)
+        if "loss" in logs and team is not None:
+            logs |= {
+                "meetings": team.version,
+                "teams": len(team.present),
+                "seconds_waiting": team.seconds_waiting,
+                "seconds_exchanging": team.seconds_exchanging,
+                "bytes_sent": team.bytes_sent,
+            }
+        elif "loss" in logs and is_ours(engine):
+            logs |= {"coverage": engine.coverage, "phase": engine.phase}
+            if engine.block.local_steps is not None:
+                logs |= {
+                    "synchronizations": engine.num_synchronizations,
+                    "seconds_synchronizing": engine.seconds_synchronizing,
+                }
+        if is_ours(engine) or team is not None:
             names = _LOSSES | {_NORM: f"subnetwork_{_NORM}"}
             logs |= {names[name]: logs.pop(name) for name in _of_subnetworks(self) if name in logs}
         return log(self, logs, *args, **kwargs)
@@ -69,9 +79,18 @@ def patch_trainer() -> None:
     def synchronized_evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_ours(self.model_wrapped) and self.state.global_step >= self.state.max_steps:
             self.model_wrapped.synchronize()  # local steps: the last evaluation is of the weights that are saved
-        return evaluate(self, *args, **kwargs)
+        with _dense_model_of_teams(self):
+            return evaluate(self, *args, **kwargs)
+
+    predict = host.Trainer.predict
+
+    @wraps(predict)
+    def dense_predict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _dense_model_of_teams(self):
+            return predict(self, *args, **kwargs)
 
     host.Trainer.save_model, host.Trainer.evaluate = synchronized_save, synchronized_evaluate
+    host.Trainer.predict = dense_predict
     host.Trainer.log, host.get_model_param_count = labelled_log, dense_count
     host.Trainer.training_step, host.Trainer.train = noted_step, synchronized_train
     _patch_config()
@@ -79,7 +98,7 @@ def patch_trainer() -> None:
 
 def note_step(trainer: Any) -> None:
     """Record before a micro-step what of it is a subnetwork's: a schedule may change the plan before logging."""
-    if is_ours(trainer.model_wrapped):
+    if is_ours(trainer.model_wrapped) or team_of(trainer.model_wrapped) is not None:
         noted = vars(trainer).setdefault("sdp_of_subnetworks", set())
         noted.discard(_NORM)
         noted.update(_trained_by_subnetworks(trainer.model_wrapped))
@@ -137,6 +156,21 @@ def num_parameters(engine: Any, trainable_only: bool) -> int:
     mask = engine.mask
     names = [name for name in mask.parameters if mask.trainable[name] or not trainable_only]
     return sum(prod(mask.shapes[name]) for name in names)
+
+
+def _dense_model_of_teams(trainer: Any) -> AbstractContextManager[Any]:
+    """Context in which the module of a team's engine is the dense model; of other engines it becomes that by itself."""
+    team = team_of(trainer.model_wrapped)
+    return nullcontext() if team is None else team.dense()
+
+
+def team_of(model: Any) -> Any:
+    """The team of a `TeamEngine`, or None."""
+    if not hasattr(model, "team"):
+        return None
+    from sdp_deepspeed.engine.team_engine import TeamEngine
+
+    return model.team if isinstance(model, TeamEngine) else None
 
 
 def is_ours(model: Any) -> bool:

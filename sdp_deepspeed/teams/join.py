@@ -18,6 +18,7 @@ from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.messages import KEY, quoted
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import persistent_buffers
+from sdp_deepspeed.teams.dense_model import DenseModel
 from sdp_deepspeed.teams.ranks import TeamRanks
 from sdp_deepspeed.teams.team import Team
 from sdp_deepspeed.teams.weights import TorchHost, hide_absent
@@ -64,7 +65,10 @@ def make_team(
     mask = Mask(model, plan, number, branches=branches, is_scaled=config.branch_scale == "training")
     _check_buffers(mask)
     ranks = TeamRanks(settings.wait_timeout + settings.exchange_timeout)
+    dense = DenseModel(mask)
     mask.apply()
+    names = hide_absent(mask)
+    dense.keep_changed()
     for warning in warnings if ranks.rank == 0 else ():
         logger.warning("%s: %s", KEY, warning)
     agreed = {
@@ -77,7 +81,8 @@ def make_team(
     return Team(
         mask,
         settings,
-        host(model, hide_absent(mask)),
+        host(model, names),
+        dense,
         ranks,
         address=address,
         agreed=agreed,

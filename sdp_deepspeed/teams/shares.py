@@ -84,6 +84,14 @@ def shares_of(mask: Mask, rank: int, size: int) -> list[Share]:
     return shares
 
 
+def shares_by_name(shares: Iterable[Share]) -> dict[str, list[Share]]:
+    """Shares of each dense tensor."""
+    of_names: dict[str, list[Share]] = {}
+    for share in shares:
+        of_names.setdefault(share.piece.parameter, []).append(share)
+    return of_names
+
+
 def part(length: int, index: int, count: int) -> tuple[int, int]:
     """Start and length of the part with this index, of `count` nearly equal ones."""
     start = length * index // count

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,11 +19,12 @@ from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.messages import KEY, announce, listed
 from sdp_deepspeed.plan.tensors import persistent_buffers
-from sdp_deepspeed.teams.attendance import NO_STATE, START, STEP, Attendance, Member, Refused, Wait, attend
+from sdp_deepspeed.teams.attendance import NO_STATE, START, STEP, Attendance, Member, Refused, Teams, Wait, attend
+from sdp_deepspeed.teams.dense_model import DenseModel
 from sdp_deepspeed.teams.exchange import Exchange
 from sdp_deepspeed.teams.meeting_point import REMIND, RETRY, MeetingPoint
 from sdp_deepspeed.teams.ranks import TeamRanks
-from sdp_deepspeed.teams.shares import Range, buckets, num_elements, shares_of
+from sdp_deepspeed.teams.shares import Range, buckets, num_elements, shares_by_name, shares_of
 from sdp_deepspeed.teams.weights import TorchHost, Weights
 
 logger = logging.getLogger("sdp_deepspeed")
@@ -37,6 +39,7 @@ class Team:
     Args:
         mask: applied.
         host: reads and writes the weights.
+        model: shows the dense model.
         address: of the lighthouse.
         agreed: further facts that must be equal on all teams, by name.
         communication_dtype: of the differences that are sent.
@@ -47,6 +50,8 @@ class Team:
         version: number of meetings that counted; 0 before the first, -1 before `start`.
         present: numbers of the teams at the last meeting.
         joined: numbers of those that took anchors over at it.
+        seconds_waiting, seconds_exchanging: in all meetings so far, the first part of them for other teams.
+        bytes_sent: by this rank in all meetings so far.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Team:
         mask: Mask,
         settings: LocalSteps,
         host: TorchHost,
+        model: DenseModel,
         ranks: TeamRanks,
         *,
         address: str,
@@ -66,7 +72,7 @@ class Team:
         self._dtype = communication_dtype
         self._tied = tied_names(mask.model)
         self._shares = shares_of(mask, ranks.rank, ranks.size)
-        self._weights = Weights(host, mask, ranks)
+        self._weights, self._model = Weights(host, mask, ranks), model
         self._anchors = torch.zeros(num_elements(self._shares))
         self._momentum = torch.zeros(len(self._anchors) if settings.outer_momentum else 0)
         self._steps_since = 0  # the last meeting
@@ -76,6 +82,8 @@ class Team:
         self._attempts = 0
         self.present: tuple[int, ...] = ()
         self.joined: tuple[int, ...] = ()
+        self.seconds_waiting = self.seconds_exchanging = 0.0
+        self.bytes_sent = 0
 
     # ---- training -----------------------------------------------------------------------------------------------
 
@@ -149,7 +157,7 @@ class Team:
         Returns:
             On rank 0 of each team; empty on its other ranks.
         """
-        return self._dense_state_dict("dense_state_dict", lambda attendance: attendance.teams)
+        return self._state_dict_of("dense_state_dict", lambda attendance: attendance.teams)
 
     def save_pretrained(self, folder: str | PathLike[str], *, max_shard_size: str = "5GB") -> None:
         """Write the dense model of the anchors, fp32, as a Hugging Face folder; collective in all teams.
@@ -160,7 +168,7 @@ class Team:
         Raises:
             RuntimeError: on the ranks of the team that writes, if it cannot.
         """
-        dense = self._dense_state_dict("save_pretrained", lambda attendance: attendance.teams[:1])
+        dense = self._state_dict_of("save_pretrained", lambda attendance: attendance.teams[:1])
         problem = ""
         if dense:
             model = self._mask.model
@@ -172,9 +180,50 @@ class Team:
         if problem := self._ranks.broadcast(problem):
             raise RuntimeError(problem)
 
-    def _dense_state_dict(
-        self, call: str, receivers: Callable[[Attendance], tuple[int, ...]]
-    ) -> dict[str, torch.Tensor]:
+    @contextmanager
+    def dense(self) -> Iterator[None]:
+        """Context in which the module is the dense model of the anchors, whole on each rank; for evaluation. Collective
+        in all teams to enter, in the team to leave.
+
+        Other calls of this object are refused inside. Contexts may be nested.
+
+        Raises:
+            RuntimeError: on all ranks of the team, when it leaves: weights were changed. The changes are dropped.
+        """
+        if self.is_dense:
+            yield
+            return
+        with self._model.shown(self._fetch("dense", lambda attendance: attendance.teams)) as parameters:
+            before = [parameter.detach().sum(dtype=torch.float64) for parameter in parameters]
+            yield
+            after = [parameter.detach().sum(dtype=torch.float64) for parameter in parameters]
+        if not self._ranks.all(before == after):
+            raise RuntimeError(
+                f"team {self.number}: weights were changed in the dense model, which is a copy; the changes are dropped"
+            )
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the module is the dense model now."""
+        return self._model.is_shown
+
+    def _state_dict_of(self, call: str, receivers: Callable[[Attendance], Teams]) -> dict[str, torch.Tensor]:
+        dense = {}
+        for name, values in self._fetch(call, receivers):
+            if self._ranks.rank == 0:
+                dense[name] = values.to("cpu", torch.float32, copy=True)
+        if dense:
+            buffers = dict(self._mask.model.named_buffers())
+            persistent = persistent_buffers(self._mask.model)
+            dense |= {name: buffers[name].detach().cpu().clone() for name in buffers if name in persistent}
+        return {name: dense[name] for name in self._mask.shapes if name in dense}
+
+    def _fetch(self, call: str, receivers: Callable[[Attendance], Teams]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Fetch from other teams what this team does not store; collective in all teams.
+
+        Yields:
+            Name and values of each dense parameter, on all ranks of the teams that receive it; collective in the team.
+        """
         self._check_started(call)
         vector = torch.zeros(sum(share.length for share in self._shares))
 
@@ -189,31 +238,21 @@ class Team:
                     vector[r.dense_offset : r.dense_offset + r.length] = values
 
         attendance = self._take_part(call, work)
-        return self._assemble(vector) if self.number in receivers(attendance) else {}
-
-    def _assemble(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Dense tensors of rank 0, from the shares of all ranks of the team."""
-        dense = {}
-        for share in self._shares:
-            if share.offset is not None:
-                values = self._anchors[share.offset : share.offset + share.length]
-            else:
+        if self.number not in receivers(attendance):
+            return
+        of_names = shares_by_name(self._shares)
+        for name in self._mask.parameters:
+            if name not in of_names:  # frozen on all teams
+                yield name, self._weights.whole(name)
+                continue
+            dense = torch.empty(self._mask.shapes[name])
+            for share in of_names[name]:
                 values = vector[share.dense_offset : share.dense_offset + share.length]
-            whole = self._ranks.join_shares(values, torch.Size(share.shape).numel()).view(share.shape)
-            if self._ranks.rank == 0:
-                name = share.piece.parameter
-                if name not in dense:
-                    dense[name] = torch.empty(self._mask.shapes[name])
-                share.piece.narrow(dense[name]).copy_(whole)
-        exchanged = {share.piece.parameter for share in self._shares}
-        frozen = [name for name in self._mask.parameters if name not in exchanged]  # on all teams
-        dense |= {name: self._weights.dense(name) for name in frozen}
-        if self._ranks.rank != 0:
-            return {}
-        buffers = dict(self._mask.model.named_buffers())
-        persistent = persistent_buffers(self._mask.model)
-        dense |= {name: buffers[name].detach().cpu().clone() for name in buffers if name in persistent}
-        return {name: dense[name] for name in self._mask.shapes if name in dense}
+                if share.offset is not None:
+                    values = self._anchors[share.offset : share.offset + share.length]
+                whole = self._ranks.join_shares(values, torch.Size(share.shape).numel()).view(share.shape)
+                share.piece.narrow(dense).copy_(whole)
+            yield name, dense
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint of this rank needs beside the host's own: version, and this rank's anchors and momentum."""
@@ -404,6 +443,8 @@ class Team:
     def _check_started(self, call: str) -> None:
         if self._point is None:
             raise RuntimeError(f"{call}: call team.start() first, after the model is wrapped and loaded")
+        if self.is_dense:
+            raise RuntimeError(f"{call} inside dense(): leave the context first, on all teams")
 
     def _log(self, text: str, *, is_warning: bool = False) -> None:
         if self._ranks.rank == 0:
@@ -419,6 +460,9 @@ class Team:
         if (attendance.joined or attendance.teams != self.present) and self._ranks.rank == 0:
             announce(f"{KEY}: team {self.number}: {text}", logger)
         self.present, self.joined = attendance.teams, attendance.joined
+        self.seconds_waiting += waited
+        self.seconds_exchanging += exchanged
+        self.bytes_sent += num_bytes
 
 
 class _Result:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.teams.ranks import TeamRanks
-from sdp_deepspeed.teams.shares import Share
+from sdp_deepspeed.teams.shares import Share, shares_by_name
 from sdp_deepspeed.units import Piece
 
 
@@ -77,7 +77,7 @@ class Weights:
     @torch.no_grad()
     def write(self, shares: Iterable[Share], source: torch.Tensor) -> None:
         """Set weights to this rank's shares in a vector; collective in the team."""
-        for name, of_name in _by_name(shares):
+        for name, of_name in shares_by_name(_stored(shares)).items():
             pieces = {share.piece: self._whole(share, source) for share in of_name}
             if of_name[0].piece.dim is None:
                 self._host.write(name, pieces[of_name[0].piece])
@@ -90,13 +90,12 @@ class Weights:
                 if piece not in held:  # backward regime: a frozen tensor beside the parameter
                     self._mask.view(piece).copy_(values)
 
-    @torch.no_grad()
-    def dense(self, name: str) -> torch.Tensor:
-        """A copy of a tensor that every team has whole; collective in the team."""
-        return self._host.read(name).to("cpu", torch.float32, copy=True)
+    def whole(self, name: str) -> torch.Tensor:
+        """A tensor that every team has whole; collective in the team."""
+        return self._host.read(name)
 
     def _pieces(self, shares: Iterable[Share]) -> Iterator[tuple[Share, torch.Tensor]]:
-        for name, of_name in _by_name(shares):
+        for name, of_name in shares_by_name(_stored(shares)).items():
             is_read = of_name[0].piece.dim is None or any(self._mask.is_held(share.piece) for share in of_name)
             whole = self._host.read(name) if is_read else None
             for share in of_name:
@@ -115,13 +114,8 @@ class Weights:
         return self._ranks.join_shares(values, count).view(share.shape)
 
 
-def _by_name(shares: Iterable[Share]) -> Iterator[tuple[str, list[Share]]]:
-    """Stored shares of each tensor."""
-    of_names: dict[str, list[Share]] = {}
-    for share in shares:
-        if share.offset is not None:
-            of_names.setdefault(share.piece.parameter, []).append(share)
-    yield from of_names.items()
+def _stored(shares: Iterable[Share]) -> list[Share]:
+    return [share for share in shares if share.offset is not None]
 
 
 def hide_absent(mask: Mask) -> list[str]:

@@ -82,8 +82,7 @@ def wrapped(host: str, model: Any) -> Any:
     return model
 
 
-def by_pytorch(case: Case) -> Callable[[torch.Tensor], Team]:
-    model: Any = llama()
+def by_pytorch(case: Case, model: nn.Module) -> Callable[[torch.Tensor], Team]:
     team = sdp_deepspeed.join(model, case.whole_block)
     run = wrapped(case.host, model)
     optimizer = sgd(p for p in run.parameters() if p.requires_grad)
@@ -99,8 +98,7 @@ def by_pytorch(case: Case) -> Callable[[torch.Tensor], Team]:
     return take_step
 
 
-def by_deepspeed(case: Case) -> Callable[[torch.Tensor], Team]:
-    model: Any = llama()
+def by_deepspeed(case: Case, model: nn.Module) -> Callable[[torch.Tensor], Team]:
     settings = config(**case.whole_block) | {
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
         "zero_optimization": {"stage": int(case.host[-1])},
@@ -122,14 +120,19 @@ def train(place: Place, cases: list[Case], lighthouses: list[str]) -> None:
     """Train each case, one after the other; rank 0 of each team saves the dense model."""
     for index, case in enumerate(cases):
         os.environ["TORCHFT_LIGHTHOUSE"] = lighthouses[index]  # one for each: the last does not yet miss who has left
-        take_step = by_deepspeed(case) if case.host.startswith("zero") else by_pytorch(case)
+        model = llama()
+        take_step = (by_deepspeed if case.host.startswith("zero") else by_pytorch)(case, model)
         data = batches(case.num_teams * case.size, 1)
         for _ in range(STEPS):
             (batch,) = next(data)[place.team * place.size + place.rank]
             team = take_step(batch)
+            with team.dense():
+                shown = {name: value.clone() for name, value in model.state_dict().items()}
         assert team.version == STEPS // case.every
         dense = team.dense_state_dict()
         assert bool(dense) == (place.rank == 0)
+        assert shown.keys() == llama().state_dict().keys()
+        assert all(torch.equal(shown[name], value) for name, value in dense.items())
         if index == 0:
             team.save_pretrained(place.folder / "export")
         if dense:

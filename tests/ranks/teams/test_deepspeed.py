@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
@@ -35,6 +36,25 @@ def train(place: Place, engine: Any, steps: range) -> None:
             engine.step()
 
 
+def evaluate(engine: Any) -> None:
+    """The module is the dense model of the anchors, and the subnetwork again, to the bit, after an error as well."""
+    anchors, batch = engine.team.dense_state_dict(), next(batches(1, 1))[0][0]
+    engine.eval()
+    subnetwork = loss_of(engine, batch).detach()
+    with pytest.raises(RuntimeError, match="weights were changed"), engine.dense(), torch.no_grad():
+        engine.module.model.layers[0].mlp.down_proj.weight[0] += 1
+    with engine.dense(), torch.no_grad():
+        dense = engine.module.state_dict()
+        model = llama()
+        model.load_state_dict(dense)
+        assert loss_of(engine, batch) == loss_of(model.eval(), batch) != subnetwork
+        with engine.dense(), pytest.raises(RuntimeError, match="step inside"):
+            engine.step()
+    assert all(torch.equal(dense[name], value) for name, value in anchors.items())
+    assert loss_of(engine, batch) == subnetwork
+    engine.train()
+
+
 def resume(place: Place, stages: list[int], lighthouses: list[str]) -> None:
     addresses = iter(lighthouses)
     for stage in stages:
@@ -43,6 +63,7 @@ def resume(place: Place, stages: list[int], lighthouses: list[str]) -> None:
         train(place, engine, range(SAVED_AFTER))
         folder = place.folder / f"team-{place.team}-{stage}"
         engine.save_checkpoint(str(folder))
+        evaluate(engine)
         train(place, engine, range(SAVED_AFTER, STEPS))
         expected = engine.team.dense_state_dict()
         engine.team.leave()
@@ -120,6 +141,9 @@ def by_trainer(place: Place, lighthouses: list[str]) -> None:
             per_device_train_batch_size=2,
             learning_rate=1e-2,
             save_steps=3,
+            eval_strategy="steps",
+            eval_steps=2,
+            logging_steps=1,
             report_to=[],
             disable_tqdm=True,
             use_cpu=True,
@@ -127,10 +151,20 @@ def by_trainer(place: Place, lighthouses: list[str]) -> None:
         )
         generator = torch.Generator().manual_seed(place.team)
         rows = torch.randint(0, VOCABULARY, (32, LENGTH), generator=generator)
-        trainer = Trainer(llama(), arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+        data = [{"input_ids": row, "labels": row} for row in rows]
+        trainer = Trainer(llama(), arguments, train_dataset=data, eval_dataset=data[:8])
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if number else None)
-        assert trainer.model_wrapped.team.version == 2
+        team = trainer.model_wrapped.team
+        assert team.version == 2
+        losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        logged = next(entry for entry in trainer.state.log_history[::-1] if "subnetwork_loss" in entry)
+        assert (logged["meetings"], logged["teams"]) == (2, 2)
+        assert 0 < logged["bytes_sent"] < team.bytes_sent, "an evaluation came after it"
+        losses[0] = trainer.predict(data[:8]).metrics["test_loss"]
         trainer.save_model(str(folder / "final"))
+        with torch.no_grad():
+            dense = LlamaForCausalLM.from_pretrained(folder / "final")(rows[:8], labels=rows[:8]).loss
+        assert set(losses) == {float(dense)}
         models.append(load_file(folder / "final" / "model.safetensors"))
         trainer.model_wrapped.team.leave()
     straight, resumed = models
