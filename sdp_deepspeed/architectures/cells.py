@@ -201,8 +201,6 @@ def _cut_dims(first: Reads, others: Reads) -> dict[str, int] | None:
     """For each parameter of which two groups of cells read different indices: the dim; None if some are read by both.
     Of other parameters, both read the same."""
     dims: dict[str, int] = {}
-    if first.keys() != others.keys():
-        return None
     for name, of_first in first.items():
         pairs = [*zip(of_first, others[name], strict=True)]
         apart = [dim for dim, (a, b) in enumerate(pairs) if a.any() and b.any() and not (a & b).any()]

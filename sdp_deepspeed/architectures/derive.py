@@ -6,7 +6,6 @@ else, belongs to neither. A branch's modules are the largest that contain nothin
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -190,7 +189,7 @@ def _describe(traced: Trace, layer: Layer, path: BranchPath, live: set[Node]) ->
         num_outputs=first.zeros.num_outputs,
         added_to=first.added_to,
         extra_outputs=first.extra_outputs,
-        zeros=() if _is_chain(traced, layer, bodies) else tuple(module.zeros for module in bodies),
+        zeros=tuple(module.zeros for module in bodies),
         parameters=_own_parameters(layer, mine),
         outputs=_outputs(layer, path, mine),
         is_projected=not layer.is_bypassed,
@@ -337,25 +336,6 @@ def _zeros(given: tuple[int, ...], made: tuple[int, ...], num_outputs: int, *, i
         return None
     dim = different[0]
     return replace(zeros, dim=-1 if dim == len(made) - 1 else dim, size=made[dim])
-
-
-def _is_chain(traced: Trace, layer: Layer, bodies: Sequence[_Module]) -> bool:
-    """Whether each body only gets the output of the one before, so that its input can pass through."""
-    calls = [traced.calls[f"{layer.name}.{module.name}"] for module in bodies]
-    of_layer = [next(c for c in of_body if layer.call.first <= c.first) for of_body in calls]
-    is_like_input = bodies[0].keeps_shape or bodies[0].zeros == Zeros(bodies[0].zeros.num_outputs)
-    if len(bodies) == 1:
-        return is_like_input
-    if tuple(of_layer[0].inputs[0][1].shape) != tuple(of_layer[-1].outputs[0][0].shape):
-        return False
-    for before, after in itertools.pairwise(of_layer):
-        node = after.inputs[0][2]
-        target = before.outputs[0][1]
-        while node is not target:
-            if len(node.inputs) != 1 or node.parameters or node.shape != node.inputs[0].shape or node.is_product:
-                return False
-            node = node.inputs[0]
-    return True
 
 
 def _tail(traced: Trace, layer: Layer, path: BranchPath, modules: Sequence[_Module]) -> tuple[str, ...]:

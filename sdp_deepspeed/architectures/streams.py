@@ -127,13 +127,9 @@ def _stream(nodes: Sequence[Node], start: Node, end: Node) -> tuple[list[Node], 
         if at not in on:
             return [], []
         stream.append(at)
-        before = [node for node in at.inputs if node in on]
         if at.operation in _ADDITIONS:
-            before.sort(key=lambda node: node.order)  # the oldest operand is the stream
             ends += [(at, node) for node in at.inputs if node not in on and node in inside]
-        else:
-            before.sort(key=lambda node: node.shape != at.shape)
-        at = before[0]
+        at = next(node for node in at.inputs if node in on)
     stream.append(start)
     stop = {*stream}
     paths = []

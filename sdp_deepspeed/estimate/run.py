@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from torch import nn
 from transformers import AutoConfig, AutoModel
+from transformers.utils import CONFIG_NAME
 
 from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.estimate.deepspeed_config import configs_of_phases, without_auto
@@ -20,6 +22,7 @@ from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.recipe import apply_override, read_recipe
 
 _TRAINER_BATCH = 8  # per_device_train_batch_size of TrainingArguments
+_HUB_TIMEOUT = 5.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,7 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> Run:
     recipe = read_recipe(path, overrides)
     shape, data, training = recipe["model"], recipe["data"], recipe["training"]
     if "name" in shape:
-        try:
-            shape = AutoConfig.from_pretrained(shape["name"]).to_dict() | shape
-        except (OSError, ValueError) as error:
-            raise ValueError(f"model.name: {str(error).splitlines()[0]}") from None
+        shape = _config_of(shape["name"], "model.name").to_dict() | shape
     if not isinstance(shape.get("model_type"), str):
         raise ValueError("model.model_type: missing; expected that of a Transformers config, such as llama")
     images = classifies_images(shape)
@@ -85,8 +85,8 @@ def empty_model(name: str) -> nn.Module:
     Raises:
         ValueError: there is no such config, or Transformers cannot build the model.
     """
+    config = _config_of(name, "--model")
     try:
-        config = AutoConfig.from_pretrained(name)
         classes = [getattr(transformers, known, None) for known in config.architectures or ()]
         build = next(filter(None, classes), AutoModel.from_config)
         with torch.device("meta"):
@@ -94,6 +94,26 @@ def empty_model(name: str) -> nn.Module:
     except Exception as error:  # Transformers validates few values, so any error is possible
         raise ValueError(f"--model {name}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
     return model
+
+
+def _config_of(name: str, key: str) -> Any:
+    """The config in a file or folder, in the cache, or on the hub.
+
+    Args:
+        key: of `name`, for errors.
+
+    Raises:
+        ValueError: there is none. The hub is asked once; Transformers would repeat that for half a minute.
+    """
+    try:
+        if not Path(name).exists() and not isinstance(try_to_load_from_cache(name, CONFIG_NAME), str):
+            get_hf_file_metadata(hf_hub_url(name, CONFIG_NAME), timeout=_HUB_TIMEOUT)
+        return AutoConfig.from_pretrained(name)
+    except Exception as error:  # of the hub, of the network, or of a config of any kind
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ValueError(
+            f"{key} {name}: expected a folder or file with a config, or the name of a model on the hub ({reason})"
+        ) from error
 
 
 def block_of(overrides: Sequence[str]) -> SubnetworkConfig:

@@ -182,6 +182,19 @@ def test_a_config_that_is_not_there(capsys: Capture, tmp_path: Path) -> None:
     assert f"error: --model {tmp_path / 'none'}: " in capsys.readouterr().err
 
 
+def test_the_hub_is_asked_once(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fail(url: str, **_: Any) -> None:
+        asked.append(url)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("sdp_deepspeed.estimate.run.get_hf_file_metadata", fail)
+    assert main(["plan", "--model", "some/typo"]) == 2
+    assert "--model some/typo: expected a folder or file" in capsys.readouterr().err
+    assert len(asked) == 1
+
+
 def test_a_subnetwork_for_each_node(capsys: Capture) -> None:
     layout = ("--ranks", "8", "--ranks-per-node", "4")
     for command in ("plan", "estimate"):

@@ -158,9 +158,27 @@ class NormBetween(Layer):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 8), norm, nn.Linear(8, WIDTH))  # type: ignore[assignment]
 
 
+class Reversed(nn.Module):
+    """Its first neuron reads the last row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).flip(-1).tanh())
+
+
+class InReverse(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Reversed()  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(
     ("layer", "kind", "reason"),
     [
+        (InReverse, "mlp", "indices of up.weight are not in blocks"),
         (NormBetween, "mlp", "the inputs of 2 depend on each other"),
         (NormOverNeurons, "mlp", "with fewer neurons or heads its forward fails"),
         (Layer, "attention", "with fewer neurons or heads its forward fails"),  # its number of heads is a constant

@@ -494,6 +494,32 @@ def test_a_branch_whose_results_go_to_other_layers_is_replicated() -> None:
     assert [branch.name for branch in proven_branches(model)] == ["h.0.mlp", "h.1.attention", "h.1.mlp"]
 
 
+class WithWeights(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), x.softmax(-1)
+
+
+class NeedsOneOfTwo(Layer):
+    """What its branches return beside their outputs is used by nobody, but one of them has to return something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = WithWeights(WIDTH, WIDTH), WithWeights(WIDTH, WIDTH)  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first, of_first = self.attn(self.ln_1(x))
+        second, of_second = self.mlp(self.ln_2(x))
+        self.mean = (of_second if of_first is None else of_first).mean()
+        return x + first + second
+
+
+def test_branches_that_cannot_be_absent_together_are_replicated() -> None:
+    model = Stack(NeedsOneOfTwo(), Layer())
+    sdp_deepspeed.trace(model, *stream())
+    assert [branch.name for branch in proven_branches(model)] == ["h.1.attention", "h.1.mlp"]
+    assert "without mlp, mlp_2 it could not be run" in replicated_layers(model)[0]
+
+
 class ReturnsSizes(nn.Linear):
     def forward(self, x: torch.Tensor, sizes: list[int]) -> Any:  # type: ignore[override]
         return super().forward(x), sizes

@@ -64,6 +64,16 @@ def test_a_narrow_copy_has_the_same_branches_and_cells(name: str, monkeypatch: p
     assert torch.get_default_dtype() == before[2]
 
 
+@pytest.mark.usefixtures("none_is_too_small")
+def test_a_copy_whose_zeros_have_another_shape_does_not_stand_for_a_model() -> None:
+    """As many neurons as the narrow stream has features: zeros of one module would have the shape of its input."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = hf.BioGptForCausalLM(hf.BioGptConfig(**sizes, vocab_size=100))
+    assert len(proven_branches(model)) == 2
+    ((layer, (replayed, *_)),) = derivation_of(model).replays.items()
+    assert replayed.model.get_parameter(f"{layer}.fc1.weight").shape != (24, 24)
+
+
 def test_a_copy_with_fewer_neurons_too(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1032, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = hf.LlamaConfig(**sizes, vocab_size=1000, num_hidden_layers=1)
