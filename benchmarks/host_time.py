@@ -6,7 +6,6 @@ Engines as a user builds them, on PyTorch's fake process group: collectives retu
 The model has the layers and heads of a 7B Llama, so also its units, slices, buckets and collectives, but a width of 256
 in place of 4096 (buckets are smaller by as much), so that little but host time is left. Times are seconds of this
 thread, in which waiting does not count: `pass` is forward and backward, the model's own time included, `step` the rest.
-With local steps, of eight teams of eight ranks, `synchronization` is an `engine.synchronize()` after it.
 """
 
 from __future__ import annotations
@@ -33,14 +32,12 @@ from sdp_deepspeed.config import Mode
 SHAPE = SMALL | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 2000}
 BUCKET = 2_000_000  # elements; as many buckets as 7B parameters have with DeepSpeed's 5e8
 RANK = 3  # neither first nor last
-H = 100  # more than steps are made
 CASES = [
     (256, Contestant(1)),
     (256, FSDP2),
     (256, Contestant(1, Mode("forward", "block"), 0.5)),
     (256, Contestant(1, Mode("forward", "block"), 0.5, 256)),
     (64, Contestant(1)),
-    *((64, Contestant(1, Mode("forward", "block"), coverage, 8, every=H)) for coverage in (1.0, 0.5)),
     (64, Contestant(1, Mode("forward", "neuron"), 0.5)),
     (64, Contestant(1, Mode("forward", "neuron"), 0.5, 64)),
     (64, Contestant(3, Mode("forward", "neuron"), 0.5, host="FSDP2")),
@@ -60,8 +57,7 @@ def main() -> None:
         with multiprocessing.get_context("spawn").Pool(1) as pool:  # DeepSpeed keeps the groups of each world
             results.append(pool.apply(measure, (num_ranks, contestant, shape, arguments.repeats)))
         row = results[-1]
-        kinds = [part for part in ("pass", "step", "synchronization") if part in row]
-        parts = ", ".join(f"{part} {1e3 * statistics.median(row[part]):.1f} ms" for part in kinds)
+        parts = ", ".join(f"{part} {1e3 * statistics.median(row[part]):.1f} ms" for part in ("pass", "step"))
         print(f"{num_ranks} ranks, {row['name']}: {parts}", flush=True)
     model = shape | {"num_parameters": num_parameters(shape)}
     facts = {"what": "host_time", "model": model, "arguments": vars(arguments), "device": "CPU"}
@@ -76,7 +72,6 @@ def measure(num_ranks: int, contestant: Contestant, shape: dict[str, Any], repea
         engine = contestant.build(shape, "fp32", micro_batch=1, bucket=BUCKET)
         found: dict[str, Any] = {"ranks": num_ranks, "name": contestant.name}
         found |= {"building_seconds": time.thread_time() - start, "pass": [], "step": []}
-        found |= {"synchronization": []} if contestant.every > 1 else {}
         if contestant.mode:
             if contestant.host == "DeepSpeed":
                 engine.optimizer.skips_overflow = False  # received values are invalid, possibly NaN
@@ -88,18 +83,12 @@ def measure(num_ranks: int, contestant: Contestant, shape: dict[str, Any], repea
             middle = time.thread_time()
             engine.step()
             end = time.thread_time()
-            if contestant.every > 1:
-                engine.synchronize()
             if repeat >= 2:
                 found["pass"].append(middle - start)
                 found["step"].append(end - middle)
-                if contestant.every > 1:
-                    found["synchronization"].append(time.thread_time() - end)
         with TrafficCounter() as traffic:
             train(engine, batch)
             found["collectives"] = traffic.num_collectives
-            if contestant.every > 1:
-                engine.synchronize()
         return found | {"process_groups": len(traffic.groups)}
 
 

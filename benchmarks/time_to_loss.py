@@ -1,11 +1,10 @@
-"""How long until a dense loss is reached over a slow link? SDP, with and without local steps, beside ZeRO, DDP and
-torchft's DiLoCo, by the clock. links.sh runs it.
+"""How long until a dense loss is reached over a slow link? SDP beside ZeRO, DDP and torchft's DiLoCo, by the clock.
+links.sh runs it.
 
 Llamas over bytes of the standard library's Python files. Everybody reads the same text in the same order, at stage 1 or
-2, and overlaps communication where it can. SDP at C = 1/2 without local steps makes a third more steps than ZeRO, a
-model of half the depth twice as many (about as many operations), and whoever has local steps twice as many. Those
-synchronize every H steps by averaging weights, train one subnetwork on each node, and are evaluated after
-synchronizations. At C = 1/2 all subnetworks have the first and the last layer.
+2, and overlaps communication where it can. SDP at C = 1/2 makes a third more steps than ZeRO, a model of half the depth
+(with about as many operations) and DiLoCo twice as many. DiLoCo averages weights every H steps, and is evaluated after
+that. At C = 1/2 all subnetworks have the first and the last layer.
 
 The clock stops while the dense model is evaluated, on text that is not trained on. Memory is measured afterwards, in a
 step that ends with a synchronization. Runs come one after the other, each is written when it is done, and the same
@@ -79,9 +78,6 @@ def _runs() -> dict[str, Run]:
         "SDP + ZeRO-2, C = 1/2": Run(Contestant(2, MODE, 0.5), Fraction(4, 3)),
     }
     for every in (5, 10, 30):
-        for coverage in (Fraction(1), Fraction(1, 2)):
-            contestant = Contestant(1, MODE, float(coverage), every=every)
-            runs[f"SDP + ZeRO-1, C = {coverage}, H = {every}"] = Run(contestant, Fraction(2))
         runs[f"torchft's DiLoCo + FSDP2, H = {every}"] = Run(Contestant(3, host="DiLoCo", every=every), Fraction(2))
     return runs
 
@@ -221,8 +217,6 @@ def build(run: Run, seed: int, num_steps: int, options: argparse.Namespace) -> A
         "optimizer": {"type": "AdamW", "params": {"lr": options.rate, "torch_adam": True, "fused": False}},
         "scheduler": {"type": "WarmupCosineLR", "params": warm_up},
     }
-    if contestant.every > 1:
-        config[KEY]["subnetworks"] = num_nodes()
     if contestant.coverage < 1:
         config[KEY]["coverage"] = [{"coverage": contestant.coverage, "whole_ends": 1}]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

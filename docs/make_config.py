@@ -58,16 +58,12 @@ A phase of `schedule` contains keys of the block that change, and its end. The l
 ## Local steps
 
 ```json
-"local_steps": {{"every": 10}}
+"local_steps": {{"teams": 4, "every": 10}}
 ```
 
 {local_steps}
 
-With `teams`: see [the guide](guide.md#teams). Without `teams`, refused with fp16, also as
-`communication_data_type`, with optimizers that evaluate other weights than they train, and with
-`ignore_unused_parameters: false`, which CPU offload checks; and by the Trainer, unless
-`average_tokens_across_devices` is false and `include_num_input_tokens_seen` "no". See [the
-guide](guide.md#over-slow-links).
+See [the guide](guide.md#over-slow-links).
 
 ## What is refused
 

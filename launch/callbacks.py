@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,6 @@ import psutil
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
-
-from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.schedule import blocks_of_phases
 
 
 class StopSignal:
@@ -67,18 +64,7 @@ def _outlive_a_stop(worker: int, then: Callable[[int], None] | None) -> None:
 
 
 class StopTogether(TrainerCallback):
-    """When one rank is asked to stop, all ranks finish the step, save, and stop. With local steps in any phase, they
-    finish the interval.
-
-    Args:
-        config: the DeepSpeed config; None without DeepSpeed.
-    """
-
-    def __init__(self, config: Mapping[str, Any] | None) -> None:
-        self.every = 1
-        if config is not None and parse(config) is not None:
-            phases = [phase for _, phase in blocks_of_phases(config[KEY])]
-            self.every = max(phase["local_steps"]["every"] if phase.get("local_steps") else 1 for phase in phases)
+    """When one rank is asked to stop, all ranks finish the step, save, and stop."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
         self.signal = StopSignal(args.device)
@@ -91,6 +77,6 @@ class StopTogether(TrainerCallback):
             loader.worker_init_fn = partial(_outlive_a_stop, then=loader.worker_init_fn)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self.every == 0 and self.signal.on_any_rank():
+        if self.signal.on_any_rank():
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # launchers kill ranks after half a minute

@@ -115,7 +115,7 @@ def build_trainer(recipe: Recipe) -> ResumableTrainer:
         train_dataset=blocks.train,
         eval_dataset=blocks.validation,
         processing_class=blocks.tokenizer,
-        callbacks=[StopTogether(args.deepspeed)],
+        callbacks=[StopTogether()],
     )
 
 

@@ -204,7 +204,7 @@ def build_trainer(recipe: Recipe) -> VisionTrainer:
         processing_class=data.processor(),
         compute_metrics=top1,
         preprocess_logits_for_metrics=lambda logits, _: logits.argmax(-1),
-        callbacks=[StopTogether(args.deepspeed)],
+        callbacks=[StopTogether()],
     )
 
 

@@ -107,9 +107,6 @@ def _byte_count(text: str) -> int:
 # ---- plan and estimate ----------------------------------------------------------------------------------------------
 
 _Ranks = Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")]
-_PerNode = Annotated[
-    int | None, typer.Option(min=1, help='Ranks of a node, for subnetworks "nodes" and bytes between nodes.')
-]
 _Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the recipe, such as sdp.coverage=0.25."),
@@ -127,7 +124,6 @@ def plan(
         typer.Option(help="Config of a model in place of a recipe: name on the hub, folder, or config.json."),
     ] = None,
     ranks: _Ranks = 8,
-    ranks_per_node: _PerNode = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan as JSON, for the key `assignment`.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the table to a .png, .svg or .pdf file.")] = None,
 ) -> None:
@@ -141,7 +137,7 @@ def plan(
         from sdp_deepspeed.estimate.run import block_of, empty_model
 
         of_model, block = empty_model(model), block_of([*filter(None, [source]), *(overrides or [])])
-        shown, costs, warnings, branches = _plan_of(of_model, block, ranks, ranks_per_node)
+        shown, costs, warnings, branches = _plan_of(of_model, block, ranks)
         print(_list(branches))
     elif source is None:
         raise ValueError("expected a recipe, a saved plan, or --model")
@@ -150,7 +146,7 @@ def plan(
 
         shown = Plan.load(Path(source))
     else:
-        shown, costs, warnings = _planned(Path(source), overrides or [], ranks, ranks_per_node)
+        shown, costs, warnings = _planned(Path(source), overrides or [], ranks)
     print(shown.table(costs, details=True))
     for warning in warnings:
         print(f"  warning: {warning}")
@@ -160,9 +156,7 @@ def plan(
         _draw(shown, plot)
 
 
-def _planned(
-    source: Path, overrides: Sequence[str], ranks: int, per_node: int | None
-) -> tuple[Plan, Sequence[UnitCost], Sequence[str]]:
+def _planned(source: Path, overrides: Sequence[str], ranks: int) -> tuple[Plan, Sequence[UnitCost], Sequence[str]]:
     from sdp_deepspeed.config import parse
     from sdp_deepspeed.estimate.run import read_run
     from sdp_deepspeed.messages import KEY
@@ -172,18 +166,18 @@ def _planned(
     if block is None:
         raise ValueError(f"{source}: {KEY} is missing or disabled; add it, such as sdp.coverage=0.5")
     with run.model.fake:
-        return _plan_of(run.model.module, block, ranks, per_node)[:3]
+        return _plan_of(run.model.module, block, ranks)[:3]
 
 
 def _plan_of(
-    model: nn.Module, block: SubnetworkConfig, ranks: int, per_node: int | None
+    model: nn.Module, block: SubnetworkConfig, ranks: int
 ) -> tuple[Plan, Sequence[UnitCost], Sequence[str], Sequence[LocatedBranch]]:
     from sdp_deepspeed.architectures import unit_costs
     from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
     from sdp_deepspeed.plan.planner import plan_model
 
     branches = proven_branches(model, block.strategy)
-    shown, warnings = plan_model(model, block, ranks, branches=branches, ranks_per_node=per_node)
+    shown, warnings = plan_model(model, block, ranks, branches=branches)
     return shown, unit_costs(model, shown.units), [*warnings, *replicated_layers(model)], branches
 
 
@@ -221,7 +215,7 @@ def estimate(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file of a run.")],
     overrides: _Overrides = None,
     ranks: _Ranks = 8,
-    ranks_per_node: _PerNode = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks of a node, for bytes between nodes.")] = None,
     fit: Annotated[
         str | None,
         typer.Option(
@@ -310,15 +304,8 @@ def _estimate_text(forecasts: Mapping[str, Forecast], largest: Mapping[str, int]
         ("peak", lambda column: column.peak),
         ("sent per step", lambda column: column.rank.sent),
     ]
-    if first.node is not None:
-        rows.append(("out of its node per step", lambda column: column.node.per_step if column.node else 0))
-    if first.node is not None and first.node.per_synchronization:
-        rows.append(
-            (
-                "out of its node per synchronization",
-                lambda column: column.node.per_synchronization if column.node else 0,
-            )
-        )
+    if first.out_of_node is not None:
+        rows.append(("out of its node per step", lambda column: column.out_of_node or 0))
     cells = [("on one rank", *forecasts)]
     for title, value in rows:
         values = [value(column) for column in forecasts.values()]

@@ -62,22 +62,27 @@ class CheckpointOptions(BaseModel):
 
 
 class LocalSteps(BaseModel):
-    """`local_steps` in the block: each subnetwork trains by itself, and its weights are averaged every H steps."""
+    """`local_steps` in the block: each team trains its subnetwork by itself, and they average weights every H steps."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    teams: int = Field(
+        ge=2,
+        title="an integer, at least 2",
+        description="Number K of teams, jobs of their own that may come and go. The plan is that of K workers.",
+    )
     every: int = Field(
         ge=2,
         title="an integer, at least 2",
-        description="Optimizer steps between two synchronizations, H.",
+        description="Optimizer steps between two meetings, H.",
     )
     outer_lr: float = Field(
         default=1.0,
         gt=0,
         allow_inf_nan=False,
         title="a number above 0",
-        description="Learning rate of the outer SGD, whose gradient is the mean difference from the last "
-        "synchronization. 1 without momentum: weights become the mean.",
+        description="Learning rate of the outer SGD, whose gradient is the mean difference from the last meeting. 1 "
+        "without momentum: weights become the mean.",
     )
     outer_momentum: float = Field(
         default=0.0,
@@ -86,29 +91,32 @@ class LocalSteps(BaseModel):
         title="a number from 0 to below 1",
         description="Nesterov momentum of the outer SGD.",
     )
-    teams: int | None = Field(
-        default=None,
-        ge=2,
-        title="an integer, at least 2",
-        description="Number K of teams, jobs of their own that may come and go, for `sdp_deepspeed.join` and "
-        "`deepspeed.initialize`. The plan is that of K workers.",
-    )
     wait_timeout: float = Field(
         default=1800.0,
         gt=0,
         allow_inf_nan=False,
         title="seconds above 0",
-        description="With `teams`: how long a team waits for all teams at the start, after which it starts without "
-        "them, or for the last holder of a unit, after which it ends.",
+        description="How long a team waits for all teams at the start, after which it starts without them, or for the "
+        "last holder of a unit, after which it ends.",
     )
     exchange_timeout: float = Field(
         default=60.0,
         gt=0,
         allow_inf_nan=False,
         title="seconds above 0",
-        description="With `teams`: how long an exchange of 16 MB may take, before it is repeated with the teams that "
-        "are still here.",
+        description="How long an exchange of 16 MB may take, before it is repeated with the teams that are still here.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _have_teams(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("teams") is None:
+            raise ValueError(
+                'teams, jobs of their own, have replaced local steps inside one job: add their number, "teams": K, and '
+                "start each by itself, with SDP_TEAM and TORCHFT_LIGHTHOUSE in its environment, or all on one machine "
+                "with `sdp teams K -- SCRIPT`; with FSDP2 call sdp_deepspeed.join before PyTorch's fully_shard"
+            )
+        return given
 
 
 class SubnetworkConfig(BaseModel):
@@ -139,12 +147,11 @@ class SubnetworkConfig(BaseModel):
         description="A unit is a residual branch (`block`), or a group of neurons, heads or channels (`neuron`). "
         "Branch types missing from a mapping are shared.",
     )
-    subnetworks: Literal["auto", "nodes"] | int = Field(
+    subnetworks: Literal["auto"] | int = Field(
         default="auto",
-        title='"auto", "nodes" or an integer, at least 1',
+        title='"auto" or an integer, at least 1',
         description="Number k of subnetworks, a divisor of the number D of data-parallel ranks; D / k ranks train each "
-        "one. `auto`: one per rank, or fewer if a unit would have more than eight holders. `nodes`: one per node, with "
-        "the ranks per node that the launcher sets (`LOCAL_WORLD_SIZE`, or `LOCAL_SIZE` of `deepspeed`).",
+        "one. `auto`: one per rank, or fewer if a unit would have more than eight holders.",
     )
     granularity: Literal["sublayer", "layer"] = Field(
         default="sublayer",
@@ -202,8 +209,8 @@ class SubnetworkConfig(BaseModel):
     )
     local_steps: LocalSteps | None = Field(
         default=None,
-        title='a mapping such as {"every": 10}',
-        description="For slow links: each subnetwork trains by itself, and its holders average weights every H steps. "
+        title='a mapping such as {"teams": 4, "every": 10}',
+        description="For slow links: teams, jobs of their own, average their weights every H steps. "
         "[Options](#local-steps).",
     )
     allow_optimizer: bool = Field(
@@ -315,8 +322,11 @@ def parse(ds_config: Mapping[str, Any]) -> SubnetworkConfig | None:
     config = _validated(block, KEY)
     if not config.enabled:
         return None
-    first, *_ = [_validated(phase, path) for path, phase in blocks_of_phases(block)]
-    return first
+    phases = {path: _validated(phase, path) for path, phase in blocks_of_phases(block)}
+    of_teams = [path for path, phase in phases.items() if phase.local_steps is not None]
+    if config.schedule is not None and of_teams:
+        raise ValueError(f"{of_teams[0]}.local_steps: teams have one plan for the whole run; remove {KEY}.schedule")
+    return next(iter(phases.values()))
 
 
 def _validated(block: Mapping[str, Any], path: str) -> SubnetworkConfig:
@@ -362,12 +372,9 @@ def _with_plan(key: str) -> Combination:
 
 def _with_teams(key: str) -> Combination:
     def is_refused(config: SubnetworkConfig) -> bool:
-        has_teams = config.local_steps is not None and config.local_steps.teams is not None
-        return has_teams and _is_set(config, key)
+        return config.local_steps is not None and _is_set(config, key)
 
-    return Combination(
-        key, is_refused, "cannot be combined with local_steps.teams, whose plan never changes", "remove it"
-    )
+    return Combination(key, is_refused, "cannot be combined with local_steps, whose plan never changes", "remove it")
 
 
 REFUSED_COMBINATIONS = (

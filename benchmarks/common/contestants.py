@@ -41,7 +41,7 @@ class Contestant:
         coverage: C, of those with a mode.
         subnetworks: k, if not the default.
         host: what trains.
-        every: steps between two synchronizations, H; 1 without local steps.
+        every: DiLoCo's steps between two synchronizations, H.
     """
 
     stage: int
@@ -57,13 +57,12 @@ class Contestant:
         if self.mode is None:
             return host
         replicas = f" k={self.subnetworks}" if self.subnetworks else ""
-        interval = f" H={self.every}" if self.every > 1 else ""
-        return f"{self.mode} + {host} C={self.coverage:g}{replicas}{interval}"
+        return f"{self.mode} + {host} C={self.coverage:g}{replicas}"
 
     @property
     def trains(self) -> str:
         """Equal for contestants whose losses must be equal. C = 1 is data parallelism."""
-        if self.mode is None or (self.coverage == 1 and self.every == 1):
+        if self.mode is None or self.coverage == 1:
             return "the dense model"
         return f"{self.mode} C={self.coverage:g} k={self.subnetworks}"
 
@@ -85,7 +84,6 @@ class Contestant:
         if self.mode is not None:
             config[KEY] = {"coverage": self.coverage, **self.mode._asdict()}
             config[KEY] |= {"subnetworks": self.subnetworks} if self.subnetworks else {}
-            config[KEY] |= {"local_steps": {"every": self.every}} if self.every > 1 else {}
         return config
 
     def build(self, shape: Shape, precision: str, *, micro_batch: int, bucket: int, overlap: bool = False) -> Any:

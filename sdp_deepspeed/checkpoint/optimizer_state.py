@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState
-from sdp_deepspeed.parallel.synchronizer import OUTER_MOMENTUM
 
 logger = logging.getLogger("sdp_deepspeed")
 
@@ -25,6 +24,8 @@ _ALIKE = {
     "DeepSpeedCPULion": "Lion",
 }
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")  # options that do not change results
+# Of local steps in one world, which are gone: with this momentum their checkpoints had the mean of the inner moments.
+_OF_LOCAL_STEPS = "outer_momentum"
 Moments = dict[torch.Tensor, dict[str, torch.Tensor]]  # by parameter of the optimizer
 
 
@@ -121,7 +122,7 @@ def new_moments(state: RankState, stored: Mapping[str, Any], facts: OptimizerFac
         )
     kinds_of: dict[str, set[str]] = {}
     for kind, _, name in (text.partition("/") for text in stored):
-        if kind != WEIGHT:
+        if kind not in (WEIGHT, _OF_LOCAL_STEPS):
             kinds_of.setdefault(name, set()).add(kind)
     result: Moments = {}
     for name, parameter in _stepped(state):
@@ -162,9 +163,9 @@ def restore_optimizer(state: RankState, moments: Moments, facts: OptimizerFacts)
     for index, parameter in enumerate(parameters):
         group = facts["groups"].get(name_of.get(parameter, ""))
         numbers = {} if group is None else facts["scalars"][group]
-        of_optimizer = {key: value for key, value in moments.get(parameter, {}).items() if key != OUTER_MOMENTUM}
-        if numbers or of_optimizer:  # before the first step there is none
-            states[index] = of_optimizer | _as_kept(optimizer, numbers)
+        values = moments.get(parameter, {})
+        if numbers or values:  # before the first step there is none
+            states[index] = values | _as_kept(optimizer, numbers)
     groups = optimizer.param_groups
     optimizer.load_state_dict({"state": states, "param_groups": _options(state, facts)})
     for kept, loaded in zip(groups, optimizer.param_groups, strict=True):  # keep keys that the checkpoint lacks

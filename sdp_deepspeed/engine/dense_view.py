@@ -26,7 +26,6 @@ from sdp_deepspeed.masking.running_statistics import average_running_statistics,
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.dense_gathers import Segment, gather_segments
 from sdp_deepspeed.parallel.groups import Groups
-from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +45,7 @@ class DenseView:
 
     Args:
         mask: applied.
-        optimizer: has the anchors, which the dense model consists of with local steps; and its shards follow weights
-            that were changed in the dense model.
+        refresh: called when the module is the subnetwork again, maybe with other weights.
         wait: called before the first collective, to synchronize all ranks.
 
     Attributes:
@@ -59,12 +57,12 @@ class DenseView:
         mask: Mask,
         groups: Groups,
         device: torch.device,
-        optimizer: ShardedOptimizer,
         *,
+        refresh: Callable[[], None],
         wait: Callable[[str], None],
     ) -> None:
         self.mask, self._groups, self._device = mask, groups, device
-        self._optimizer, self._wait = optimizer, wait
+        self._refresh, self._wait = refresh, wait
         self._is_evaluating = False  # made resident by an evaluation, not by `resident()`
         self._handles: list[Any] = []
         self._has_warned = False
@@ -78,8 +76,7 @@ class DenseView:
     def is_collective(self) -> bool:
         """Whether making the model dense is a collective."""
         fetches = self.mask.plan.regime == "forward" and not self.mask.plan.is_dense
-        has_anchors = self._optimizer.local is not None
-        return self._groups.data_parallel.size > 1 and (fetches or has_anchors or bool(running_statistics(self.mask)))
+        return self._groups.data_parallel.size > 1 and (fetches or bool(running_statistics(self.mask)))
 
     # ---- entering and leaving -----------------------------------------------------------------------------------
 
@@ -92,23 +89,18 @@ class DenseView:
         if self.is_collective:
             self._wait(what)
             average_running_statistics(self.mask, self._groups.data_parallel.process_group, self._device)
-        self._optimizer.enter_dense()
         self.mask.undo()
         if self.mask.plan.regime == "forward":
             self._fetch()
 
     @torch.no_grad()
     def end(self) -> None:
-        """Make the module this rank's subnetwork again, with its current weights. Collective between two
-        synchronizations of local steps."""
+        """Make the module this rank's subnetwork again, with its current weights."""
         self._is_evaluating = False
         if self.is_resident:
             self.mask.check_shapes()
-            local = self._optimizer.local
-            if local is not None and local.are_shown:
-                self._wait("leaving the dense model")
             self.mask.apply()
-            self._optimizer.leave_dense()
+            self._refresh()
 
     @contextmanager
     def resident(self, what: str = "engine.dense") -> Iterator[None]:
@@ -180,23 +172,10 @@ class DenseView:
             elif (not module.training or not view._has_warned) and (not view.is_resident or is_masked(module)):
                 enter(module)
 
-        has_anchors = self._optimizer.local is not None
-
-        members = WeakSet(model.modules()) if has_anchors else WeakSet[nn.Module]()  # not copies
-
-        def refuse_between(module: nn.Module, *_: Any) -> None:
-            local = view._optimizer.local
-            if module in members and local is not None and local.is_between and not local.are_shown:
-                raise RuntimeError(
-                    "local steps: between two synchronizations a state dict would be this subnetwork's; use `with "
-                    "engine.dense():` on all ranks, or call engine.synchronize() first"
-                )
-
-        if not self.mask.plan.is_dense or has_anchors or running_statistics(self.mask):
+        if not self.mask.plan.is_dense or running_statistics(self.mask):
             self._handles += [module.register_forward_pre_hook(before_forward, prepend=True) for module in owned]
         if not self.mask.plan.is_dense:
             self._install_refusals(model)
-        self._handles += [module.register_state_dict_pre_hook(refuse_between) for module in members]
 
     def _warn(self) -> None:
         self._has_warned = True

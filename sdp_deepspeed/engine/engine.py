@@ -26,15 +26,13 @@ Order of a training step; methods with an underscore, and `allreduce_gradients`,
    - tells the loss scaler whether the update was skipped;
    - keeps the norm (`compute_grad_norm`), and whether the update was skipped, for DeepSpeed to read.
 
-   DeepSpeed drops gradients and steps the learning-rate schedule. After that come a synchronization (local steps), the
-   monitor's events, `check_agreement` and a new plan (`follow_schedule`), where they are due.
+   DeepSpeed drops gradients and steps the learning-rate schedule. After that come the monitor's events,
+   `check_agreement` and a new plan (`follow_schedule`), where they are due.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,10 +70,8 @@ from sdp_deepspeed.engine.plans import (
 from sdp_deepspeed.engine.refused_settings import (
     refuse_config,
     refuse_frozen,
-    refuse_local_optimizer,
     refuse_single_processes,
     refuse_unused,
-    uses_local_steps,
 )
 from sdp_deepspeed.engine.save_engine import load_engine, save_engine
 from sdp_deepspeed.engine.tensor_parallel import (
@@ -110,12 +106,10 @@ from sdp_deepspeed.parallel.consistency import (
     run_on_all_ranks,
 )
 from sdp_deepspeed.parallel.groups import Groups, control_group
-from sdp_deepspeed.parallel.local_optimizer import LocalOptimizer
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.parallel.param_groups import agreed_param_groups
 from sdp_deepspeed.parallel.refused_models import refuse_model
-from sdp_deepspeed.parallel.synchronizer import group_sets, teams_of
 from sdp_deepspeed.parallel.zero_grad import extend_zero_grad
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.schedule import Schedule
@@ -136,8 +130,6 @@ class SubnetworkEngine(DeepSpeedEngine):
         schedule: the plans over time; None if the plan is fixed.
         phase, draw: current phase of the schedule, and number of re-drawn assignments.
         stage_of_config: ZeRO stage at the beginning of the run.
-        num_synchronizations, seconds_synchronizing, bytes_synchronizing: with local steps, synchronizations so far, the
-            time that they took, waiting for other ranks included, and the bytes that this rank sent to other teams.
     """
 
     block: SubnetworkConfig
@@ -150,8 +142,6 @@ class SubnetworkEngine(DeepSpeedEngine):
     optimizer: SubnetworkOptimizer
     schedule: Schedule | None
     phase = draw = stage_of_config = 0
-    num_synchronizations = bytes_synchronizing = 0
-    seconds_synchronizing = 0.0
     _before_autotp: UndividedModel | None = None
     _deferred: DeferredWeights | None = None  # of a model built under `Init`
 
@@ -240,8 +230,6 @@ class SubnetworkEngine(DeepSpeedEngine):
         self._known_parameters = KnownParameters(self.module, self.mask.parameters, frozen)
         allow = bool(self.block.allow_optimizer or self.zero_allow_untested_optimizer())
         run_on_all_ranks(lambda: check_optimizer(type(optimizer), allow=allow), self._control)
-        if uses_local_steps(self.config):
-            run_on_all_ranks(lambda: refuse_local_optimizer(optimizer), self._control)
         self._param_group_of = agreed_param_groups(optimizer, self.mask, self._frozen_before, self._control)
         return SubnetworkOptimizer(
             self._shard(self.block, self.plan, self.mask, optimizer),
@@ -261,8 +249,6 @@ class SubnetworkEngine(DeepSpeedEngine):
         costs = unit_costs(self.module, mask.plan.units)
         self.coverage = plan.mean_coverage([cost.flops for cost in costs])
         holder_sets = {holders for pieces in mask.pieces.values() for _, holders in pieces}
-        if block.local_steps is not None:
-            holder_sets = group_sets(holder_sets, teams_of(plan.subnetwork_of_rank))
         self.groups = Groups(
             holder_sets, ranks=self._data_parallel_groups(), control=self._control, comm=deepspeed_comm
         )
@@ -272,23 +258,18 @@ class SubnetworkEngine(DeepSpeedEngine):
             run_on_all_ranks(lambda: deferred.materialize(mask, self.device, seed), self._control)
             self._deferred = None
         self._partial_sums = self.tensor_parallel.sum_partial_gradients(mask.parameters)
-        kind: type[ShardedOptimizer] = ShardedOptimizer
-        options = sharded_options(self)
-        if block.local_steps is not None:
-            kind, options["settings"] = LocalOptimizer, block.local_steps
-        sharded = kind(
+        sharded = ShardedOptimizer(
             optimizer,
             mask,
             self.groups,
             self._param_group_of,
             regime="backward" if plan.regime == "backward" else "forward",
             tp_replicated=self.tensor_parallel.tp_replicated(mask.parameters),
-            tensor_parallel_group=self.tensor_parallel.group,
-            **options,
+            **sharded_options(self),
         )
-        self.dense_view = DenseView(mask, self.groups, self.device, sharded, wait=self._barrier.wait)
-        if isinstance(sharded, LocalOptimizer) and dist.get_rank() == 0:
-            announce(f"{KEY}.local_steps: {sharded.describe()}", logger)
+        self.dense_view = DenseView(
+            mask, self.groups, self.device, refresh=sharded.refresh_shards, wait=self._barrier.wait
+        )
         return sharded
 
     def apply_plan(self, block: SubnetworkConfig, plan: Plan, mask: Mask) -> None:
@@ -374,15 +355,9 @@ class SubnetworkEngine(DeepSpeedEngine):
             self._before_boundary()
         before = self.global_steps
         super().step(lr_kwargs)
-        are_equal = self.was_step_applied()  # whether the holders' weights have changed, and are equal
-        if (local := self.block.local_steps) is not None:
-            are_equal = self.global_steps > before and self.global_steps % local.every == 0
-            if are_equal:
-                self._barrier.record_step()
-                self._synchronize("engine.step")
         if self.global_steps > before:
             self._step_events.write()
-        if self.block.check_agreement and are_equal:
+        if self.block.check_agreement and self.was_step_applied():
             run_on_all_ranks(lambda: check_agreement(self.mask, self.groups), self._control)
             held = self.held_tensors()
             run_on_all_ranks(lambda: self.tensor_parallel.check_tp_replicated(held, self._control), self._control)
@@ -390,12 +365,11 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     def _before_boundary(self) -> None:
         """Checks before a step that updates weights, and its announcement to ranks that wait in another call."""
-        if self.block.local_steps is None:  # a local step waits for nobody outside its team
-            is_managed = self.managed_gradient_accumulation()
-            by_caller = self._is_gradient_accumulation_boundary is not None or not is_managed
-            if by_caller and self.optimizer.sharded.stage == 2:  # the number of backward passes may differ
-                self._barrier.wait("engine.step")
-            self._barrier.record_step()
+        is_managed = self.managed_gradient_accumulation()
+        by_caller = self._is_gradient_accumulation_boundary is not None or not is_managed
+        if by_caller and self.optimizer.sharded.stage == 2:  # the number of backward passes may differ
+            self._barrier.wait("engine.step")
+        self._barrier.record_step()
         self._check_parameters()
         refuse_frozen(self)
         if not self.zero_ignore_unused_parameters() and self.zero_optimization() and self.zero_cpu_offload():
@@ -404,36 +378,6 @@ class SubnetworkEngine(DeepSpeedEngine):
     def _check_parameters(self) -> None:
         self._known_parameters.check()
         self.mask.check_shapes()
-
-    def synchronize(self) -> None:
-        """With local steps, average weights over subnetworks now, in addition to every H-th step; nothing, if no step
-        was made since. Call it after the last step of a run. Collective, between two steps.
-
-        Raises:
-            RuntimeError: on all ranks, if weights are not finite, or gradients of an unfinished step exist; inside
-                `dense`; on the waiting ranks, if a rank continues training instead.
-        """
-        self._refuse_dense("engine.synchronize")
-        if self._is_between_synchronizations:
-            self._synchronize("engine.synchronize")
-
-    @property
-    def _is_between_synchronizations(self) -> bool:
-        local = self.optimizer.sharded.local
-        return local is not None and local.is_between
-
-    def _synchronize(self, call: str) -> None:
-        begin = time.monotonic()
-        with self._barrier.wait_and_name(call):
-            assert isinstance(self.optimizer.sharded, LocalOptimizer)
-            self.optimizer.sharded.synchronize(call)
-            average_running_statistics(self.mask, self.seq_data_parallel_group, self.device)
-        seconds = time.monotonic() - begin
-        self.num_synchronizations += 1
-        self.seconds_synchronizing += seconds
-        self.bytes_synchronizing += self.optimizer.sharded.bytes_per_synchronization
-        if (interval := self.steps_per_print()) and self.global_steps % interval == 0:
-            log_dist(f"{KEY}: synchronization {self.num_synchronizations} took {seconds:.3g} s", ranks=[0])
 
     def clip_fp32_gradients(self) -> None:
         """Does nothing: the sharded optimizer clips by the norm of the averaged dense gradient."""
@@ -486,20 +430,15 @@ class SubnetworkEngine(DeepSpeedEngine):
         Raises:
             ValueError: no folder, tags that differ between ranks, or client state that cannot be loaded safely.
             AssertionError: tags that differ, with `checkpoint.tag_validation` "Fail".
-            RuntimeError: on all ranks, if the checkpoint cannot be written; earlier ones are intact. On all ranks,
-                between two synchronizations, if gradients of an unfinished step exist (local steps). On the waiting
+            RuntimeError: on all ranks, if the checkpoint cannot be written; earlier ones are intact. On the waiting
                 ranks, if a rank does not call it.
         """
         self._before_checkpoint("save_checkpoint")
         folder = run_on_all_ranks(lambda: output_folder(save_dir), self._control)
         if self.checkpoint_tag_validation_fail():
             self._checkpoint_tag_validation(str(tag))
-        if self._is_between_synchronizations:
-            log_dist(f"{KEY}: save_checkpoint synchronizes first, after step {self.global_steps}", ranks=[0])
-            self._synchronize("save_checkpoint")
         options = {"latest": save_latest, "exclude_frozen": exclude_frozen_parameters}
-        with self.optimizer.sharded.whole_state():
-            save_engine(self, folder, tag, client_state or {}, **options)
+        save_engine(self, folder, tag, client_state or {}, **options)
         return True
 
     def load_checkpoint(
@@ -545,8 +484,7 @@ class SubnetworkEngine(DeepSpeedEngine):
                 model.
         """
         self._before_checkpoint("load_pretrained")
-        with self.optimizer.sharded.loading():
-            load_pretrained(rank_state(self), Path(folder))
+        load_pretrained(rank_state(self), Path(folder))
 
     def wait_for_checkpoint(self) -> None:
         """Wait until an asynchronous checkpoint is complete. Collective; call it before the program exits.
@@ -601,7 +539,6 @@ class SubnetworkEngine(DeepSpeedEngine):
             if dist.get_rank() == 0:
                 save_pretrained(self.module, to, tokenizer, **state, **options)
 
-        self._warn_between("save_pretrained")
         with self.dense_view.resident("save_pretrained"), self._state_dicts.whole():
             run_on_all_ranks(write, self._control)
 
@@ -610,15 +547,9 @@ class SubnetworkEngine(DeepSpeedEngine):
     ) -> bool:
         """As in DeepSpeed, for the dense model; collective."""
         save = super().save_16bit_model
-        self._warn_between("save_16bit_model")
         with self.dense_view.resident("save_16bit_model"), self._state_dicts.whole():
             run_on_all_ranks(lambda: save(save_dir, save_filename, exclude_frozen_parameters), self._control)
         return True
-
-    def _warn_between(self, call: str) -> None:
-        if self._is_between_synchronizations:
-            text = f"{KEY}: {call} exports the weights of the last synchronization, without the steps since; call "
-            log_dist(f"{text}engine.synchronize() first to include them", ranks=[0], level=logging.WARNING)
 
     def reestimate_batch_norm(self, batches: Iterable[Any], *, num_batches: int) -> int:
         """See `sdp_deepspeed.reestimate_batch_norm`."""

@@ -99,8 +99,7 @@ def read_full(optimizer: ShardedOptimizer, name: str, kind: Quantity = "weight",
     like = optimizer.mask.parameters[name]
     dense = torch.zeros(optimizer.mask.shapes[name], dtype=torch.float32, device=like.device)
     for box, values in _values(optimizer, name, kind, key):
-        if box.is_written:
-            box.of(dense).copy_(values)
+        box.of(dense).copy_(values)
     group = optimizer.groups.data_parallel
     if group.size > 1:
         dist.all_reduce(dense, group=group.process_group)
@@ -134,8 +133,6 @@ def write_full(
     _prepare(optimizer, kind, key)
     for box, values in _values(optimizer, name, kind, key):
         values.copy_(box.of(value))
-        if kind == "weight":
-            box.view().copy_(box.of(value))  # with local steps, `values` are the anchor's
     for piece, _ in optimizer.mask.pieces[name] if kind == "weight" else ():
         if optimizer.mask.is_stored(piece):
             optimizer.mask.view(piece).copy_(piece.narrow(value))
@@ -161,9 +158,8 @@ def _values(optimizer: ShardedOptimizer, name: str, kind: Quantity, key: str) ->
     for bucket in (bucket for bucket in optimizer.held if name in bucket.layout.names):
         if kind == "gradient":
             bucket.set_gradients(bucket.average)
-        for box in shard_boxes(bucket, optimizer.groups.rank):
+        for box in shard_boxes(bucket):
             state = optimizer.optimizer.state.get(box.tensor, {})
-            weights = optimizer.dense_values(bucket, box.tensor)
-            tensor = {"weight": weights, "gradient": box.tensor.grad, "state": state.get(key)}[kind]
+            tensor = {"weight": box.tensor, "gradient": box.tensor.grad, "state": state.get(key)}[kind]
             if box.name == name and tensor is not None:
                 yield box, box.view(tensor)

@@ -109,7 +109,7 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
             refuse_masked(model)
         return object.__new__(cls)
     ours: type = SubnetworkEngine
-    if block.local_steps is not None and block.local_steps.teams is not None:
+    if block.local_steps is not None:
         from sdp_deepspeed.engine.team_engine import TeamEngine
 
         ours = TeamEngine

@@ -21,8 +21,7 @@ class StepEvents:
 
     The loss is the mean of the arguments of `engine.backward` over ranks and micro-batches; it is summed over
     micro-batches if the caller has divided already (`scale_wrt_gas=False`, as in Transformers' Trainer). It is called
-    "subnetwork_loss" while ranks train subnetworks, else "train_loss". With local steps, loss and gradient norm are
-    those of rank 0 and of its subnetwork.
+    "subnetwork_loss" while ranks train subnetworks, else "train_loss".
 
     Args:
         interval: number of steps between two events, the same on all ranks. None: no events.
@@ -53,26 +52,19 @@ class StepEvents:
             self._are_shares = is_share
 
     def write(self) -> None:
-        """Write the events of a step; collective without local steps."""
+        """Write the events of a step; collective."""
         losses, self._losses = self._losses, []
         if self._interval is None or self._engine.global_steps % self._interval:
             return
         engine = self._engine
         total = float(torch.stack(losses).float().sum()) if losses else math.nan
         mean = total if self._are_shares or not losses else total / len(losses)
-        is_local = engine.block.local_steps is not None
-        every = [mean] if is_local else gather_objects(mean, engine.groups.control)
+        every = gather_objects(mean, engine.groups.control)
         values = {
-            "subnetwork_loss" if engine.plan.trains_subnetworks or is_local else "train_loss": sum(every) / len(every),
-            "subnetwork_gradient_norm" if is_local else "gradient_norm": engine.get_global_grad_norm(),
+            "subnetwork_loss" if engine.plan.trains_subnetworks else "train_loss": sum(every) / len(every),
+            "gradient_norm": engine.get_global_grad_norm(),
             "coverage": engine.coverage,
         }
-        if engine.optimizer.sharded.local is not None:
-            values |= {
-                "synchronizations": engine.num_synchronizations,
-                "seconds_synchronizing": engine.seconds_synchronizing,
-                "bytes_synchronizing": engine.bytes_synchronizing,
-            }
         engine.monitor.write_events(
             [(f"Train/Samples/{name}", float(v), engine.global_samples) for name, v in values.items() if v is not None]
         )

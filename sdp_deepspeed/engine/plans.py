@@ -22,13 +22,12 @@ from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.checkpoint.rank_state import RankState
 from sdp_deepspeed.checkpoint.state_transfer import collect_state, load_state
 from sdp_deepspeed.config import SubnetworkConfig, parse
-from sdp_deepspeed.engine.refused_settings import refuse_config, refuse_local_optimizer
+from sdp_deepspeed.engine.refused_settings import refuse_config
 from sdp_deepspeed.engine.tensor_parallel import refuse_stage
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.proof import replicated_layers, with_cells
 from sdp_deepspeed.messages import KEY, announce, quoted
 from sdp_deepspeed.parallel.consistency import check_same_plan, gather_objects, gather_results, run_on_all_ranks
-from sdp_deepspeed.plan.nodes import Location, ranks_per_node
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.schedule import FIXED, OF_SCHEDULE, Schedule, merge_blocks, with_stage
@@ -71,14 +70,10 @@ def plan_and_mask(engine: SubnetworkEngine, block: SubnetworkConfig, *, logs: bo
     """
     shards = engine.tensor_parallel.shards
     members = engine.data_parallel_ranks()
-    locations = gather_objects(Location.here(), engine._control) if block.subnetworks == "nodes" else []
 
     def make() -> tuple[Plan, Mask]:
-        per_node = ranks_per_node(locations, members, f"{KEY}.subnetworks") if locations else None
         branches = with_cells(engine.module, engine.tensor_parallel.branches, block.strategy)
-        plan, warnings = plan_model(
-            engine.module, block, len(members), branches=branches, shards=shards, ranks_per_node=per_node
-        )
+        plan, warnings = plan_model(engine.module, block, len(members), branches=branches, shards=shards)
         local = shards.local_plan(plan)
         rank = members.index(dist.get_rank())
         is_scaled = block.branch_scale == "training"
@@ -141,7 +136,7 @@ def new_config(engine: SubnetworkEngine, block: Mapping[str, Any], stage: int | 
         raise ValueError(f'engine.replan: got {block!r}, expected keys of {KEY} that change, such as {{"coverage": 1}}')
     if stage is not None and (isinstance(stage, bool) or stage not in _STAGES):
         raise ValueError(f"engine.replan(stage=...): got {stage!r}, expected 0, 1 or 2, or None")
-    if fixed := [name for name in block if name in (*FIXED, *OF_SCHEDULE)]:
+    if fixed := [name for name in block if name in (*FIXED, *OF_SCHEDULE, "local_steps")]:
         raise ValueError(
             f"engine.replan: {quoted([f'{KEY}.{name}' for name in fixed])} cannot change in a run; save a checkpoint "
             "and load it in a new engine"
@@ -166,8 +161,6 @@ def replan(engine: SubnetworkEngine, config: Mapping[str, Any], stage: int | Non
         changed = parse(config)
         assert changed is not None, "`enabled` is in FIXED"
         refuse_config(config, engine._config)
-        if changed.local_steps is not None:
-            refuse_local_optimizer(engine.optimizer.optimizer)
         return changed, after
 
     asked = gather_results(check, control)
@@ -178,7 +171,6 @@ def replan(engine: SubnetworkEngine, config: Mapping[str, Any], stage: int | Non
         )
     block, _ = asked[0]
     engine.checkpoints.wait()
-    engine.synchronize()
     engine.dense_view.make_resident("engine.replan")
     try:
         _set_stage(engine, after)
@@ -188,8 +180,7 @@ def replan(engine: SubnetworkEngine, config: Mapping[str, Any], stage: int | Non
         engine.dense_view.end()
         raise
     with torch.no_grad():
-        with engine.optimizer.sharded.whole_state():
-            snapshot = collect_state(rank_state(engine))
+        snapshot = collect_state(rank_state(engine))
         run_on_all_ranks(lambda: engine.apply_plan(block, plan, mask), control)
         sent = load_state(snapshot, rank_state(engine), engine.device)
     del snapshot

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from sdp_deepspeed.messages import KEY, listed, quoted
+from sdp_deepspeed.messages import KEY, quoted
 
 if TYPE_CHECKING:
     from sdp_deepspeed.engine.engine import SubnetworkEngine
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 _AVERAGE = "gradients are averaged over their holders; remove the key"
 _MASTERS = "masters and optimizer state are fp32; remove the key"
 _FORMAT = "checkpoints have their own format; remove the key"
-# Values of the Trainer's arguments with which ranks do not communicate in every step.
-_OF_TRAINER = {"average_tokens_across_devices": False, "include_num_input_tokens_seen": "no"}
 
 
 class Refusal(NamedTuple):
@@ -68,9 +66,7 @@ def _is_nvme(value: Any) -> bool:
 
 
 REFUSED = (
-    Refusal(
-        "zero_optimization.stage", "3", lambda stage: stage == 3, "use stage 1 or 2; without local steps, also FSDP2"
-    ),
+    Refusal("zero_optimization.stage", "3", lambda stage: stage == 3, "use stage 1 or 2, or FSDP2; teams have it"),
     Refusal("zero_optimization.offload_optimizer", "NVMe", _is_nvme, 'use the device "cpu"'),
     Refusal("zero_optimization.zenflow", "on", _is_on, "it steps parts of a gradient on its own; remove the key"),
     Refusal("bf16.bf16_master_weights_and_grads", "true", _is_on, _MASTERS),
@@ -128,73 +124,14 @@ def refuse_settings(tree: Mapping[str, Any]) -> None:
         refused.append(
             "zero_optimization.compute_grad_norm: got False, but clipping needs the norm; set gradient_clipping to 0"
         )
-    if uses_local_steps(tree) and _is_on(tree.get("fp16")):
-        refused.append(f"{KEY}.local_steps: not supported in fp16, where subnetworks differ in loss scale; use bf16")
-    refuses_unused = _lookup(tree, "zero_optimization.ignore_unused_parameters") is False
-    if uses_local_steps(tree) and refuses_unused and _lookup(tree, "zero_optimization.offload_optimizer"):
-        refused.append(
-            f"{KEY}.local_steps: zero_optimization.ignore_unused_parameters: got False, for which all ranks would "
-            "communicate in every step; remove the key"
-        )
-    if uses_local_steps(tree) and str(tree.get("communication_data_type")).lower() in ("fp16", "float16"):
-        refused.append(
-            f"{KEY}.local_steps: communication_data_type must not be fp16, which small differences vanish in"
-        )
     if refused:
         raise ValueError("\n".join(refused))
-
-
-def uses_local_steps(config: Mapping[str, Any]) -> bool:
-    """Whether the block of a DeepSpeed config, or a phase of its schedule, has `local_steps`."""
-    return bool(_local_steps_of(config))
-
-
-def _local_steps_of(config: Mapping[str, Any]) -> list[Any]:
-    """`local_steps` of the block and of the phases of its schedule, not validated; not of teams, whose worlds are their
-    own."""
-    block = config.get(KEY)
-    phases = [block, *(block.get("schedule") or ())] if isinstance(block, Mapping) else []
-    of_phases = [phase.get("local_steps") for phase in phases if isinstance(phase, Mapping)]
-    return [steps for steps in of_phases if steps and not (isinstance(steps, Mapping) and steps.get("teams"))]
 
 
 def _lookup(tree: Any, path: str) -> Any:
     for key in path.split("."):
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree
-
-
-def refuse_arguments_of_trainer(config: Mapping[str, Any], args: Any) -> None:
-    """Raise ValueError for arguments of Transformers' Trainer that local steps do not support."""
-    for name, expected in _OF_TRAINER.items() if uses_local_steps(config) else ():
-        value = getattr(args, name, expected)
-        if value and value != expected:
-            raise ValueError(
-                f"{name}: got {value!r}, for which all ranks communicate in every step; set it to {expected!r} with "
-                f"{KEY}.local_steps"
-            )
-
-
-def between_synchronizations(config: Mapping[str, Any], args: Any, num_steps: int) -> str | None:
-    """A warning if Transformers' Trainer evaluates or saves between two synchronizations of local steps."""
-    every = {settings.get("every") for settings in _local_steps_of(config) if isinstance(settings, Mapping)}
-    intervals = sorted(interval for interval in every if type(interval) is int and interval > 1)
-    wrong = []
-    for name in ("eval", "save") if intervals else ():
-        strategy = getattr(args, f"{name}_strategy")
-        if strategy == "steps":
-            steps = getattr(args, f"{name}_steps")
-            steps = math.ceil(steps * num_steps) if steps < 1 else int(steps)
-            if any(steps % interval for interval in intervals):
-                wrong.append(f"{name}_steps is {steps}")
-        elif strategy != "no" and args.load_best_model_at_end:
-            wrong.append(f"{name}_strategy is {strategy.value!r} with load_best_model_at_end")
-    if not wrong:
-        return None
-    return (
-        f"{KEY}.local_steps: {' and '.join(wrong)}, but evaluations are of the last synchronization, and saving "
-        f"synchronizes first; use multiples of {listed(intervals)} steps"
-    )
 
 
 def refuse_single_processes() -> None:
@@ -208,13 +145,6 @@ def refuse_single_processes() -> None:
             f"Accelerate sees {seen} of {num_ranks} ranks, so all would train on the same data; import sdp_deepspeed "
             "before TrainingArguments or an Accelerator are created"
         )
-
-
-def refuse_local_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for optimizers that local steps do not support."""
-    kind = type(optimizer).__name__
-    if callable(getattr(optimizer, "eval", None)):
-        raise ValueError(f"{KEY}.local_steps: {kind} evaluates other weights than it trains; use AdamW")
 
 
 def refuse_frozen(engine: SubnetworkEngine) -> None:

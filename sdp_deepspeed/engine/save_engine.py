@@ -64,8 +64,7 @@ def load_engine(
     engine.optimizer.zero_grad()  # drop gradients of the current run
     if not module_only:  # per-rank state is restored under the same plan only
         follow_schedule(engine, common["counters"]["global_steps"])
-    with engine.optimizer.sharded.loading():
-        engine.checkpoints.restore(checkpoint, rank_state(engine), own_state=not module_only, **options)
+    engine.checkpoints.restore(checkpoint, rank_state(engine), own_state=not module_only, **options)
     if not module_only:
         _restore_progress(engine, common["counters"], common["lr_scheduler"] if scheduler else None)
         scaler = engine.optimizer.loss_scaler

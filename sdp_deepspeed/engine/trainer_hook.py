@@ -34,11 +34,6 @@ def patch_trainer() -> None:
             }
         elif "loss" in logs and is_ours(engine):
             logs |= {"coverage": engine.coverage, "phase": engine.phase}
-            if engine.block.local_steps is not None:
-                logs |= {
-                    "synchronizations": engine.num_synchronizations,
-                    "seconds_synchronizing": engine.seconds_synchronizing,
-                }
         if is_ours(engine) or team is not None:
             names = _LOSSES | {_NORM: f"subnetwork_{_NORM}"}
             logs |= {names[name]: logs.pop(name) for name in _of_subnetworks(self) if name in logs}
@@ -55,30 +50,10 @@ def patch_trainer() -> None:
         note_step(self)
         return step(self, *args, **kwargs)
 
-    train = host.Trainer.train
-
-    @wraps(train)
-    def synchronized_train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = train(self, *args, **kwargs)
-        if is_ours(engine := self.model_wrapped) and engine.block.local_steps is not None:
-            engine.zero_grad()  # of a step that a callback has ended
-            engine.synchronize()  # so that all that follows is of the same weights
-        return result
-
-    save = host.Trainer.save_model
-
-    @wraps(save)
-    def synchronized_save(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_ours(self.model_wrapped):
-            self.model_wrapped.synchronize()  # local steps: what is saved is the dense model after all steps
-        return save(self, *args, **kwargs)
-
     evaluate = host.Trainer.evaluate
 
     @wraps(evaluate)
-    def synchronized_evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_ours(self.model_wrapped) and self.state.global_step >= self.state.max_steps:
-            self.model_wrapped.synchronize()  # local steps: the last evaluation is of the weights that are saved
+    def dense_evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _dense_model_of_teams(self):
             return evaluate(self, *args, **kwargs)
 
@@ -89,10 +64,9 @@ def patch_trainer() -> None:
         with _dense_model_of_teams(self):
             return predict(self, *args, **kwargs)
 
-    host.Trainer.save_model, host.Trainer.evaluate = synchronized_save, synchronized_evaluate
-    host.Trainer.predict = dense_predict
+    host.Trainer.evaluate, host.Trainer.predict = dense_evaluate, dense_predict
     host.Trainer.log, host.get_model_param_count = labelled_log, dense_count
-    host.Trainer.training_step, host.Trainer.train = noted_step, synchronized_train
+    host.Trainer.training_step = noted_step
     _patch_config()
 
 
@@ -105,9 +79,9 @@ def note_step(trainer: Any) -> None:
 
 
 def _trained_by_subnetworks(engine: Any) -> set[str]:
-    """Names of the Trainer's logs that are a subnetwork's under the engine's plan. With local steps, the gradient norm
-    is, too, also at C = 1."""
-    if engine.block.local_steps is not None:
+    """Names of the Trainer's logs that are a subnetwork's under the engine's plan. In a team the gradient norm is, too,
+    also at C = 1."""
+    if team_of(engine) is not None:
         return {*_LOSSES, _NORM}
     return {*_LOSSES} if engine.plan.trains_subnetworks else set()
 
@@ -131,21 +105,15 @@ def _patch_config() -> None:
 
     @wraps(finalize)
     def finalize_phases(self: Any, args: Any, model: Any, num_training_steps: int) -> Any:
-        from sdp_deepspeed.engine.refused_settings import between_synchronizations, refuse_arguments_of_trainer
         from sdp_deepspeed.messages import KEY
         from sdp_deepspeed.schedule import fill_total_steps, never_begins
 
-        refuse_arguments_of_trainer(self.config, args)
         if vars(self).get("sdp_fills_total_steps"):  # a Trainer may train again, with another number of steps
             self.config[KEY].pop("total_steps", None)
         self.sdp_fills_total_steps = fill_total_steps(self.config, num_training_steps)
-        texts = [
-            never_begins(self.config, num_training_steps),
-            between_synchronizations(self.config, args, num_training_steps),
-        ]
-        for text in texts:
-            if text is not None and args.should_log:
-                warnings.warn(text, stacklevel=2)
+        text = never_begins(self.config, num_training_steps)
+        if text is not None and args.should_log:
+            warnings.warn(text, stacklevel=2)
         return finalize(self, args, model, num_training_steps)
 
     host.HfTrainerDeepSpeedConfig.trainer_config_finalize = finalize_phases

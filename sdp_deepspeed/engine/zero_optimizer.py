@@ -98,8 +98,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
         if closure is not None:
             raise ValueError("step() takes no closure; call engine.backward(loss) before it")
         scale = self.loss_scale
-        skips = self.skips_overflow and self.sharded.local is None  # teams that skip would differ in learning rate
-        self.overflow = not self.sharded.step(scale, check_overflow=skips)
+        self.overflow = not self.sharded.step(scale, check_overflow=self.skips_overflow)
         self.loss_scaler.update_scale(self.overflow)
         if self.reports_norm:  # waits for the device
             self._global_grad_norm = math.inf if self.overflow else float(self.sharded.norm)  # type: ignore[arg-type]

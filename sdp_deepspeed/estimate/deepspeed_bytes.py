@@ -11,9 +11,7 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.parallel.bucket_layouts import BucketLayout, plan_buckets
-from sdp_deepspeed.parallel.synchronizer import peers_of, teams_of
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 
@@ -72,7 +70,6 @@ class DeepSpeedSetup:
     accumulation: int = 1
     offload: bool = False
     bucket_elements: int | None = None
-    local_steps: LocalSteps | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ class RankEstimate:
         step_gradients: gradients that exist during the step only.
         gathered: unsharded shared weights, which stay gathered until the backward pass (FSDP2).
         gathered_units: unsharded weights of two units and gradients of one unit (FSDP2).
-        sent: gradients and weights; with local steps, the mean over the steps of an interval.
+        sent: gradients and weights.
     """
 
     weights: int
@@ -110,19 +107,6 @@ class RankEstimate:
         """The peak on the device: weights and optimizer state, and what exists beside them in the backward pass or in
         the step, whichever is more."""
         return self.weights + self.optimizer + max(in_backward, in_step)
-
-
-@dataclass(frozen=True)
-class NodeTraffic:
-    """Bytes that all ranks of a node send to other nodes. Rings are assumed, which leave a node once.
-
-    Args:
-        per_step: with local steps, the mean over the steps of an interval.
-        per_synchronization: of local steps.
-    """
-
-    per_step: int
-    per_synchronization: int = 0
 
 
 def leaves(ranks: Sequence[int], node: range) -> bool:
@@ -148,7 +132,6 @@ class DeepSpeedRun:
             {info.name: info.dtype for info in trained},
             {info.name: 0 for info in trained},
             bucket_size=self.setup.bucket_elements,
-            teams=teams_of(self.plan.subnetwork_of_rank) if self.setup.local_steps else (),
         )
 
     @property
@@ -182,13 +165,10 @@ class DeepSpeedRun:
         )
 
     def _optimizer_bytes(self, bucket: BucketLayout) -> int:
-        """Per element: moments, a master unless fp32 weights are stepped in place, and what local steps keep."""
+        """Per element: moments, and a master unless fp32 weights are stepped in place."""
         precision = self.setup.precision
         in_place = not bucket.is_cut and precision.weights == FP32_BYTES and not self.setup.offload
-        num_tensors = precision.num_moments + (not in_place)
-        if (local := self.setup.local_steps) is not None:  # anchors, and the outer momentum
-            num_tensors += 1 + (local.outer_momentum > 0)
-        return FP32_BYTES * num_tensors
+        return FP32_BYTES * (precision.num_moments + (not in_place))
 
     def _num_frozen(self, rank: int) -> int:
         """Elements that a rank stores of frozen parameters, which are in no bucket."""
@@ -225,55 +205,35 @@ class DeepSpeedRun:
     def _returned(self) -> list[int]:
         """Elements that each rank sends to all ranks in the backward regime, by depth range."""
         counts: dict[int, list[int]] = {}
-        is_local = self.setup.local_steps is not None  # what all ranks hold is gathered in teams alone
         for bucket in self.buckets if self.is_backward else []:
             ranks = counts.setdefault(bucket.depth_range, [0] * self.num_ranks)
-            for rank in bucket.senders if not is_local or len(bucket.holders) < self.num_ranks else ():
+            for rank in bucket.senders:
                 ranks[rank] += bucket.size // len(bucket.senders)
         return [max(ranks) for ranks in counts.values()]
 
     def _sent(self, held: Sequence[BucketLayout], rank: int) -> int:
-        precision, local = self.setup.precision, self.setup.local_steps
+        precision = self.setup.precision
         gradients = sum(bucket.size - shard_elements(bucket, rank) for bucket in held)
-        weights = sum((len(bucket.shard_ranks) - 1) * shard_elements(bucket, rank) for bucket in held)
-        returned = sum((self.num_ranks - 1) * most for most in self._returned)
-        if local is not None or not self.is_backward:
-            returned += weights
+        if self.is_backward:
+            weights = sum((self.num_ranks - 1) * most for most in self._returned)
+        else:
+            weights = sum((len(bucket.holders) - 1) * shard_elements(bucket, rank) for bucket in held)
         rounds = self.setup.accumulation if self.setup.stage == 2 else 1
-        if local is None:
-            return gradients * rounds * precision.wire + returned * precision.weights
-        differences = 0.0
-        for bucket in held:
-            num_teams = len(bucket.holders) // len(bucket.shard_ranks)
-            differences += 2 * (num_teams - 1) / num_teams * shard_elements(bucket, rank)
-        synchronization = differences * precision.wire + returned * precision.weights
-        return round(gradients * rounds * precision.wire + weights * precision.weights + synchronization / local.every)
+        return gradients * rounds * precision.wire + weights * precision.weights
 
-    def node_traffic(self, node: range) -> NodeTraffic:
-        """Bytes that leave a node, which has these data-parallel ranks."""
-        precision, local = self.setup.precision, self.setup.local_steps
-        teams = teams_of(self.plan.subnetwork_of_rank)
-        gradient_bytes = precision.wire * (self.setup.accumulation if self.setup.stage == 2 else 1)
-        gathers = not self.is_backward or local is not None
-        in_step, in_synchronization, returned = 0.0, 0.0, 0
-        if self.is_backward and leaves(range(self.num_ranks), node):
-            returned = (self.num_ranks - 1) * sum(self._returned) * precision.weights
+    def sent_out_of(self, node: range) -> int:
+        """Bytes that all ranks of a node, which has these data-parallel ranks, send to other nodes in a step. Rings are
+        assumed, which leave a node once."""
+        precision, sent = self.setup.precision, 0
+        per_element = precision.wire * (self.setup.accumulation if self.setup.stage == 2 else 1)
+        if not self.is_backward:
+            per_element += precision.weights
+        elif leaves(range(self.num_ranks), node):
+            sent = (self.num_ranks - 1) * sum(self._returned) * precision.weights
         for bucket in self.buckets:
-            rings = {bucket.holders} if local is None else {teams[rank] for rank in bucket.holders}
-            shard = bucket.size // bucket.num_shards
-            sent = (bucket.size - shard) * sum(leaves(ring, node) for ring in rings)
-            in_step += sent * (gradient_bytes + precision.weights * gathers)
-            if local is None:
-                continue
-            in_synchronization += sent * precision.weights
-            for position in range(len(bucket.shard_ranks)):
-                peers = peers_of(bucket.holders, teams, position)
-                if leaves(peers, node):
-                    in_synchronization += 2 * (len(peers) - 1) / len(peers) * shard * precision.wire
-        if local is None:
-            return NodeTraffic(round(in_step) + returned)
-        in_synchronization += returned
-        return NodeTraffic(round(in_step + in_synchronization / local.every), round(in_synchronization))
+            if leaves(bucket.holders, node):
+                sent += (bucket.size - bucket.size // bucket.num_shards) * per_element
+        return sent
 
 
 def shard_elements(bucket: BucketLayout, rank: int) -> int:

@@ -168,7 +168,6 @@ def deepspeed_setup(config: Mapping[str, Any], accumulation: int) -> DeepSpeedSe
     """Settings for DeepSpeed."""
     settings = read_settings(config)
     wire, zero = settings.communication_data_type, settings.zero_optimization
-    block = parse(config)
     return DeepSpeedSetup(
         stage=zero.stage,
         precision=Precision.of(
@@ -180,7 +179,6 @@ def deepspeed_setup(config: Mapping[str, Any], accumulation: int) -> DeepSpeedSe
         accumulation=accumulation,
         offload=zero.offload_optimizer.device == "cpu",
         bucket_elements=None if zero.reduce_bucket_size is None else int(zero.reduce_bucket_size),
-        local_steps=None if block is None else block.local_steps,
     )
 
 

@@ -20,7 +20,6 @@ from sdp_deepspeed.engine.refused_settings import refuse_settings
 from sdp_deepspeed.estimate.deepspeed_bytes import (
     FP32_BYTES,
     DeepSpeedRun,
-    NodeTraffic,
     RankEstimate,
     plain_deepspeed_estimate,
     shard_elements,
@@ -29,7 +28,7 @@ from sdp_deepspeed.estimate.deepspeed_config import deepspeed_setup, fsdp2_setup
 from sdp_deepspeed.estimate.fsdp2_bytes import (
     FSDP2Setup,
     fsdp2_estimate,
-    fsdp2_node_traffic,
+    fsdp2_sent_out_of,
     fsdp2_tensors,
     names_in_units,
 )
@@ -56,7 +55,7 @@ class Forecast:
             scores are not stored.
         peak: largest number of bytes of live tensors. Kernel workspaces, fragmentation and the CUDA context are not
             included.
-        node: traffic of this rank's node; None if the number of ranks per node is not known.
+        out_of_node: bytes that this rank's node sends to others in a step; None if ranks per node are not known.
         coverage: C of the plan, weighted by FLOPs; 1 without subnetworks.
     """
 
@@ -66,7 +65,7 @@ class Forecast:
     activations: int
     peak: int
     flops: int
-    node: NodeTraffic | None = None
+    out_of_node: int | None = None
     warnings: tuple[str, ...] = ()
     coverage: float = 1.0
 
@@ -93,7 +92,7 @@ def forecast(
             224 x 224 pixels.
         host: "deepspeed" or "fsdp2".
         rank: rank to estimate. Default: the rank whose subnetwork has the most FLOPs.
-        ranks_per_node: data-parallel ranks of a node, for `subnetworks: "nodes"` and traffic between nodes.
+        ranks_per_node: data-parallel ranks of a node, for traffic between nodes.
 
     Raises:
         ValueError: the model cannot be built, or a setting is invalid or cannot be estimated.
@@ -122,6 +121,8 @@ def forecast_of(
     micro, accumulation = read_settings(config).micro_steps(num_ranks)
     fsdp2 = fsdp2_setup(config, accumulation) if host == "fsdp2" else None
     deepspeed, block = deepspeed_setup(config, accumulation), parse(config)
+    if block is not None and block.local_steps is not None:
+        raise ValueError(f"{KEY}.local_steps: the estimate does not know teams yet; remove it, and give a team's ranks")
     if block is None:
         plain = plain_forecasts(model, config, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
         return plain["FSDP2" if fsdp2 else f"ZeRO-{deepspeed.stage}"]
@@ -130,7 +131,7 @@ def forecast_of(
     with model.fake:
         tensors = dense_tensors(model.module)
         branches = proven_branches(model.module, block.strategy)
-        plan, warnings = plan_model(model.module, block, num_ranks, branches=branches, ranks_per_node=ranks_per_node)
+        plan, warnings = plan_model(model.module, block, num_ranks, branches=branches)
         coverage = plan.mean_coverage([cost.flops for cost in unit_costs(model.module, plan.units)])
         rank = busiest_rank(plan, model.module) if rank is None else rank
         inputs = model.inputs(micro)
@@ -146,13 +147,13 @@ def forecast_of(
         estimate = fsdp2_estimate(parts, fsdp2, rank)
         step = micro_step(model, inputs, **memory, watched=names_in_units(parts))
         peak = _fsdp2_peak(estimate, step, accumulation)
-        traffic = fsdp2_node_traffic(parts, fsdp2, node)
+        out_of_node = fsdp2_sent_out_of(node, parts, fsdp2)
     else:
         run = DeepSpeedRun(plan, tensors, deepspeed)
         estimate = run.estimate(rank)
         step = micro_step(model, inputs, **memory, reductions=_reductions(run, rank))
         peak = _engine_peak(run, rank, estimate, step)
-        traffic = run.node_traffic(node)
+        out_of_node = run.sent_out_of(node)
     with model.fake:
         mask.undo()
     return Forecast(
@@ -162,7 +163,7 @@ def forecast_of(
         activations=step.activations,
         peak=peak,
         flops=step.flops * accumulation,
-        node=None if ranks_per_node is None else traffic,
+        out_of_node=None if ranks_per_node is None else out_of_node,
         warnings=tuple(f"{KEY}: {warning}" for warning in warnings),
         coverage=coverage,
     )
@@ -234,7 +235,7 @@ def plain_forecasts(
             activations=step.activations,
             peak=peak,
             flops=step.flops * accumulation,
-            node=None if ranks_per_node is None else NodeTraffic(estimate.sent * (ranks_per_node < num_ranks)),
+            out_of_node=None if ranks_per_node is None else estimate.sent * (ranks_per_node < num_ranks),
         )
 
     for stage in (0, 1, 2):

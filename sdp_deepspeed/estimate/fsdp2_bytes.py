@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.estimate.deepspeed_bytes import FP32_BYTES, NodeTraffic, RankEstimate, leaves
+from sdp_deepspeed.estimate.deepspeed_bytes import FP32_BYTES, RankEstimate, leaves
 from sdp_deepspeed.fsdp.fsdp_groups import gathered_together
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
@@ -146,9 +146,9 @@ def fsdp2_estimate(parts: Sequence[FSDP2Tensor], setup: FSDP2Setup, rank: int) -
     )
 
 
-def fsdp2_node_traffic(parts: Sequence[FSDP2Tensor], setup: FSDP2Setup, node: range) -> NodeTraffic:
-    """Bytes that leave a node, which has these data-parallel ranks."""
-    return NodeTraffic(_sent([part for part in parts if leaves(part.holders, node)], setup))
+def fsdp2_sent_out_of(node: range, parts: Sequence[FSDP2Tensor], setup: FSDP2Setup) -> int:
+    """Bytes that all ranks of a node, which has these data-parallel ranks, send to other nodes in a step."""
+    return _sent([part for part in parts if leaves(part.holders, node)], setup)
 
 
 def _sent(parts: Sequence[FSDP2Tensor], setup: FSDP2Setup) -> int:

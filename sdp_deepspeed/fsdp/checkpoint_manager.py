@@ -19,7 +19,6 @@ from sdp_deepspeed.fsdp.sharded_model import ShardedModel, sharded_model_of
 from sdp_deepspeed.parallel.boxes import Box, local_of
 from sdp_deepspeed.parallel.consistency import gather_objects, run_on_all_ranks
 from sdp_deepspeed.parallel.optimizer_kinds import groups_of_whole_tensors, is_elementwise
-from sdp_deepspeed.parallel.synchronizer import drop_momenta
 
 
 class SteppedShards:
@@ -69,8 +68,7 @@ class SteppedShards:
         ]
 
     def gather_weights(self) -> None:
-        """Nothing is gathered: the optimizer steps the weights themselves. Drops the outer momentum of local steps."""
-        drop_momenta(self.optimizer)
+        """Does nothing: the optimizer steps the weights themselves."""
 
 
 @dataclass(frozen=True)

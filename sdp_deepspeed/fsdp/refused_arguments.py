@@ -29,7 +29,7 @@ REFUSED_KEYS = {
     "regime": 'FSDP2 gathers a unit only among its holders, but all ranks would run it; use "forward", or DeepSpeed',
     "schedule": _FIXED,
     "redraw_interval": _FIXED,
-    "local_steps": "FSDP2 shards a unit over all its holders, so every step needs them; use DeepSpeed, stage 1 or 2",
+    "local_steps": "each team is a job of its own; call sdp_deepspeed.join, and PyTorch's fully_shard after it",
 }
 
 

@@ -58,7 +58,6 @@ from sdp_deepspeed.parallel.consistency import (
 )
 from sdp_deepspeed.parallel.groups import Groups, control_group
 from sdp_deepspeed.parallel.refused_models import refuse_model
-from sdp_deepspeed.plan.nodes import Location, ranks_per_node
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
@@ -179,9 +178,8 @@ class PlannedModel:
 def _shard(call: CheckedCall) -> ShardedModel:
     """Compute the plan, apply the mask, materialize and shard the model; collective."""
     module, options, control = call.module, call.options, call.control
-    locations = gather_objects(Location.here(), control) if call.block.subnetworks == "nodes" else ()
     with call.dtensors or nullcontext():
-        planned = run_on_all_ranks(partial(_plan, call, locations), control)
+        planned = run_on_all_ranks(partial(_plan, call), control)
         check_same_plan(planned.plan, control)
         check_same_parameters(module, call.columns or [range(dist.get_world_size())], control)
         mask, parts = planned.mask, parts_of(planned.mask, options.ignored_params)
@@ -222,12 +220,9 @@ def _shard(call: CheckedCall) -> ShardedModel:
     return sharded
 
 
-def _plan(call: CheckedCall, locations: Sequence[Location]) -> PlannedModel:
+def _plan(call: CheckedCall) -> PlannedModel:
     """Compute the plan and check the model, without communication. Only DTensors are replaced; they are restored after
     an error.
-
-    Args:
-        locations: location of each rank, for `subnetworks: "nodes"`.
 
     Raises:
         ValueError: the model or block is not supported.
@@ -238,10 +233,7 @@ def _plan(call: CheckedCall, locations: Sequence[Location]) -> PlannedModel:
     deferred = DeferredWeights(module) if is_deferred else None
     cut = call.block.strategy if call.dtensors is None else "neuron"  # checks of tensor parallelism need heads
     branches = without_own_parameters(proven_branches(module, cut))
-    per_node = None
-    if call.block.subnetworks == "nodes":
-        per_node = ranks_per_node(locations, call.mesh.mesh.tolist(), f"{KEY}.subnetworks")
-    plan, warnings = plan_model(module, call.block, call.mesh.size(), branches=branches, ranks_per_node=per_node)
+    plan, warnings = plan_model(module, call.block, call.mesh.size(), branches=branches)
     check_plan(module, plan, options.ignored_params)
     together = gathered_together(plan, dense_tensors(module), branches)
     local_plan = plan

@@ -51,28 +51,23 @@ class Box(NamedTuple):
         return dense[tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))]
 
 
-def shard_boxes(bucket: Bucket, rank: int) -> Iterator[Box]:
-    """Yield the boxes that this rank owns of a bucket, and steps.
-
-    Args:
-        rank: data-parallel index of this rank.
-    """
+def shard_boxes(bucket: Bucket) -> Iterator[Box]:
+    """Yield the boxes that this rank owns of a bucket, and steps."""
     layout, position = bucket.layout, bucket.shard_group.position
-    is_written = rank in layout.shard_ranks
     before = layout.shard_range(position)[0]
     for item, start, stop in layout.owned(position):
         piece = item.piece
         origin = piece.offsets(len(item.shape))
         if layout.stepping_position is not None:  # whole tensors
             stepped = bucket.parameters[layout.slices.index(item)]
-            yield Box(piece.parameter, origin, item.shape, stepped, is_stepped=True, is_written=is_written)
+            yield Box(piece.parameter, origin, item.shape, stepped, is_stepped=True)
             continue
         first = item.start + start - before
         for offsets, sizes in row_major_boxes(item.shape, start, stop):
             last = first + math.prod(sizes)
             inside, offsets = (slice(first, last),), tuple(map(add, origin, offsets))
             stepped = bucket.parameters[0]
-            yield Box(piece.parameter, offsets, sizes, stepped, inside, is_stepped=True, is_written=is_written)
+            yield Box(piece.parameter, offsets, sizes, stepped, inside, is_stepped=True)
             first = last
 
 

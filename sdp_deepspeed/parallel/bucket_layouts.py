@@ -50,21 +50,18 @@ class BucketLayout:
 
     Args:
         depth_range: 0 for the last layers, whose gradients are ready first.
-        holders: data-parallel indices.
-        shard_ranks: the holder that owns each shard; with local steps the ranks of the first team that holds the
-            bucket. In other teams the ranks at the same positions own these shards, too.
+        holders: data-parallel indices. Each owns a shard, at its position.
         param_group: index of the optimizer's param group.
         dtype: dtype of the weights.
         is_cut: whether the slices are parts of cut tensors, not whole tensors.
         is_tp_replicated: whether all tensor-parallel ranks have the same values.
-        stepping_position: position in `shard_ranks` of the rank that steps the bucket, for an optimizer of whole
-            tensors; None if each steps a shard.
+        stepping_position: position in `holders` of the rank that steps the bucket, for an optimizer of whole tensors;
+            None if each steps a shard.
         slices: slices in the order in which their gradients become ready.
     """
 
     depth_range: int
     holders: Holders
-    shard_ranks: Holders
     param_group: int
     dtype: torch.dtype
     is_cut: bool
@@ -84,21 +81,20 @@ class BucketLayout:
 
     @property
     def num_shards(self) -> int:
-        return 1 if self.stepping_position is not None else len(self.shard_ranks)
+        return len(self.senders)
 
     @property
     def senders(self) -> Holders:
         """Ranks that send equal parts of the weights to all ranks in the backward regime."""
-        return self.holders if self.stepping_position is None else (self.shard_ranks[self.stepping_position],)
+        return self.holders if self.stepping_position is None else (self.holders[self.stepping_position],)
 
     @cached_property
     def size(self) -> int:
-        """Elements of the flat buffer: `num_elements`, padded with zeros to equal shards, and to equal parts of all
-        senders."""
-        return -(-self.num_elements // len(self.senders)) * len(self.senders)
+        """Elements of the flat buffer: `num_elements`, padded with zeros to equal shards."""
+        return -(-self.num_elements // self.num_shards) * self.num_shards
 
     def shard_range(self, position: int) -> tuple[int, int]:
-        """Range of elements that the holder at `position` (of its team) owns, including padding."""
+        """Range of elements that the holder at `position` owns, including padding."""
         if self.stepping_position is not None:
             return 0, self.size if position == self.stepping_position else 0
         size = self.size // self.num_shards
@@ -122,7 +118,6 @@ def plan_buckets(
     bucket_size: int | None = None,
     tp_replicated: Collection[str] = (),
     stepped_whole: Collection[str] = (),
-    teams: Sequence[Holders] = (),
 ) -> list[BucketLayout]:
     """All buckets of the model in the static global order of their collectives.
 
@@ -136,10 +131,9 @@ def plan_buckets(
             holder set and depth range.
         tp_replicated: tensors that are equal on all tensor-parallel ranks.
         stepped_whole: tensors that must be stepped as a whole by one rank; none of them is cut.
-        teams: with local steps, the team of each data-parallel rank, over which its buckets are sharded.
     """
     whole = {name: pieces[name][0] for name in pieces if name in param_groups and name in stepped_whole}
-    stepping_positions = _deal(whole, teams)
+    stepping_positions = _deal(whole)
     backward_order = [name for name in reversed([*pieces]) if name in param_groups]
     layouts: list[BucketLayout] = []
     for depth_range, names in enumerate(_depth_ranges(backward_order, pieces, shapes, bucket_size)):
@@ -159,9 +153,8 @@ def plan_buckets(
                 last_depth[kind] = depth
         # Kinds with the same last tensor differ in their holders only, so there are no ties.
         for kind in sorted(pieces_of, key=lambda kind: (last_depth[kind], kind.holders)):
-            shard_ranks = teams[kind.holders[0]] if teams else kind.holders
             slices = _slices(pieces_of[kind], shapes)
-            layouts.append(BucketLayout(depth_range, shard_ranks=shard_ranks, slices=slices, **kind._asdict()))
+            layouts.append(BucketLayout(depth_range, slices=slices, **kind._asdict()))
     return layouts
 
 
@@ -198,19 +191,15 @@ def _depth_ranges(
     return ranges
 
 
-def _deal(tensors: Mapping[str, tuple[Piece, Holders]], teams: Sequence[Holders]) -> dict[str, int]:
-    """Position of the rank that steps each whole tensor, in `shard_ranks`: the largest tensor first, the position of
-    the holder, or with local steps of the holders in all teams, with the fewest elements so far."""
+def _deal(tensors: Mapping[str, tuple[Piece, Holders]]) -> dict[str, int]:
+    """Position among the holders of the rank that steps each whole tensor: the largest tensor first, the holder with
+    the fewest elements so far."""
     load: defaultdict[int, int] = defaultdict(int)
     positions = {}
     for name, (piece, holders) in sorted(tensors.items(), key=lambda item: -item[1][0].length):
-        ranks_at: list[set[int]] = [{rank} for rank in holders]
-        if teams:
-            ranks_at = [{teams[rank][position] for rank in holders} for position in range(len(teams[0]))]
-        most = [max(load[rank] for rank in ranks) for ranks in ranks_at]
-        positions[name] = most.index(min(most))
-        for rank in ranks_at[positions[name]]:
-            load[rank] += piece.length
+        rank = min(holders, key=lambda rank: load[rank])
+        positions[name] = holders.index(rank)
+        load[rank] += piece.length
     return positions
 
 

@@ -28,8 +28,8 @@ class Bucket:
 
     Args:
         layout: contents of the bucket.
-        group: the ranks over which it is sharded: the holders, with local steps this rank's team. None if this rank is
-            not a holder and only receives weights (backward regime).
+        group: the holders, over which it is sharded. None if this rank is not one and only receives weights (backward
+            regime).
         device: device of the weights.
 
     Attributes:
@@ -197,13 +197,6 @@ class Bucket:
             shard = self.shard.detach()
             values = self.shard_of(self.weights).to(shard.device)
             shard.copy_(torch.where(shard.to(values.dtype) == values, shard, values.to(shard.dtype)))
-
-    def differs_from_shard(self) -> bool:
-        """Whether elements of `weights` no longer equal the rounded shard."""
-        assert self.shard is not None
-        assert self.weights is not None
-        values = self.shard_of(self.weights)
-        return not torch.equal(self.shard.detach().to(values.device, values.dtype), values)
 
     def shard_to_weights(self) -> None:
         """Round `shard` into `weights`."""

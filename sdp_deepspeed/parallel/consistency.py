@@ -6,8 +6,7 @@ import itertools
 import logging
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -27,7 +26,6 @@ T = TypeVar("T")
 logger = logging.getLogger("sdp_deepspeed")
 
 PATIENCE = 30.0  # seconds that a rank waits for others before it warns
-_GRACE = 10.0  # seconds between the errors of ranks that have lost a connection to the same rank
 _KINDS = (ValueError, RuntimeError, OSError, AssertionError)  # types that are kept; all others become RuntimeErrors
 
 
@@ -234,13 +232,11 @@ class CallBarrier:
             self._num_steps += 1
             self._store.set(f"{self._name}/{self._rank}", f"{self._num_calls} {self._num_steps}")
 
-    def wait(self, what: str, *, then_collective: bool = False) -> None:
+    def wait(self, what: str) -> None:
         """Wait for all ranks.
 
         Args:
             what: name of the call, for messages.
-            then_collective: whether to wait no longer than `PATIENCE` seconds, since a collective over gloo follows. It
-                waits as well, and fails at once if a rank has ended.
 
         Raises:
             RuntimeError: a rank continues training, makes a different call, or does not arrive within the store's
@@ -253,67 +249,18 @@ class CallBarrier:
         self._store.set(keys[self._rank], what)
         self._store.add(f"{prefix}/{what}", 1)
         self._store.add(prefix, 1)
-        have_arrived = self._wait_for_all(what, prefix, keys, then_collective)
+        self._wait_for_all(what, prefix, keys)
         self._num_calls += 1
         self._num_steps = 0
-        if have_arrived:
-            for key in self._last_keys:
-                self._store.delete_key(key)
-            self._last_keys.clear()
-        self._last_keys += [keys[self._rank], self._key_of_left(self._rank)]
+        for key in self._last_keys:
+            self._store.delete_key(key)
+        self._last_keys = [keys[self._rank]]
         self._last_keys += [prefix, f"{prefix}/{what}"] if self._rank == 0 else []
-        if have_arrived and self._store.add(f"{prefix}/{what}", 0) < self._size:
+        if self._store.add(f"{prefix}/{what}", 0) < self._size:
             calls = dict.fromkeys(call.decode() for call in self._store.multi_get(keys))
             raise RuntimeError(f"ranks made different calls: {'; '.join(calls)}; make each call on all ranks together")
 
-    @contextmanager
-    def wait_and_name(self, what: str) -> Iterator[None]:
-        """`wait`, and then a context of collectives of all ranks, whose errors name the ranks that have ended in it.
-
-        Args:
-            what: name of the call, for messages.
-
-        Raises:
-            RuntimeError: see `wait`; communication failed.
-        """
-        try:
-            self.wait(what, then_collective=True)
-            keys = [self._key_of_left(rank) for rank in range(self._size)]
-            try:
-                yield
-            except RuntimeError as error:
-                if not _is_lost_connection(error):
-                    raise  # the others name this rank, unless all have the same error
-                self._store.set(keys[self._rank], "")
-                if absent := self._absent_after_grace(keys):
-                    raise RuntimeError(
-                        f"{what}: communication failed; rank {listed(absent)} has ended or still waits; look for an "
-                        "error there"
-                    ) from error
-                raise
-            self._store.set(keys[self._rank], "")
-        except dist.DistNetworkError as error:
-            raise RuntimeError(
-                f"{what}: the store of the process groups is gone; rank 0, or the launcher that has it, has ended"
-            ) from error
-
-    def _key_of_left(self, rank: int) -> str:
-        """Key that says that a rank has left the context of the last call."""
-        return f"{self._name}/left/{self._num_calls}/{rank}"
-
-    def _absent_after_grace(self, keys: Sequence[str]) -> list[int]:
-        end = time.monotonic() + _GRACE
-        absent = self._absent(keys)
-        while absent and time.monotonic() < end:
-            time.sleep(0.1)
-            try:
-                absent = self._absent(keys)
-            except dist.DistNetworkError:  # rank 0 has the store, and has ended with the same error
-                break
-        return absent
-
-    def _wait_for_all(self, what: str, prefix: str, keys: Sequence[str], then_collective: bool) -> bool:
-        """Whether all ranks have arrived; always, without a collective that follows."""
+    def _wait_for_all(self, what: str, prefix: str, keys: Sequence[str]) -> None:
         begin, pause, has_warned = time.monotonic(), 0.001, False  # seconds
         longest_pause = 0.1 * max(1.0, self._size / 64)  # rank 0 serves the requests of all ranks
         while self._store.add(prefix, 0) < self._size:
@@ -328,8 +275,6 @@ class CallBarrier:
                 absent = self._absent(keys)
                 if absent and self._rank == min(set(range(self._size)).difference(absent)):
                     logger.warning("%s: waiting for rank %s; call it on all ranks", what, listed(absent))
-                if then_collective:
-                    return False
             time.sleep(pause)
             pause = min(2 * pause, longest_pause)
             if pause >= 0.1 and (ahead := self._ahead()):
@@ -340,7 +285,6 @@ class CallBarrier:
                     f"{what}: rank {listed(ahead)} continued training while rank {self._rank} waits; call it on all "
                     "ranks"
                 )
-        return True
 
     def _absent(self, keys: Sequence[str]) -> list[int]:
         """Ranks that have not set their key."""
@@ -357,8 +301,3 @@ class CallBarrier:
             if num_calls == self._num_calls and num_steps > self._num_steps:
                 ahead.append(rank)
         return ahead
-
-
-def _is_lost_connection(error: RuntimeError) -> bool:
-    """Whether another rank has caused the error of a collective."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)

@@ -26,7 +26,7 @@ _TAG = 0x5D9  # of point-to-point messages
 
 @dataclass(frozen=True)
 class RankGroup:
-    """A set of ranks that contains this rank: holders, or with local steps a team or peers.
+    """A set of ranks that contains this rank.
 
     Args:
         ranks: data-parallel indices in ascending order.

@@ -2,9 +2,8 @@
 
 The norm is that of the averaged gradient. Every parameter counts once, whatever its number of holders, replicas and
 tensor-parallel ranks. Each rank sums the squares (or other powers) of the shards that it owns; of tensors that are
-equal on all tensor-parallel ranks only the first of these ranks does. One all-reduce over all ranks adds these sums;
-with local steps, one over the team and one over the tensor-parallel ranks. An infinite or NaN gradient anywhere makes
-the norm infinite or NaN on every rank, before any weight is updated.
+equal on all tensor-parallel ranks only the first of these ranks does. One all-reduce over all ranks adds these sums. An
+infinite or NaN gradient anywhere makes the norm infinite or NaN on every rank, before any weight is updated.
 """
 
 from __future__ import annotations
@@ -20,19 +19,17 @@ import torch.distributed as dist
 def gradient_norm(
     owned: Sequence[torch.Tensor],
     device: torch.device,
-    groups: Sequence[dist.ProcessGroup] | None = None,
     norm_type: float = 2.0,
 ) -> torch.Tensor:
-    """Norm over all ranks, or with local steps over a team; collective.
+    """Norm over all ranks; collective.
 
     Args:
         owned: averaged gradients of this rank's shards, without those that other ranks count; all on one device.
         device: device of collectives.
-        groups: those over which sums are added, one after the other. Default: all ranks.
         norm_type: p of the norm, above 0; infinity: the largest absolute value.
 
     Returns:
-        float64 scalar, the same on all these ranks.
+        float64 scalar, the same on all ranks.
     """
     norms = torch.zeros(1, dtype=torch.float64, device=device)
     if owned:
@@ -42,11 +39,8 @@ def gradient_norm(
         total = torch.stack([norms.nan_to_num(posinf=math.inf).max(), norms.isnan().any()])
     else:
         total = norms.pow(norm_type).sum()
-    operation = dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM
-    if groups is None and dist.get_world_size() > 1:
-        dist.all_reduce(total, operation)
-    for group in groups or ():
-        dist.all_reduce(total, operation, group=group)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM)
     if is_maximum:
         return torch.where(total[1] > 0, math.nan, total[0])
     return total.pow(1 / norm_type)

@@ -14,15 +14,12 @@ A step (`ShardedOptimizer.step`), for every bucket (buckets.py) that this rank h
    whole model, so for each depth range and dtype there is one all-gather over all data-parallel ranks
    (weight_gathers.py), to which each rank contributes all of its shards, padded to the largest share.
 
-With local steps (local_optimizer.py) a bucket is sharded over this rank's team in place of its holders, and all of this
-is between the ranks of the team. The norm is added over the team, then over its tensor-parallel ranks.
-
 # Order of collectives
 
 `plan_buckets` (bucket_layouts.py) gives all ranks the same list of buckets, sorted by the depth at which the last
 gradient is ready and by holders; it depends on facts that all ranks share, never on which gradients exist. Each rank
-processes the buckets that it holds in this order, in every phase: averages of a backward pass, the norm, differences of
-a synchronization, weights. A bucket that is complete early waits for its turn.
+processes the buckets that it holds in this order, in every phase: averages of a backward pass, the norm, weights. A
+bucket that is complete early waits for its turn.
 Collectives are issued with `async_op=False` on one stream: the next one starts after the previous one has finished, so
 two holder groups of a rank never communicate at once. (With overlap on a GPU it is a side stream; tensor-parallel
 layers all-reduce activations on the current stream meanwhile, as in DeepSpeed.) The exception is over gloo: if ranks
@@ -30,12 +27,11 @@ exchange shards directly (`groups.exchange`), the messages of a bucket count as 
 those of consecutive buckets at once, without blocking, then wait for all.
 
 This cannot deadlock, unless a rank raises an error. All ranks have the same phases: each backward pass that averages,
-each norm (two in a step if Muon's updates are clipped), weights, synchronizations. Whether a step is skipped depends on
-the norm, which all ranks share; with local steps none is skipped. Give each collective the key (number of the phase,
-position in it). In a norm the all-reduce over all ranks has position 0, or with local steps the one over a team 0 and
-the one over tensor-parallel ranks 1. Barriers and collectives of the control group are phases, too. They are calls of
-all ranks in program order, between other phases: `engine.step` has a barrier before the phases of the step (stage 2, if
-the caller sets the boundary), and after them those of synchronizations, checks and new plans.
+each norm (two in a step if Muon's updates are clipped), weights. Whether a step is skipped depends on the norm, which
+all ranks share. Give each collective the key (number of the phase, position in it); the all-reduce of a norm has
+position 0. Barriers and collectives of the control group are phases, too. They are calls of all ranks in program order,
+between other phases: `engine.step` has a barrier before the phases of the step (stage 2, if the caller sets the
+boundary), and after them those of checks and new plans.
 
 The members of a collective agree on its key, and each rank issues its collectives in ascending order of keys. Suppose
 that some collective never finishes, and take the one with the smallest key. All collectives with smaller keys have
@@ -47,11 +43,9 @@ of such a group hold the same buckets, so all of them insert its collectives at 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from sdp_deepspeed.parallel.boxes import Box, shard_boxes
@@ -64,9 +58,7 @@ from sdp_deepspeed.parallel.offload import Moved, move_back, move_to_host
 from sdp_deepspeed.parallel.optimizer_kinds import tensors_stepped_whole
 from sdp_deepspeed.parallel.param_groups import prefer_fused, replace_parameters
 from sdp_deepspeed.parallel.reducer import Reducer
-from sdp_deepspeed.parallel.synchronizer import Synchronizer, drop_momenta
 from sdp_deepspeed.parallel.weight_gathers import plan_gathers
-from sdp_deepspeed.units import Holders
 
 if TYPE_CHECKING:
     from sdp_deepspeed.masking.mask import Mask
@@ -92,11 +84,8 @@ class ShardedOptimizer:
         tp_replicated: tensors that are equal on all tensor-parallel ranks; the norm counts them once.
         offload: whether shards, gradients and optimizer state are in host memory (CPU offload).
         pin_memory: whether to pin that memory, if weights are on a GPU.
-        teams: with local steps, the team of each data-parallel rank: buckets are sharded over it.
-        tensor_parallel_group: with local steps, the norm is added over it, too.
 
     Attributes:
-        local: anchors of `LocalOptimizer`; None without local steps.
         reducer: accumulates and averages gradients; the engine calls it around backward passes.
         norm: norm of the last step's averaged gradient before clipping (with `clips_updates`, of updates and other
             gradients); None before the first step.
@@ -105,8 +94,6 @@ class ShardedOptimizer:
         mode: mode of an optimizer with `train` and `eval`; None until `change_mode`, and after a checkpoint is loaded.
         param_groups: the argument.
     """
-
-    local: Synchronizer | None = None
 
     def __init__(
         self,
@@ -126,8 +113,6 @@ class ShardedOptimizer:
         tp_replicated: Collection[str] = (),
         offload: bool = False,
         pin_memory: bool = False,
-        teams: Sequence[Holders] = (),
-        tensor_parallel_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.optimizer, self.mask, self.groups = optimizer, mask, groups
         self.regime, self.stage, self.clip = regime, stage, clip
@@ -138,11 +123,6 @@ class ShardedOptimizer:
         self._bucket_size = bucket_size or BUCKET_SIZE
         self._parameters = {name: mask.parameters[name] for name in param_groups}
         self._device = next(iter(self._parameters.values())).device
-        self._team = groups.of(teams[groups.rank]) if teams else None
-        self._norm_groups: list[dist.ProcessGroup] | None = None
-        if self._team is not None:
-            added_over = self._team.process_group, tensor_parallel_group
-            self._norm_groups = [group for group in added_over if group is not None]
         layouts = plan_buckets(
             {name: pieces for name, pieces in mask.pieces.items() if name in param_groups},
             mask.shapes,
@@ -153,14 +133,8 @@ class ShardedOptimizer:
             stepped_whole=tensors_stepped_whole(
                 optimizer, param_groups, mask, tp_replicated=tp_replicated, is_divided=groups.tensor_parallel_size > 1
             ),
-            teams=teams,
         )
-        buckets = []
-        for layout in layouts:
-            sharded_over = groups.of(layout.holders)
-            if self._team is not None:
-                sharded_over = self._team if groups.rank in layout.holders else None
-            buckets.append(Bucket(layout, sharded_over, device=self._device))
+        buckets = [Bucket(layout, groups.of(layout.holders), device=self._device) for layout in layouts]
         self.held = [bucket for bucket in buckets if bucket.group is not None]
         self.buckets = buckets if regime == "backward" else self.held
         self._tensors = held_tensors(self.held, self._parameters, mask.pieces, groups.rank)
@@ -177,8 +151,6 @@ class ShardedOptimizer:
             wire_dtype=wire_dtype,
         )
         gathered = self.buckets if regime == "backward" else []
-        if teams:  # `LocalOptimizer` gathers in the team first
-            gathered = [bucket for bucket in gathered if len(bucket.layout.holders) < groups.data_parallel.size]
         self._gathers = plan_gathers(gathered, groups.data_parallel.size, groups.rank)
         stepped: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         for bucket in self.held:
@@ -213,7 +185,7 @@ class ShardedOptimizer:
         self._refuse_offloaded("step()")
         self.reducer.finish()
         gradients = [bucket.average for bucket in self.held if bucket.average is not None]
-        self.norm = gradient_norm(self._owned_gradients(), self._device, self._norm_groups) / loss_scale
+        self.norm = gradient_norm(self._owned_gradients(), self._device) / loss_scale
         if check_overflow and not torch.isfinite(self.norm):
             self.reducer.zero_grad()
             return False
@@ -228,10 +200,7 @@ class ShardedOptimizer:
         for bucket in self.held:
             bucket.set_gradients(None)
             bucket.average = None
-        if self._team is None:
-            self._gather(reuse_gradients=True)
-        else:  # in the backward regime, too, only the team gets its updated weights
-            self._gather_shards(reuse_gradients=True)
+        self._gather(reuse_gradients=True)
         self.reducer.zero_grad()
         return True
 
@@ -248,7 +217,7 @@ class ShardedOptimizer:
         assert self.norm is not None
         scale_gradients(gradients, self.norm, 0.0, loss_scale)
         orthogonalize(self.optimizer)
-        self.norm = gradient_norm(self._owned_gradients(), self._device, self._norm_groups)
+        self.norm = gradient_norm(self._owned_gradients(), self._device)
         scale_gradients(gradients, self.norm, self.clip, 1.0)
         step_with_updates(self.optimizer)
 
@@ -261,7 +230,6 @@ class ShardedOptimizer:
     def gather_weights(self) -> None:
         """All-gather weights from shards that a checkpoint has changed. Collective."""
         self.mode = None  # a checkpoint may be of another one
-        drop_momenta(self.optimizer)
         self._gather()
 
     def _gather(self, *, reuse_gradients: bool = False) -> None:
@@ -278,8 +246,7 @@ class ShardedOptimizer:
             gathered.all_gather(self.groups.data_parallel, self.mask.view, reuse_gradients=reuse_gradients)
 
     def _gather_shards(self, *, reuse_gradients: bool) -> None:
-        """All-gather each bucket over its holders, with local steps over this rank's team. Whole tensors are views of
-        it, and cut ones are copied from it."""
+        """All-gather each bucket over its holders. Whole tensors are views of it, and cut ones are copied from it."""
         views: dict[str, Sequence[torch.Tensor]] = {}  # of cut parameters: their held slices
         for together in sent_together(self.held, self._bucket_size, gathers=True):
             groups = [bucket.shard_group for bucket in together]
@@ -322,27 +289,6 @@ class ShardedOptimizer:
         change()
         self.gather_weights()
         self.mode = mode
-
-    # ---- changed from outside; local_optimizer.py overrides these ---------------------------------------------------
-
-    def enter_dense(self) -> None:
-        """Called before the module becomes the dense model."""
-
-    def leave_dense(self) -> None:
-        """Called when the module is the subnetwork again, maybe with other weights."""
-        self.refresh_shards()
-
-    def loading(self) -> AbstractContextManager[None]:
-        """Context in which weights are loaded."""
-        return nullcontext()
-
-    def whole_state(self) -> AbstractContextManager[None]:
-        """Context in which `boxes` and the optimizer have what checkpoints save."""
-        return nullcontext()
-
-    def dense_values(self, bucket: Bucket, parameter: torch.Tensor) -> torch.Tensor:
-        """The dense model's values of a parameter of a bucket that the optimizer steps."""
-        return parameter
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
@@ -408,4 +354,4 @@ class ShardedOptimizer:
     def boxes(self) -> list[Box]:
         """What this rank steps, with the module's current values. What a rank steps it owns."""
         self._restore_views()
-        return [box for bucket in self.held for box in shard_boxes(bucket, self.groups.rank)]
+        return [box for bucket in self.held for box in shard_boxes(bucket)]

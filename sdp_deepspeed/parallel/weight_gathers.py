@@ -47,22 +47,13 @@ class GatheredRange:
     starts: Sequence[int]
     size: int
 
-    def all_gather(
-        self,
-        group: RankGroup,
-        view: Callable[[Piece], torch.Tensor],
-        *,
-        reuse_gradients: bool,
-        are_in_module: bool = False,
-    ) -> None:
-        """All-gather the parts, and store them in the module's tensors; a collective of the data-parallel ranks.
+    def all_gather(self, group: RankGroup, view: Callable[[Piece], torch.Tensor], *, reuse_gradients: bool) -> None:
+        """All-gather the shards, and store them in the module's tensors; a collective of the data-parallel ranks.
 
         Args:
             group: all data-parallel ranks.
             view: `Mask.view`.
             reuse_gradients: see `Bucket.allocate_weights`.
-            are_in_module: whether holders have the weights in the module already. Default: in their shards, which are
-                the parts.
         """
         first = self.buckets[0]
         received = torch.empty(group.size * self.size, dtype=first.layout.dtype, device=first.device)
@@ -71,10 +62,7 @@ class GatheredRange:
             senders = bucket.layout.senders
             if group.position in senders:
                 bucket.allocate_weights(reuse_gradients=reuse_gradients)
-                if are_in_module:
-                    bucket.weights_from_module(view)
-                else:
-                    bucket.shard_to_weights()
+                bucket.shard_to_weights()
                 assert bucket.weights is not None
                 part = bucket.weights.view(len(senders), -1)[senders.index(group.position)]
                 by_rank[group.position, start : start + part.numel()].copy_(part)

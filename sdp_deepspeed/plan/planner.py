@@ -32,7 +32,6 @@ def plan_model(
     *,
     branches: Sequence[LocatedBranch] | None = None,
     shards: TensorParallelShards | None = None,
-    ranks_per_node: int | None = None,
 ) -> tuple[Plan, list[str]]:
     """Compute the plan, the same on every rank, and warnings about it.
 
@@ -40,7 +39,6 @@ def plan_model(
         model: whole, or the part of a tensor-parallel rank; may be on the meta device.
         branches: the model's residual branches, with what the strategy cuts. Default: derived and proven here.
         shards: the part of a tensor-parallel rank; None if the model is whole.
-        ranks_per_node: data-parallel ranks, for `subnetworks: "nodes"`.
 
     Raises:
         ValueError: the block, or its plan file, does not fit the model or the number of ranks.
@@ -51,9 +49,9 @@ def plan_model(
         branches = proven_branches(model, block.strategy)
     shards = shards or UNDIVIDED
     if block.plan_path is not None:
-        plan = _without_frozen(read_plan(block, data_parallel_size, ranks_per_node), branches)
+        plan = _without_frozen(read_plan(block, data_parallel_size), branches)
     else:
-        k = num_subnetworks(block, data_parallel_size, ranks_per_node)
+        k = num_subnetworks(block, data_parallel_size)
         units = units_of_branches(
             branches,
             strategy=block.strategy,
@@ -136,8 +134,8 @@ def _check_reach(holders: Sequence[tuple[int, ...]], k: int, what: str, remedy: 
         )
 
 
-def read_plan(block: SubnetworkConfig, data_parallel_size: int, per_node: int | None = None) -> Plan:
-    """Read the plan in `assignment`, for this number of ranks; `per_node` of them on each node, if that is known.
+def read_plan(block: SubnetworkConfig, data_parallel_size: int) -> Plan:
+    """Read the plan in `assignment`, for this number of ranks.
 
     Raises:
         ValueError: it cannot be read, contradicts the block, or its k does not divide the number of ranks.
@@ -148,7 +146,7 @@ def read_plan(block: SubnetworkConfig, data_parallel_size: int, per_node: int | 
     pairs = {
         "regime": (plan.regime, block.regime),
         "strategy": (plan.strategy, block.strategy),
-        "subnetworks": (k, k if block.subnetworks == "auto" else num_subnetworks(block, data_parallel_size, per_node)),
+        "subnetworks": (k, k if block.subnetworks == "auto" else num_subnetworks(block, data_parallel_size)),
         "holders": (plan.num_holders, plan.num_holders),
     }
     given, path = _given(block)
@@ -176,24 +174,17 @@ def _without_frozen(plan: Plan, branches: Sequence[LocatedBranch]) -> Plan:
     return replace(plan, units=tuple(units), holders=tuple(holders), num_holders=number)
 
 
-def num_subnetworks(block: SubnetworkConfig, data_parallel_size: int, ranks_per_node: int | None = None) -> int:
+def num_subnetworks(block: SubnetworkConfig, data_parallel_size: int) -> int:
     """k of the block; by default one per rank, or fewer if units would have more than eight holders.
 
     Raises:
-        ValueError: k does not divide the number of ranks, or "nodes" without a number of ranks per node.
+        ValueError: k does not divide the number of ranks.
     """
     if block.subnetworks == "auto":
         max_holders = MAX_SETS_PER_RANK  # a rank is in p holder sets of p holders, or more
         return default_subnetworks(_given(block)[0], data_parallel_size, max_holders)
-    if block.subnetworks != "nodes":
-        _check_divides(block.subnetworks, data_parallel_size, f"{KEY}.subnetworks: got")
-        return block.subnetworks
-    if ranks_per_node is None or data_parallel_size % ranks_per_node:
-        raise ValueError(
-            f'{KEY}.subnetworks: "nodes" needs ranks per node (`sdp`: --ranks-per-node), a divisor of the '
-            f"{data_parallel_size} data-parallel ranks; got {ranks_per_node}"
-        )
-    return data_parallel_size // ranks_per_node
+    _check_divides(block.subnetworks, data_parallel_size, f"{KEY}.subnetworks: got")
+    return block.subnetworks
 
 
 def _check_divides(k: int, num_ranks: int, where: str) -> None:

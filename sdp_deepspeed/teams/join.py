@@ -58,7 +58,6 @@ def make_team(
     config = _parse(block)
     settings = config.local_steps
     assert settings is not None
-    assert settings.teams is not None
     number, address = _environment(settings.teams)
     branches = proven_branches(model, config.strategy)
     plan, warnings = plan_model(model, config, settings.teams, branches=branches)
@@ -100,7 +99,7 @@ def _parse(block: Mapping[str, Any]) -> SubnetworkConfig:
     config = parse({KEY: dict(block)})
     if config is None:
         raise ValueError(f"{KEY}.enabled: got false, expected true for join")
-    if config.local_steps is None or config.local_steps.teams is None:
+    if config.local_steps is None:
         raise ValueError(f'join: expected {KEY}.local_steps such as {{"teams": 4, "every": 50}}')
     return config.model_copy(update={"subnetworks": config.local_steps.teams})
 

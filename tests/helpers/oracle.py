@@ -29,7 +29,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 import sdp_deepspeed  # noqa: F401  (installs the import hook)
-from sdp_deepspeed.reference.local_steps import LocalReference, LocalSteps
 from sdp_deepspeed.reference.virtual_workers import LossScale, Reference, pieces_with_holders
 from tests.helpers import models
 from tests.helpers.expected_flops import dense_flops, worker_flops
@@ -43,7 +42,6 @@ NUM_STEPS = 3
 DTYPES = {"bf16": torch.bfloat16, "bf16+fp32": torch.bfloat16, "fp16": torch.float16}  # of weights, else fp32
 # In fp16 the second step overflows, on the last worker, and is left out: there is one more. The scale goes 128, 128,
 # 64, 64, 128.
-LOCAL_STEPS = 5  # a synchronization after every second step: the outer momentum acts on the last step
 OVERFLOWS, TOO_LARGE = 1, 1e30
 SLACK = 256  # bytes of padding that flat buffers may have; the smallest unit has more
 Sample = tuple[torch.Tensor, float]  # tokens, and what their loss is multiplied by
@@ -83,7 +81,7 @@ def loss_of(case: Case, model: Any, sample: Sample) -> torch.Tensor:
 
 def steps_of(case: Case) -> Iterator[list[list[Sample]]]:
     """Per step and worker the micro-batches."""
-    number = LOCAL_STEPS if case.local else NUM_STEPS + (case.precision == "fp16")
+    number = NUM_STEPS + (case.precision == "fp16")
     for index, step in enumerate(itertools.islice(batches(case.num_workers, case.accumulation), number)):
         samples = [[(tokens, 1.0) for tokens in own] for own in step]
         if case.precision == "fp16" and index == OVERFLOWS:
@@ -119,13 +117,7 @@ def start(case: Case, model: nn.Module, **block: Any) -> Any:
     return engine
 
 
-def reference_of(case: Case, dense: nn.Module, plan: Any) -> Reference | LocalReference:
-    if case.local is not None:
-        return LocalReference(dense, plan, LocalSteps(*case.local), partial(_reference, case, plan))
-    return _reference(case, plan, dense)
-
-
-def _reference(case: Case, plan: Any, dense: nn.Module, ranks: Sequence[int] = ()) -> Reference:
+def reference_of(case: Case, dense: nn.Module, plan: Any) -> Reference:
     scale = None
     if case.precision == "fp16":
         settings = PRECISIONS["fp16"]["fp16"]
@@ -140,7 +132,6 @@ def _reference(case: Case, plan: Any, dense: nn.Module, ranks: Sequence[int] = (
         loss_scale=scale,
         make_scheduler=partial(scheduler_of, case) if case.scheduler != "none" else None,
         is_scaled=case.branch_scale == "training",
-        ranks=ranks,
     )
 
 
@@ -177,7 +168,7 @@ class Run:
 
     case: Case
     engine: Any
-    reference: Reference | LocalReference
+    reference: Reference
     worker: int
 
     def __post_init__(self) -> None:
@@ -189,8 +180,7 @@ class Run:
     def train_step(self, number: int, step: Sequence[Sequence[Sample]]) -> None:
         """A step of both, compared loss by loss."""
         case, engine, samples = self.case, self.engine, step[self.worker]
-        losses, norms, scale, rates = from_rank_0(lambda: self._step_reference(step))
-        norm = norms[self.subnetwork if case.local else 0]
+        losses, norm, scale, rates = from_rank_0(lambda: self._step_reference(step))
         for sample, expected in zip(samples, losses[self.worker], strict=True):
             loss = loss_of(case, engine, sample)
             engine.backward(loss)
@@ -208,23 +198,18 @@ class Run:
             now = engine.optimizer.cur_scale, engine.skipped_steps
             assert now == (scale, int(number >= OVERFLOWS)), (number, now, scale)
 
-    def _step_reference(
-        self, step: Sequence[Sequence[Sample]]
-    ) -> tuple[list[list[float]], list[float], float, list[float]]:
-        """Losses, norms of the teams, and of the next step loss scale and learning rates."""
+    def _step_reference(self, step: Sequence[Sequence[Sample]]) -> tuple[list[list[float]], float, float, list[float]]:
+        """Losses, norm, and of the next step loss scale and learning rates."""
         reference = self.reference
-        if isinstance(reference, LocalReference):
-            losses, norms = reference.step(step)
-            return losses, norms, 1.0, [group["lr"] for group in reference.teams[0].optimizer.param_groups]
         losses, norm = reference.step(step)
         scale = reference.loss_scale.value if reference.loss_scale else 1.0
-        return losses, [norm], scale, [group["lr"] for group in reference.optimizer.param_groups]
+        return losses, norm, scale, [group["lr"] for group in reference.optimizer.param_groups]
 
     def compare_dense(self, step: Sequence[Sequence[Sample]]) -> None:
         """In evaluation the engine is the dense model, whatever this rank holds; then its weights and buffers."""
         case, engine, (tokens, _) = self.case, self.engine, step[self.worker][0]
         weights, buffers, masters = from_rank_0(
-            lambda: (dict(self.dense.named_parameters()), *self._buffers_and_masters())
+            lambda: (dict(self.dense.named_parameters()), self.reference.dense_buffers(), self.reference.masters)
         )
         expected = self.expected
         expected.load_state_dict(weights | buffers, strict=False)
@@ -240,12 +225,6 @@ class Run:
             losses = [loss_of(case, model, (tokens, 1.0)).item() for model in (engine, expected)]
         engine.train()
         assert abs(losses[0] - losses[1]) <= loss_tolerance(case), losses
-
-    def _buffers_and_masters(self) -> tuple[dict[str, torch.Tensor], dict[str, nn.Parameter]]:
-        """Of the dense model."""
-        reference = self.reference
-        masters = reference.anchors if isinstance(reference, LocalReference) else reference.masters
-        return reference.dense_buffers(), masters
 
     def compare_weights(self, state: Mapping[str, torch.Tensor], expected: nn.Module) -> None:
         """All together within the drift of what they moved (fp32), each tensor within its rounding."""

@@ -108,7 +108,6 @@ class Case:
             "mlp": the strategy is that of MLPs, attention is in none.
         groups: param groups of the optimizer.
         nodes: how many the ranks seem to be on.
-        local: `every`, `outer_lr` and `outer_momentum` of local steps.
     """
 
     ranks: int
@@ -137,7 +136,6 @@ class Case:
     checkpointing: str = "none"
     branch_scale: str = "training"
     nodes: int = 1
-    local: tuple[int, float, float] | None = None
 
     def __str__(self) -> str:
         words = [f"{self.holders}of{self.num_subnetworks}", self.regime, self.strategy, self.model]
@@ -159,7 +157,6 @@ class Case:
             "checkpointing": self.checkpointing,
             "branch_scale": "unscaled",
             "nodes": f"nodes{self.nodes}",
-            "local": f"local{self.local}",
         }
         defaults = {field.name: field.default for field in fields(self)}
         return "-".join(words + [word for name, word in special.items() if getattr(self, name) != defaults[name]])
@@ -198,8 +195,6 @@ class Case:
         block |= {"subnetworks": self.num_subnetworks} if self.replicas > 1 else {}
         block |= {"shared": [r"0\.mlp"]} if self.units == "shared" else {}
         block |= {"neuron_groups": self.num_subnetworks + 2} if self.units == "groups" else {}
-        if self.local is not None:
-            block["local_steps"] = dict(zip(("every", "outer_lr", "outer_momentum"), self.local, strict=True))
         for name in ("granularity", "seed", "branch_scale"):
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 block[name] = getattr(self, name)
@@ -228,25 +223,6 @@ class Case:
         result |= {"zero_force_ds_cpu_optimizer": False} if self.offload != "none" else {}  # PyTorch's step there too
         return result
 
-
-# Local steps: alone and in teams of two, units with one holder and with several, whole and cut, of which every rank
-# runs its own or all, at every stage.
-_OUTER = (2, 0.7, 0.6)
-LOCAL = (
-    Case(2, 2, local=_OUTER),
-    Case(2, 1, "backward", "neuron", local=_OUTER, buckets="many", stage=2, accumulation=NUM_MICRO_BATCHES),
-    Case(4, 2, "forward", "neuron", local=(2, 1.0, 0.0), stage=0),
-    Case(4, 1, "forward", "block", replicas=2, local=_OUTER, stage=2, overlap=True, buckets="many"),
-    Case(4, 1, "backward", "block", replicas=2, local=_OUTER, offload="cpu", optimizer="SGD"),
-    Case(4, 2, "forward", "mixed", replicas=2, local=_OUTER, precision="bf16", optimizer="SGD"),
-    Case(4, 2, "backward", "opposite", local=_OUTER, stage=2, precision="bf16+fp32", optimizer="SGD"),
-    Case(4, 1, "backward", "neuron", replicas=2, local=_OUTER, model="gpt2", optimizer="SGD", overlap=True),
-    Case(3, 2, local=_OUTER, model="resnet_bottleneck", optimizer="SGD"),
-    # Four holders send a quarter each of what teams of two own in halves.
-    Case(6, 2, "backward", "neuron", replicas=2, local=_OUTER, optimizer="SGD"),
-    Case(4, 1, strategy="neuron", tensor_parallel=2, local=_OUTER, optimizer="SGD", stage=2),
-    Case(4, 1, "backward", tensor_parallel=2, replicas=2, local=(2, 1.0, 0.0), optimizer="SGD"),
-)
 
 # Of models that two tensor-parallel ranks divide; AutoTP does not list GPT-2, and llama_odd has three heads.
 EVEN = {"vocab_size": 62, "intermediate_size": 28}
@@ -420,4 +396,4 @@ def cases(*, full: bool) -> tuple[Case, ...]:
     """What is run: the sample, or with `--full` a part of the grid and the other families too."""
     stage_0 = Case(2, 1, stage=0), Case(4, 2, "backward", "neuron", stage=0, precision="bf16", optimizer="SGD")
     more = (*grid()[:NUM_FULL], *other_families()) if full else ()
-    return tuple(dict.fromkeys((*stage_0, *LOCAL, *sample(), *more)))
+    return tuple(dict.fromkeys((*stage_0, *sample(), *more)))

@@ -51,15 +51,13 @@ def test_checkpoints_are_timed(tmp_path: Path) -> None:
 def test_time_to_a_loss(tmp_path: Path) -> None:
     """DDP trains what ZeRO does, at rates that rise and fall: the same losses after the same steps."""
     few = ("--steps", "6", "--every", "2", "--validation", "4", "--seeds", "0", "--only")
-    names = ("DDP", "ZeRO-1", "SDP + ZeRO-1, C = 1, H = 5")
+    names = ("DDP", "ZeRO-1", "SDP + ZeRO-2, C = 1")
     result = run(tmp_path, *RANKS, "benchmarks/time_to_loss.py", *few, *names)
-    ddp, zero, local = (row["curve"] for row in result["results"])
+    ddp, *others = (row["curve"] for row in result["results"])
     assert [point[0] for point in ddp] == [2, 4, 6]
-    assert [point[2] for point in ddp] == pytest.approx([point[2] for point in zero], rel=1e-4)
+    for curve in others:
+        assert [point[2] for point in ddp] == pytest.approx([point[2] for point in curve], rel=1e-4)
     assert ddp[0][2] - ddp[-1][2] > 0.1, "it learns"
-    assert [point[0] for point in local] == [10, 15], "after synchronizations, for at least twice the steps"
-    sent = [max(row["sent"]) for row in result["results"]]
-    assert sent[0] == pytest.approx(sent[2], rel=0.01), "a synchronization is one all-reduce"
 
 
 def test_host_time(tmp_path: Path) -> None:

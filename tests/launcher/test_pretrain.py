@@ -162,16 +162,6 @@ def check_the_exported_loss(folder: Path, source: dict[str, Any]) -> None:
     assert measured == pytest.approx(loss, rel=1e-5)  # fp32, other batches
 
 
-def test_the_last_evaluation_is_of_the_exported_model_between_two_synchronizations(
-    tmp_path: Path, text: dict[str, Any]
-) -> None:
-    options = ["sdp.schedule=null", "sdp.redraw_interval=null", "sdp.coverage=1.0", "sdp.local_steps={every: 4}"]
-    options += ["training.average_tokens_across_devices=false", "training.eval_strategy=steps", "training.eval_steps=6"]
-    output = run(command(tmp_path, text, "local", 6, *options), tmp_path / "local.log")
-    check_the_exported_loss(tmp_path / "local", text)
-    assert output.count("eval_steps is 6") == 1
-
-
 def test_the_order_of_samples_is_the_same_on_any_number_of_ranks(tmp_path: Path, text: dict[str, Any]) -> None:
     """At C = 1 the same global batches give the same losses, with other ranks from the middle of an epoch on."""
     whole = ["sdp.schedule=null", "sdp.redraw_interval=null", "sdp.coverage=1.0"]

@@ -63,10 +63,10 @@ def test_every_key_is_read() -> None:
         "check_agreement": True,
         "checkpoint": {"asynchronous": True, "keep_last": 2, "verify": False},
         "local_steps": {
+            "teams": 4,
             "every": 10,
             "outer_lr": 0.7,
             "outer_momentum": 0.9,
-            "teams": 4,
             "wait_timeout": 60.0,
             "exchange_timeout": 5.0,
         },
@@ -123,7 +123,7 @@ def test_unknown_keys_name_the_nearest(name: str, suggestion: str) -> None:
     inside = message({KEY: {"coverage": 0.5, "checkpoint": {"keep": 2, 1: 2}}})
     assert f"{KEY}.checkpoint.keep: unknown key; did you mean 'keep_last'?" in inside
     assert f"{KEY}.checkpoint.1: keys must be strings" in inside
-    outer = message({KEY: {"coverage": 0.5, "local_steps": {"outer_lr": 0, "outer_momentum": 1.0}}})
+    outer = message({KEY: {"coverage": 0.5, "local_steps": {"teams": 2, "outer_lr": 0, "outer_momentum": 1.0}}})
     assert f"{KEY}.local_steps.every: missing, expected an integer, at least 2" in outer
     assert f"{KEY}.local_steps.outer_lr: got 0, expected a number above 0" in outer
     assert f"{KEY}.local_steps.outer_momentum: got 1.0, expected a number from 0 to below 1" in outer
@@ -138,7 +138,8 @@ def test_unknown_keys_name_the_nearest(name: str, suggestion: str) -> None:
         ("coverage", True, "above 0 and at most 1"),
         ("coverage", float("nan"), "above 0 and at most 1"),
         ("holders", 0, "an integer, at least 1"),
-        ("local_steps", 10, 'a mapping such as {"every": 10}'),
+        ("local_steps", 10, 'a mapping such as {"teams": 4, "every": 10}'),
+        ("local_steps", {"every": 10}, 'add their number, "teams": K, and start each by itself, with SDP_TEAM'),
         ("holders", 1.5, "an integer, at least 1"),
         ("holders", "auto", '"auto" is only possible for'),
         ("enabled", "yes", "true or false"),
@@ -147,8 +148,8 @@ def test_unknown_keys_name_the_nearest(name: str, suggestion: str) -> None:
         ("strategy", "blocks", '"block", "neuron"'),
         ("strategy", {"mlp": "blocks"}, '"block", "neuron"'),
         ("strategy", {}, '"block", "neuron"'),
-        ("subnetworks", 0, '"auto", "nodes" or an integer'),
-        ("subnetworks", "all", '"auto", "nodes" or an integer'),
+        ("subnetworks", 0, '"auto" or an integer'),
+        ("subnetworks", "nodes", '"auto" or an integer'),
         ("granularity", "sub-layer", '"sublayer" or "layer"'),
         ("assignment", "cyclic", '"auto" or the path'),
         ("shared", "layers", "a list of regular expressions"),
@@ -173,6 +174,17 @@ def test_all_problems_in_one_message() -> None:
     lines = message({KEY: {"coverage": 2, "regime": "x", "color": 1}}).split("\n")
     assert lines[0] == f"{KEY}: 3 problems:"
     assert {line.split(":")[0].strip() for line in lines[1:]} == {f"{KEY}.{n}" for n in ("coverage", "regime", "color")}
+
+
+@pytest.mark.parametrize("steps", [{"every": 10}, {"teams": 2, "every": 10}])
+def test_local_steps_in_a_phase(steps: dict[str, int]) -> None:
+    expected = "teams have one plan" if "teams" in steps else 'add their number, "teams": K'
+    for number, phases in enumerate(
+        ([{"until_step": 5, "local_steps": steps}, {}], [{"until_step": 5}, {"local_steps": steps}])
+    ):
+        text = message({KEY: {"coverage": 0.5, "schedule": phases}})
+        assert text.startswith(f"{KEY}.schedule[{number}].local_steps: ")
+        assert expected in text
 
 
 def test_one_of_coverage_and_holders() -> None:

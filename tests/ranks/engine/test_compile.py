@@ -138,17 +138,3 @@ def test_compiled_parts(rank: Rank) -> None:
         engine = start(model, 1, mode)
         expected = engine_of(sgd(clip=0.5, regime=mode.regime, strategy=mode.strategy), SPECIMENS["llama"].build())
         compare(engine, expected)
-
-
-def test_local_steps(rank: Rank) -> None:
-    """Compiled by the engine or before it; the last evaluation is that of anchors."""
-    block: dict[str, Any] = {"local_steps": {"every": 2, "outer_momentum": 0.5}}
-    for mode in (MODES[0], MODES[3]):
-        for is_compiled_before in (False, True):
-            model, other = (SPECIMENS["llama_one_layer"].build() for _ in range(2))
-            compiled: Any = torch.compile(model, backend="eager") if is_compiled_before else model
-            engine = start(compiled, 1, mode, **block)
-            if not is_compiled_before:
-                engine.compile(backend="eager")
-            compare(engine, engine_of(sgd(clip=0.5, regime=mode.regime, strategy=mode.strategy, **block), other))
-            assert num_graphs()[1] == 0

@@ -222,27 +222,6 @@ def test_what_monitors_get(rank: Rank) -> None:
             _check_tensorboard(rank, events)
 
 
-def test_what_monitors_get_of_local_steps(rank: Rank) -> None:
-    """The event of a step includes the synchronization after it, and totals go on after a re-plan. Two teams of one
-    rank send all weights in fp32."""
-    settings = config(coverage=1.0, local_steps={"every": EVERY})
-    settings |= monitors(rank, "local") | {"wandb": {"enabled": False}}
-    engine = engine_of(settings)
-    num_bytes = 4 * sum(parameter.numel() for parameter in engine.module.parameters())
-    train(engine, num_steps=EVERY)
-    seconds = engine.seconds_synchronizing
-    engine.replan({"local_steps": {"every": 3 * EVERY}})
-    train(engine, num_steps=EVERY, first=EVERY)
-    assert engine.bytes_synchronizing == num_bytes
-    if rank.rank == 0:
-        events = {name.removeprefix("Train_Samples_"): values for name, values in written(rank, "local").items()}
-        assert [*events["synchronizations"].values()] == [1, 1]
-        assert [*events["bytes_synchronizing"].values()] == [num_bytes, num_bytes]
-        assert [*events["seconds_synchronizing"].values()] == pytest.approx([seconds, seconds])
-        assert "gradient_norm" not in events
-        assert {"subnetwork_gradient_norm", "subnetwork_loss"} < events.keys()
-
-
 def _check_same(wandb: Wandb, events: Mapping[str, Mapping[int, float]]) -> None:
     """W&B has what the CSV files have, and never goes back, which it would drop."""
     logged: dict[str, dict[int, float]] = {}

@@ -29,6 +29,9 @@ def test_what_is_not_possible(rank: Rank) -> None:
     odd = {"stage": 2, "allgather_bucket_size": 1001}  # as DeepSpeed refuses it
     refusal(AssertionError, lambda: engine_of(config(holders=1) | {"zero_optimization": odd}), "allgather_bucket_size")
     refusal(ValueError, lambda: engine_of(config() | {"sdp": {"holders": 1}}), "sdp")
+    refusal(ValueError, lambda: engine_of(config(holders=1, local_steps={"every": 2})), "SDP_TEAM", "`sdp teams K")
+    replan = engine_of(config(holders=1)).replan
+    refusal(ValueError, lambda: replan({"local_steps": {"teams": 2, "every": 2}}), "local_steps", "cannot change")
     refusal(ValueError, lambda: engine_of(config(holders=1, strategy={"ff": "neuron"})), "'ff' is not a branch type")
     refusal(ValueError, lambda: engine_of(config(holders=1, granularity="layer"), llama(1)), "unit")
     refusal(ValueError, lambda: engine_of(config(holders=1), nn.Sequential(nn.Linear(3, 3))), "Sequential", ".trace(")

@@ -247,53 +247,6 @@ def test_a_schedule_ends_dense(rank: Rank) -> None:
 
 
 @pytest.mark.world(4)
-def test_local_steps(rank: Rank) -> None:
-    """Evaluation between two synchronizations is of the first one's weights; the last evaluation has all steps, as does
-    what is saved. The Trainer's token counts of all ranks are refused."""
-    block = {"coverage": 1.0, "local_steps": {"every": 2}}
-    options: dict[str, Any] = {"max_steps": 5, "eval_steps": 1, "save_steps": 3}
-    refusal(ValueError, lambda: trainer_of(rank.folder / "refused", block).train(), "average_tokens_across_devices")
-    trainer = trainer_of(rank.folder / "local", block, average_tokens_across_devices=False, **options)
-    trainer.train()
-    losses = [logs["eval_loss"] for logs in trainer.state.log_history if "eval_loss" in logs]
-    logged = [logs["synchronizations"] for logs in trainer.state.log_history if "subnetwork_grad_norm" in logs]
-    assert logged == [0, 1, 1, 3, 3]
-    assert losses[0] == pytest.approx(mean_loss(llama(), rows(7)), abs=1e-5)
-    assert losses[1] == losses[2] < losses[0]
-    engine = trainer.model_wrapped
-    assert engine.num_synchronizations == 4
-    gathered(None)  # rank 0 wrote it
-    saved = loaded(rank.folder / "local" / "checkpoint-5")
-    assert losses[4] == pytest.approx(mean_loss(saved, rows(7)), abs=1e-5)
-    assert_identical(saved.state_dict(), dense_state(engine))
-
-
-@pytest.mark.world(4)
-def test_local_steps_that_a_callback_ends(rank: Rank) -> None:
-    """Within an interval, and within a step: everything that follows is of the same weights."""
-    from transformers import TrainerCallback
-
-    class Stops(TrainerCallback):
-        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = state.global_step == 3
-
-    block = {"coverage": 1.0, "local_steps": {"every": 2}}
-    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False}
-    options |= {"max_steps": 6, "eval_strategy": "no", "save_strategy": "no", "callbacks": [Stops()]}
-    trainer = trainer_of(rank.folder / "run", block, **options)
-    trainer.train()
-    assert trainer.state.global_step == 3
-    dense = dense_state(trainer.model_wrapped)
-    evaluated, predicted = trainer.evaluate()["eval_loss"], trainer.predict(rows(7)).metrics["test_loss"]
-    assert_identical(trainer.model.state_dict(), dense)
-    trainer.save_model(str(rank.folder / "saved"))
-    gathered(None)  # rank 0 wrote it
-    saved = loaded(rank.folder / "saved")
-    assert_identical(saved.state_dict(), dense)
-    assert evaluated == predicted == pytest.approx(mean_loss(saved, rows(7)), abs=1e-5)
-
-
-@pytest.mark.world(4)
 def test_tensor_parallel(rank: Rank) -> None:
     """TP x DP: what is saved is whole in both directions."""
     config = {**ADAMW, "tensor_parallel": {"autotp_size": 2}}

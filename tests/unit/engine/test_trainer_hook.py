@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import transformers.trainer
-from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 import sdp_deepspeed  # noqa: F401  patches both
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.engine.refused_settings import between_synchronizations, refuse_arguments_of_trainer
 from sdp_deepspeed.engine.trainer_hook import note_step, patch_trainer
 
 FRACTIONS = [{"until": 0.5, "coverage": 0.5}, {"coverage": 1.0}]
@@ -63,10 +60,8 @@ def test_a_phase_that_the_trainer_never_reaches_is_told_once() -> None:
 class SubnetworkEngine:
     """The name is what it is known by."""
 
-    def __init__(self, trains: bool, is_local: bool = False) -> None:
+    def __init__(self, trains: bool) -> None:
         self.plan = SimpleNamespace(trains_subnetworks=trains)
-        self.block = SimpleNamespace(local_steps={"every": 2} if is_local else None)
-        self.num_synchronizations = self.seconds_synchronizing = 0
         self.coverage, self.phase = 0.5, 0
 
 
@@ -99,59 +94,3 @@ def test_a_loss_is_a_subnetworks_if_that_of_a_step_since_the_last_log_was() -> N
     assert not labelled(trainer, before=False, after=True)
     for trains in (True, False):
         assert labelled(a_trainer(), before=None, after=trains) == trains, "a Trainer with steps of its own"
-
-
-def test_with_local_steps_loss_and_norm_are_a_subnetworks_also_at_full_coverage() -> None:
-    """Losses since the last log, and the norm of the last step."""
-    trainer = a_trainer()
-
-    def logged() -> set[str]:
-        logs = {"loss": 1.0, "grad_norm": 2.0}
-        transformers.trainer.Trainer.log(trainer, logs)
-        return {*logs} - {"coverage", "phase"}
-
-    trainer.model_wrapped = SubnetworkEngine(trains=False, is_local=True)
-    note_step(trainer)
-    totals = {"synchronizations", "seconds_synchronizing"}
-    assert logged() == {"subnetwork_loss", "subnetwork_grad_norm", *totals}
-    note_step(trainer)
-    trainer.model_wrapped = SubnetworkEngine(trains=False)
-    note_step(trainer)
-    assert logged() == {"subnetwork_loss", "grad_norm"}
-    note_step(trainer)
-    assert logged() == {"loss", "grad_norm"}
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({}, None),
-        ({"eval_strategy": "steps", "eval_steps": 20, "save_steps": 0.1}, None),
-        ({"eval_strategy": "steps", "eval_steps": 0.15, "save_strategy": "no"}, "eval_steps is 15, but"),
-        ({"eval_strategy": "steps", "eval_steps": 5, "save_steps": 15}, "eval_steps is 5 and save_steps is 15, but"),
-        ({"eval_strategy": "epoch", "save_strategy": "epoch"}, None),
-        (
-            {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True},
-            "eval_strategy is 'epoch' with load_best_model_at_end",
-        ),
-    ],
-)
-def test_evaluations_and_saves_between_two_synchronizations_are_told_once(
-    options: dict[str, Any], words: str | None, tmp_path: Path
-) -> None:
-    args = TrainingArguments(str(tmp_path), use_cpu=True, **options)
-    for block in ({"local_steps": {"every": 10}}, {"schedule": [{"until_step": 50, "local_steps": {"every": 10}}, {}]}):
-        text = between_synchronizations({KEY: {"coverage": 1.0} | block}, args, 100)
-        assert (text is None) == (words is None), text
-        assert words is None or words in str(text)
-    assert between_synchronizations({KEY: {"coverage": 1.0}}, args, 100) is None
-
-
-def test_a_trainer_that_communicates_in_every_step_is_refused_with_local_steps(tmp_path: Path) -> None:
-    local = {KEY: {"coverage": 1.0, "local_steps": {"every": 10}}}
-    args = TrainingArguments(str(tmp_path), use_cpu=True, average_tokens_across_devices=False)
-    refuse_arguments_of_trainer(local, args)
-    args.include_num_input_tokens_seen = "all"
-    refuse_arguments_of_trainer({KEY: {"coverage": 1.0}}, args)
-    with pytest.raises(ValueError, match="include_num_input_tokens_seen: got 'all', for which all ranks"):
-        refuse_arguments_of_trainer(local, args)

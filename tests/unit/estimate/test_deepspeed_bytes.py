@@ -7,7 +7,6 @@ from typing import Literal
 
 import pytest
 
-from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.estimate.deepspeed_bytes import (
     DeepSpeedRun,
     DeepSpeedSetup,
@@ -108,48 +107,18 @@ def test_offloaded_state_is_counted_apart(stage: Literal[1, 2]) -> None:
 
 
 @pytest.mark.parametrize("regime", ["forward", "backward"])
-@pytest.mark.parametrize(("replicas", "holders"), [(1, 8), (2, 4), (4, 2), (2, 2)])
-def test_local_steps(replicas: int, holders: int, regime: str) -> None:
-    """A step sends within the team, like data parallelism over its ranks. A synchronization all-reduces a rank's shards
-    between p teams, and gathers weights: in the team, and in the backward regime from all holders of what some ranks do
-    not hold to all ranks. A shard has anchors, and the outer momentum."""
-    size, every = 8, 5
-    tensors = model(16)[1:-1]  # units alone
-    plan = plan_of(16, size, holders, regime, replicas)
-    local = LocalSteps(every=every, outer_momentum=0.5)
-    found = deepspeed_estimates(plan, tensors, DeepSpeedSetup(1, FP32, local_steps=local))
-    num, c = sum(prod(info.shape) for info in tensors), holders * replicas / size
-    in_team = 2 * c * (replicas - 1) / replicas
-    between = 2 * c * (holders - 1) / holders / replicas
-    returned = in_team / 2
-    if regime == "backward" and c < 1:
-        returned += (size - 1) / size
-    expected = 4 * num * (in_team + (between + returned) / every)
-    mean = sum(each.sent for each in found) / size
-    assert mean == pytest.approx(expected, rel=1e-3)
-    assert sum(each.optimizer for each in found) / size == pytest.approx(num * c / replicas * 4 * (2 + 2))
-
-
-@pytest.mark.parametrize("regime", ["forward", "backward"])
-@pytest.mark.parametrize("local", [None, LocalSteps(every=5)])
-def test_what_leaves_a_node(regime: str, local: LocalSteps | None) -> None:
-    """Of one rank: all that it sends. Of a team at C = 1: the differences of all weights, and per step nothing."""
-    tensors, setup = model(16), DeepSpeedSetup(2, FP32, accumulation=2, local_steps=local)
+def test_what_leaves_a_node(regime: str) -> None:
+    """Of one rank: all that it sends. At C = 1: one ring of all ranks, twice for gradients, once for weights."""
+    tensors, setup = model(16), DeepSpeedSetup(2, FP32, accumulation=2)
     for holders, replicas in ((2, 2), (4, 1)):
         run = DeepSpeedRun(plan_of(16, 8, holders, regime, replicas), tensors, setup)
         for rank in range(8):
-            assert run.node_traffic(range(rank, rank + 1)).per_step == pytest.approx(run.estimate(rank).sent, abs=2)
+            assert run.sent_out_of(range(rank, rank + 1)) == pytest.approx(run.estimate(rank).sent, abs=2)
     run = DeepSpeedRun(plan_of(16, 8, 2, regime, replicas=4), tensors, setup)
     num = sum(bucket.size for bucket in run.buckets)
-    everyone = run.node_traffic(range(8))
-    assert (everyone.per_step, everyone.per_synchronization) == (0, 0)
+    assert run.sent_out_of(range(8)) == 0
     for first in (0, 4):
-        traffic = run.node_traffic(range(first, first + 4))
-        if local is None:  # one ring of all ranks, twice for gradients, once for weights
-            assert (traffic.per_step, traffic.per_synchronization) == (num * 7 // 8 * 3 * 4, 0)
-        else:
-            assert traffic.per_synchronization == 4 * num
-            assert traffic.per_step == round(4 * num / 5)
+        assert run.sent_out_of(range(first, first + 4)) == num * 7 // 8 * 3 * 4
 
 
 def test_frozen_parameters() -> None:

@@ -37,7 +37,7 @@ def test_a_wrong_block(block: Any, words: tuple[str, ...]) -> None:
     [
         ({"regime": "backward"}, "regime"),
         ({"redraw_interval": 10}, "redraw_interval"),
-        ({"local_steps": {"every": 3}}, r"local_steps: got \{'every': 3\}, .* use DeepSpeed"),
+        ({"local_steps": {"teams": 2, "every": 3}}, r"local_steps: got \{.*'every': 3.*\}, .* call sdp_deepspeed.join"),
     ],
 )
 def test_what_of_the_block_is_not_possible(more: dict[str, Any], word: str) -> None:

@@ -36,7 +36,7 @@ def check(block: Any, text: str, model: nn.Module | None = None) -> None:
 
 def test_the_block() -> None:
     check({KEY: BLOCK}, "expected the contents of")
-    check({"coverage": 0.5, "local_steps": {"every": 2}}, 'such as {"teams": 4, "every": 50}')
+    check({"coverage": 0.5}, 'local_steps such as {"teams": 4, "every": 50}')
     check({"schedule": [{"coverage": 0.5, "until_step": 1}, {"coverage": 1.0}]}, f"{KEY}.schedule: ")
     check({**BLOCK, "enabled": False}, f"{KEY}.enabled: ")
 
