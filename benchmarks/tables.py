@@ -102,13 +102,12 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def label(name: str) -> str:
     """A contestant's name for readers, such as "SDP block C = 1/2, ZeRO-1"."""
-    match = re.fullmatch(r"(\w+) x (\w+) \+ (.*) C=([\d.]+)( k=\d+)?( H=\d+)?", name)
+    match = re.fullmatch(r"(\w+) x (\w+) \+ (.*) C=([\d.]+)( k=\d+)?", name)
     if match is None:
         return name.replace("DDP, activation checkpointing", "DDP, checkpointing")
-    regime, strategy, host, coverage, subnetworks, interval = match.groups()
-    local = ", local steps" if interval else ""
+    regime, strategy, host, coverage, subnetworks = match.groups()
     mode = strategy if regime == "forward" else f"{regime} {strategy}"
-    return f"SDP {mode} C = {Fraction(coverage).limit_denominator(64)}, {host}{subnetworks or ''}{local}"
+    return f"SDP {mode} C = {Fraction(coverage).limit_denominator(64)}, {host}{subnetworks or ''}"
 
 
 def compare(result: Result) -> str:
@@ -242,41 +241,6 @@ def _reached(curve: Sequence[Sequence[float]], loss: float, *, axis: int) -> flo
     return None
 
 
-def local_steps(result: Result) -> str:
-    """Forecast of the time to ZeRO-1's losses, relative to ZeRO-1; and to those of runs with local steps, relative to
-    them."""
-    rows, clocks = result["rows"], [("0.41M", "100 Mb/s"), ("0.41M", "20 Mb/s"), ("134M", "100 Mb/s")]
-    goals = [name for name in result["targets"] if name.startswith("ZeRO-1")]
-    is_local = {row["label"]: row["label"] in result["targets"] for row in rows}
-    times, others = [], []
-    for row in rows:
-        runs = "; ".join(f"{steps:,}: {loss:.3f}" for steps, loss in row["runs"] if steps >= 250)
-        cells = [_ratios([(row, rows[0])], goals, clock) for clock in clocks]
-        times.append([row["label"], runs, *cells])
-        if is_local[row["label"]]:
-            steps, loss = row["runs"][-1]
-            pairs = [(other, row) for other in rows if not is_local[other["label"]]]
-            cells = [_ratios(pairs, [row["label"]], clock) for clock in clocks]
-            others.append([f"{row['label']}, {steps:,} steps: {loss:.3f}", *cells])
-    heads = [f"{size}, {link}" for size, link in clocks]
-    text = f"{_commit(result)}\n\nTime to the loss of {', '.join(goals)}, relative to its time:\n\n"
-    text += table(["", "steps: final loss", *heads], times)
-    names = " / ".join(row["label"] for row in rows if not is_local[row["label"]])
-    return f"{text}\n\nTime of {names} to a loss of local steps, relative to theirs:\n\n" + table(["", *heads], others)
-
-
-def _ratios(pairs: Iterable[tuple[Result, Result]], goals: Sequence[str], clock: tuple[str, str]) -> str:
-    """Time of the first of each pair to each goal, relative to the second's."""
-    ratios = []
-    size, link = clock
-    for (row, base), goal in itertools.product(pairs, goals):
-        needed = [
-            of["steps to"][goal] and of["steps to"][goal] * of["step"][size]["seconds"][link] for of in (row, base)
-        ]
-        ratios.append("-" if None in needed else f"{needed[0] / needed[1]:.2f}")
-    return " / ".join(ratios)
-
-
 def quality(labels: Mapping[str, str], result: Result, costs: Result, from_budget: int = 250) -> str:
     heads, rows = quality_rows(Figures.of(result, "text"), costs["subjects"], labels, from_budget)
     seeds = "± standard error of the seeds, where there are several"
@@ -319,13 +283,11 @@ def host_time(result: Result) -> str:
     """Table of host times of one thread."""
     rows = []
     for row in result["results"]:
-        kinds = ("pass", "step", "synchronization")
-        parts = [f"{1e3 * statistics.median(row[part]):.1f}" if part in row else "" for part in kinds]
+        parts = [f"{1e3 * statistics.median(row[part]):.1f}" for part in ("pass", "step")]
         name = f"{label(re.sub(r' k=[0-9]+', '', row['name']))}"
         facts = [str(row["ranks"]), str(row.get("subnetworks", "")), *parts]
         rows.append([name, *facts, f"{row['collectives']}", f"{row['process_groups']}"])
-    heads = ["", "ranks", "subnetworks", "forward and backward, ms", "step, ms", "synchronization, ms"]
-    heads += ["collectives", "groups"]
+    heads = ["", "ranks", "subnetworks", "forward and backward, ms", "step, ms", "collectives", "groups"]
     return f"{result['model']['num_hidden_layers']} layers; {_commit(result)}:\n\n" + table(heads, rows)
 
 
@@ -384,7 +346,6 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "targets": (targets, ("compare_4_ranks",)),
     "links": (links, ("links_1gbit", "links_100mbit")),
     "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_100mbit", "time_to_loss_20mbit")),
-    "local-steps": (local_steps, ("local_steps_forecast",)),
     "quality": (partial(quality, LABELS), ("learning", "recipe_costs")),
     "quality-readme": (partial(quality, README, from_budget=1000), ("learning", "recipe_costs")),
     "quality-axes": (partial(quality, AXES, from_budget=500), ("learning", "recipe_costs")),

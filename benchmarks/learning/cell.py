@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -27,8 +27,6 @@ from benchmarks.learning.plans import Planner, build, dense_flops
 from benchmarks.learning.subjects import Study, Subject
 from benchmarks.learning.text import Corpus, digest_of, read_corpus, training_rows, validation_rows
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.local_steps import LocalReference
-from sdp_deepspeed.reference.virtual_workers import Reference
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ class _Training:
         if subject.small_outputs:
             _, plan = next(self.planner.plans(self.num_steps))
             scale_outputs(self.model, plan)
-        self.reference = self._make_reference(is_local=self._trains_locally)
+        self.reference = self._make_reference()
         self.average = AveragedModel(self.model)  # of the last tenth of the steps
         torch.manual_seed(cell.seed)  # of dropout
 
@@ -147,10 +145,7 @@ class _Training:
             "flops": self.flops,
             "curve": self.curve,
             "weights": self.model.state_dict(),
-            "references": [
-                {"weights": own.model.state_dict(), "optimizer": own.optimizer.state_dict()} for own in self._references
-            ],
-            "outer": self.reference.outer.state_dict() if isinstance(self.reference, LocalReference) else None,
+            "optimizer": self.reference.optimizer.state_dict(),
             "average": self.average.state_dict(),
             "cpu_seconds": cpu_seconds,
             "seconds": seconds,
@@ -171,14 +166,8 @@ class _Training:
         state: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         self.step, self.flops, self.curve = state["step"], state["flops"], state["curve"]
         self.model.load_state_dict(state["weights"])
-        self.reference = self._make_reference(is_local=state["outer"] is not None)
-        for own, kept in zip(self._references, state["references"], strict=True):
-            own.model.load_state_dict(kept["weights"])
-            own.reset_masters()
-            own.optimizer.load_state_dict(kept["optimizer"])
-        if isinstance(self.reference, LocalReference):
-            self.reference.num_steps = self.step
-            self.reference.outer.load_state_dict(state["outer"])
+        self.reference.reset_masters()
+        self.reference.optimizer.load_state_dict(state["optimizer"])
         self.average.load_state_dict(state["average"])
         torch.set_rng_state(state["random"])
         if state["random_on_gpu"] is not None:
@@ -197,13 +186,11 @@ class _Training:
                 known, step_flops = (plan, is_grown), self.planner.step_flops(plan, is_grown=is_grown)
             if self._growth and self.step == self._growth:
                 add_layers(
-                    self.model, self._references[0], self.subject.grown_from, build(self.subject.size, self.cell.seed)
+                    self.model, self.reference, self.subject.grown_from, build(self.subject.size, self.cell.seed)
                 )
             self.train_step(plan)
             self.flops += num_tokens * step_flops
             self.step += 1
-            if isinstance(self.reference, LocalReference) and self.step == self.num_steps:
-                self.reference.finish()
             if self.step > 0.9 * self.num_steps:
                 self.average.update_parameters(self.model)
             if self.step in ends:
@@ -217,12 +204,9 @@ class _Training:
 
     def train_step(self, plan: Plan) -> None:
         step, seed = self.step, self.cell.seed
-        if isinstance(self.reference, LocalReference) != self._trains_locally:
-            self._change_reference()
-        for reference in self._references:
-            reference.plan = plan
-            for group in reference.optimizer.param_groups:
-                group["lr"] = self.cell.rate * rate_share(step, self.num_steps, self.study.warm_up, self.subject.decay)
+        self.reference.plan = plan
+        for group in self.reference.optimizer.param_groups:
+            group["lr"] = self.cell.rate * rate_share(step, self.num_steps, self.study.warm_up, self.subject.decay)
         num_rows = self.study.tokens(self.subject) // self.study.reference.length
         rows = training_rows(self.corpus.train, seed, step, num_rows, self.subject.size.length)
         with ExitStack() as stack:
@@ -240,50 +224,10 @@ class _Training:
         """The step from which all layers train; 0 for all steps."""
         return self.num_steps // 2 if self.subject.grown_from else 0
 
-    @property
-    def _references(self) -> Sequence[Reference]:
-        """Of the teams, or the only one."""
-        return self.reference.teams if isinstance(self.reference, LocalReference) else [self.reference]
-
-    @property
-    def _trains_locally(self) -> bool:
-        """Whether teams train weights of their own in the next step."""
-        if self.subject.local_steps is None:
-            return False
-        first = round(self.num_steps * self.subject.synchronous_first)
-        return first <= self.step < self.num_steps - round(self.num_steps * self.subject.synchronous_last)
-
-    @torch.no_grad()
-    def _change_reference(self) -> None:
-        """Begin or end local steps: weights and moments continue from their means over the teams that hold them."""
-        before, teams = self.reference, self._references
-        if isinstance(before, LocalReference):
-            before.finish()
-        self.reference = self._make_reference(is_local=self._trains_locally)
-        if isinstance(self.reference, LocalReference):
-            self.reference.num_steps = self.step
-        for name in teams[0].masters:
-            states = [team.optimizer.state[team.masters[name]] for team in teams]
-            mean = dict(states[0])
-            if isinstance(before, LocalReference):
-                held = torch.stack([held_by_team[name] for held_by_team in before.held])
-                for key in ("exp_avg", "exp_avg_sq"):
-                    mean[key] = (torch.stack([state[key] for state in states]) * held).sum(0) / held.sum(0)
-            for own in self._references:
-                own.optimizer.state[own.masters[name]] = {key: value.clone() for key, value in mean.items()}
-
-    def _make_reference(self, *, is_local: bool) -> BatchedReference | LocalReference:
+    def _make_reference(self) -> BatchedReference:
         config, plan = next(self.planner.plans(self.num_steps))
         is_scaled = config.branch_scale == "training"
-
-        def make(model: nn.Module, ranks: Sequence[int] = ()) -> BatchedReference:
-            arguments = (model, plan, self._optimizer, self._losses, self.study.clip)
-            return BatchedReference(*arguments, is_scaled=is_scaled, ranks=ranks)
-
-        if not is_local:
-            return make(self.model)
-        assert self.subject.local_steps is not None
-        return LocalReference(self.model, plan, self.subject.local_steps, make)
+        return BatchedReference(self.model, plan, self._optimizer, self._losses, self.study.clip, is_scaled=is_scaled)
 
     def _optimizer(self, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         matrices = [parameter for parameter in named.values() if parameter.dim() > 1]

@@ -10,11 +10,9 @@ from typing import Any, Literal
 
 from benchmarks.learning.dropping import Dropping
 from sdp_deepspeed.config import MODES
-from sdp_deepspeed.reference.local_steps import LocalSteps
 
 Block = Mapping[str, Any]
 HEAD_WIDTH = 16
-OUTER = [(1.0, 0.0), (0.5, 0.5), (0.7, 0.6), (0.7, 0.8), (0.7, 0.9), (1.0, 0.5), (1.5, 0.0), (2.0, 0.0)]
 UNSCALED = {"branch_scale": "none"}  # the paper's method
 
 
@@ -65,9 +63,6 @@ class Subject:
         grown_from: layers at each end that train alone in the first half of the steps; 0 for all layers throughout.
         is_banded: whether each subnetwork has one layer's unit of each kind in every band of 1/C adjacent layers.
         decay: share of the steps, at the end, in which the learning rate falls to zero; None for all after the warm-up.
-        local_steps: of teams that train weights of their own, under one plan and without dropping; None: no team does.
-        synchronous_first, synchronous_last: shares of the steps, at the beginning and at the end, that average
-            gradients in place of local steps; a change of the two averages moments.
     """
 
     size: Size = REFERENCE
@@ -80,9 +75,6 @@ class Subject:
     grown_from: int = 0
     is_banded: bool = False
     decay: float | None = None
-    local_steps: LocalSteps | None = None
-    synchronous_first: float = 0.0
-    synchronous_last: float = 0.0
 
     @property
     def ends(self) -> Size:
@@ -184,28 +176,6 @@ def _axes() -> dict[str, Subject]:
     return found
 
 
-def _local_steps() -> dict[str, Subject]:
-    """Workers that average their weights every H steps, with an outer rate and momentum."""
-    scaled = _scales()
-    subjects = {"C=1": Subject(), "64x4": Subject(Size(64, 4))}
-    subjects |= {name: scaled[f"{name}, whole ends, scaled in training"] for name in ("C=1/2", "C=1/4")}
-    local = {
-        f"{name}, H={every}, outer {rate:g}/{momentum:g}": replace(
-            subject, local_steps=LocalSteps(every, rate, momentum)
-        )
-        for name, subject in subjects.items()
-        for every in (5, 10, 30, 100)
-        for rate, momentum in OUTER
-    }
-    mixed = {}
-    for name, subject in local.items():
-        if not name.endswith("outer 1/0"):
-            continue
-        mixed[f"{name}, first 10% synchronous"] = replace(subject, synchronous_first=0.1)
-        mixed[f"{name}, last 20% synchronous"] = replace(subject, synchronous_last=0.2)
-    return local | mixed
-
-
 def _rivals() -> dict[str, Subject]:
     """Data parallelism with other rows or learning rates, and layers that are added between the ends halfway."""
     return {
@@ -231,9 +201,7 @@ def _for_few_data() -> dict[str, Subject]:
     }
 
 
-SUBJECTS = (
-    _sizes() | _modes() | _whole_end_variants() | _scales() | _axes() | _local_steps() | _rivals() | _for_few_data()
-)
+SUBJECTS = _sizes() | _modes() | _whole_end_variants() | _scales() | _axes() | _rivals() | _for_few_data()
 
 # For `study.py --set`: budgets in dense steps of 0.41M, subjects, seeds. On two cores "recipes"
 # takes about five hours.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,10 @@ from benchmarks.learning.cell import Cell, Resources, _Training, rate_share, run
 from benchmarks.learning.dropping import Dropping
 from benchmarks.learning.plans import Planner, dense_flops
 from benchmarks.learning.subjects import SETS, STUDIES, SUBJECTS, Size, Study, Subject
-from benchmarks.learning.text import Corpus, training_rows
+from benchmarks.learning.text import Corpus
 from benchmarks.quality import TUNING_SEED, tuned_rate
 from benchmarks.study import Store, cells, parse_arguments, work
 from sdp_deepspeed.estimate.flops import FlopCounter
-from sdp_deepspeed.reference.local_steps import LocalReference, LocalSteps
-from sdp_deepspeed.reference.virtual_workers import Reference
 
 SIZE = Size(width=64, depth=2, length=16)  # as many heads as a quarter of four workers needs
 STUDY = Study(num_workers=4, rows=2, num_validation_rows=4, points=2, reference=SIZE)
@@ -43,19 +39,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SUBJECTS, "half", Subject(SIZE, HALF))
 
 
-LOCAL, RATE = LocalSteps(4, 0.7, 0.6), 0.5
-
-
-@pytest.mark.parametrize(
-    "subject",
-    [
-        Subject(SIZE, HALF),
-        Subject(SIZE, dropout=0.1),
-        Subject(SIZE, {"coverage": 0.5}, local_steps=LOCAL),
-        Subject(SIZE, {"coverage": 0.5}, local_steps=LOCAL, synchronous_first=0.3, synchronous_last=0.3),
-    ],
-    ids=["SDP", "dropout", "local steps", "local steps in between"],
-)
+@pytest.mark.parametrize("subject", [Subject(SIZE, HALF), Subject(SIZE, dropout=0.1)], ids=["SDP", "dropout"])
 def test_a_cell_in_pieces_is_the_straight_one_bit_for_bit(
     subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,87 +76,6 @@ def test_a_step_costs_the_operations_that_are_counted(subject: Subject) -> None:
     with FlopCounter() as counter:
         training.train_step(plan)
     assert counter.total == pytest.approx(STUDY.tokens(subject) * training.planner.step_flops(plan), rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    "block",
-    [
-        None,
-        {"coverage": 0.5},
-        {"coverage": 0.5, "strategy": "neuron"},
-        {"coverage": 0.5, "regime": "backward"},
-        {"coverage": 0.5, "subnetworks": 2},
-    ],
-    ids=["dense", "block", "neuron", "backward", "replicas"],
-)
-def test_local_steps_are_those_of_the_reference(block: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of three steps synchronizes: the anchors, and all that teams run. SGD, since AdamW's first steps
-    enlarge rounding."""
-    monkeypatch.setattr(_Training, "_optimizer", lambda _, named: torch.optim.SGD(named.values(), lr=0.0))
-    subject = Subject(SIZE, block, local_steps=LocalSteps(2, 0.7, 0.6))
-    training = _Training(Cell("tiny", "any", 0, 8, RATE), STUDY, subject, Resources())
-    assert isinstance(training.reference, LocalReference)
-    _, plan = next(training.planner.plans(training.num_steps))
-
-    def mean_loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-        return training._losses(model, rows).mean()
-
-    def make_team(model: nn.Module, ranks: Sequence[int]) -> Reference:
-        return Reference(model, plan, training._optimizer, mean_loss, STUDY.clip, ranks=ranks)
-
-    reference = LocalReference(deepcopy(training.model), plan, training.reference.local_steps, make_team)
-    for step in range(3):
-        training.train_step(plan)
-        training.step += 1
-        for team in reference.teams:
-            for group in team.optimizer.param_groups:
-                group["lr"] = RATE * rate_share(step, training.num_steps, STUDY.warm_up)
-        rows = training_rows(CORPUS.train, 0, step, 8, SIZE.length)
-        reference.step([[own] for own in rows.chunk(4)])
-    assert_equal(training.model, reference.model)
-    for team, expected, held in zip(training.reference.teams, reference.teams, reference.held, strict=True):
-        assert_equal(team.model, expected.model, held if plan.regime == "forward" else None)
-
-
-def test_weights_and_moments_continue_where_local_steps_begin_and_end() -> None:
-    """Four steps, of which the second and the third are local, without a synchronization between them."""
-    subject = Subject(
-        SIZE, {"coverage": 0.5}, local_steps=LocalSteps(100, 1.0, 0.0), synchronous_first=0.25, synchronous_last=0.25
-    )
-    training = _Training(Cell("tiny", "any", 0, 2, 1e-2), STUDY, subject, Resources())
-    training.num_steps = 4
-    _, plan = next(training.planner.plans(4))
-
-    def state(reference: Reference, name: str) -> dict[str, torch.Tensor]:
-        master = reference.masters[name]
-        return {"weight": master.detach(), **reference.optimizer.state[master]}
-
-    def step() -> None:
-        training.train_step(plan)
-        training.step += 1
-
-    step()
-    (alone,) = training._references
-    training._change_reference()
-    assert isinstance(training.reference, LocalReference)
-    assert len(training._references) == plan.num_subnetworks
-    for team in training._references:
-        for name in team.masters:
-            torch.testing.assert_close(state(team, name), state(alone, name), rtol=0, atol=0)
-    step()
-    step()
-    local, teams = training.reference, training._references
-    changed = {name: [state(team, name) for team in teams] for name in teams[0].masters}
-    changed = {name: [{key: value.clone() for key, value in one.items()} for one in of] for name, of in changed.items()}
-    training._change_reference()
-    (alone,) = training._references
-    assert not isinstance(training.reference, LocalReference)
-    for name, states in changed.items():
-        masks = [held[name] for held in local.held]
-        for key in ("weight", "exp_avg", "exp_avg_sq"):
-            mean = sum(one[key] * mask for one, mask in zip(states, masks, strict=True)) / sum(masks)
-            torch.testing.assert_close(state(alone, name)[key], mean)
-        assert float(state(alone, name)["step"]) == 3
 
 
 def assert_equal(model: nn.Module, expected: nn.Module, held: dict[str, torch.Tensor] | None = None) -> None:
