@@ -109,6 +109,7 @@ class TeamEngine(DeepSpeedEngine):
         """As in DeepSpeed. Outside `dense` it runs the subnetwork, in evaluation as well, which is warned of once."""
         if self.module.training and torch.is_grad_enabled() and not self.team.has_started:
             self.team.start()
+            self._follow_team()
         if not (self.module.training or self.team.is_dense or torch.is_grad_enabled() or self._has_warned):
             self._has_warned = True
             logger.warning(f"{KEY}: this evaluates the subnetwork of a team; use `with engine.dense():` in all teams")
@@ -124,6 +125,15 @@ class TeamEngine(DeepSpeedEngine):
         super().step(*arguments, **options)
         if self.global_steps > before:
             self.team.step()
+            self._follow_team()
+
+    def _follow_team(self) -> None:
+        """Go on at the step of weights that the team has taken over: step count and learning rate."""
+        ahead = max(self.team.num_steps - self.global_steps, 0)
+        self.global_steps += ahead
+        self.global_samples += ahead * int(self.train_batch_size())
+        for _ in range(ahead if self.lr_scheduler is not None else 0):
+            self.lr_scheduler.step()
 
     def dense(self) -> AbstractContextManager[None]:
         """`Team.dense`: at stage 3, too, each rank has the whole dense model inside. Collective in all teams."""

@@ -48,7 +48,9 @@ def patch_trainer() -> None:
     @wraps(step)
     def noted_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         note_step(self)
-        return step(self, *args, **kwargs)
+        loss = step(self, *args, **kwargs)
+        _follow_team(self)
+        return loss
 
     evaluate = host.Trainer.evaluate
 
@@ -124,6 +126,18 @@ def num_parameters(engine: Any, trainable_only: bool) -> int:
     mask = engine.mask
     names = [name for name in mask.parameters if mask.trainable[name] or not trainable_only]
     return sum(prod(mask.shapes[name]) for name in names)
+
+
+def _follow_team(trainer: Any) -> None:
+    """Go on at the step of a team's engine, if that has taken over weights of a later step than the Trainer's."""
+    if team_of(trainer.model_wrapped) is not None:
+        ahead = trainer.model_wrapped.global_steps - 1 - trainer.state.global_step  # the Trainer counts this step later
+        for counts, name in (
+            (trainer.state, "global_step"),
+            (trainer, "_globalstep_last_logged"),
+            (trainer, "_initial_global_step"),
+        ):
+            setattr(counts, name, getattr(counts, name) + max(ahead, 0))
 
 
 def _dense_model_of_teams(trainer: Any) -> AbstractContextManager[Any]:

@@ -128,7 +128,7 @@ def test_bf16_with_accumulation(tmp_path: Path) -> None:
 
 
 def by_trainer(place: Place, lighthouses: list[str]) -> None:
-    """Straight, and resumed from a checkpoint between two meetings."""
+    """Straight, resumed from a checkpoint between two meetings, and with an older one of team 1, which skips a step."""
     models = []
     for number, address in enumerate(lighthouses):
         os.environ |= {"TORCHFT_LIGHTHOUSE": address, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -140,7 +140,8 @@ def by_trainer(place: Place, lighthouses: list[str]) -> None:
             max_steps=4,
             per_device_train_batch_size=2,
             learning_rate=1e-2,
-            save_steps=3,
+            save_strategy="no" if number == 2 else "steps",
+            save_steps=1,
             eval_strategy="steps",
             eval_steps=2,
             logging_steps=1,
@@ -153,9 +154,11 @@ def by_trainer(place: Place, lighthouses: list[str]) -> None:
         rows = torch.randint(0, VOCABULARY, (32, LENGTH), generator=generator)
         data = [{"input_ids": row, "labels": row} for row in rows]
         trainer = Trainer(llama(), arguments, train_dataset=data, eval_dataset=data[:8])
-        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if number else None)
-        team = trainer.model_wrapped.team
+        step = 1 if (number, place.team) == (2, 1) else 3
+        trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}") if number else None)
+        team, engine = trainer.model_wrapped.team, trainer.model_wrapped
         assert team.version == 2
+        assert trainer.state.global_step == engine.global_steps == engine.lr_scheduler.last_epoch == 4
         losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
         logged = next(entry for entry in trainer.state.log_history[::-1] if "subnetwork_loss" in entry)
         assert (logged["meetings"], logged["teams"]) == (2, 2)
@@ -167,7 +170,7 @@ def by_trainer(place: Place, lighthouses: list[str]) -> None:
         assert set(losses) == {float(dense)}
         models.append(load_file(folder / "final" / "model.safetensors"))
         trainer.model_wrapped.team.leave()
-    straight, resumed = models
+    straight, resumed, _ = models
     assert all(torch.equal(resumed[name], value) for name, value in straight.items())
     if place.rank == 0:
         torch.save(straight, place.folder / f"saved-{place.team}.pt")
@@ -175,7 +178,7 @@ def by_trainer(place: Place, lighthouses: list[str]) -> None:
 
 def test_the_trainer_saves_the_dense_model_and_resumes(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        runs = [stack.enter_context(teams(tmp_path, heartbeats=NEVER_MISSED)) for _ in range(2)]
+        runs = [stack.enter_context(teams(tmp_path, heartbeats=NEVER_MISSED)) for _ in range(3)]
         for number in range(2):
             runs[0].start(by_trainer, number, 1, [run.address for run in runs])
         runs[0].finish()
