@@ -228,7 +228,7 @@ def estimate(
 
     Each phase is estimated on the rank whose subnetwork has the most FLOPs. Nothing is allocated, and no GPU is needed.
     The peak is that of live tensors, without kernel workspaces, fragmentation and the CUDA context. Flash attention is
-    assumed.
+    assumed. With teams, give the ranks of one team; the columns without subnetworks are of the ranks of all teams.
     """
     limit = None if fit is None else _byte_count(fit)
     from sdp_deepspeed.config import parse
@@ -247,13 +247,19 @@ def estimate(
                     run.model, config, num_ranks=ranks, host=run.host, ranks_per_node=ranks_per_node
                 )
             if is_first:
-                forecasts |= plain_forecasts(run.model, config, num_ranks=ranks, ranks_per_node=ranks_per_node)
+                micro, accumulation = read_settings(config).micro_steps(ranks)
+                sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
+                plain = {key: value for key, value in config.items() if key != "train_batch_size"} | sizes
+                forecasts |= plain_forecasts(
+                    run.model, plain, num_ranks=ranks * _num_teams(config), ranks_per_node=ranks_per_node
+                )
             return forecasts
 
         forecasts = columns(phase)
         micro, accumulation = read_settings(phase).micro_steps(ranks)
         prefix = f"phase {index} of {len(run.phases)}: " if len(run.phases) > 1 else ""
-        print(f"{prefix}{_run_text(run, forecasts, ranks)}, micro-batch of {micro} samples x {accumulation}")
+        text = _run_text(run, forecasts, ranks, _num_teams(phase))
+        print(f"{prefix}{text}, micro-batch of {micro} samples x {accumulation}")
         largest = None if limit is None else largest_micro_batches(columns, phase, ranks, limit)
         print("\n".join(_estimate_text(forecasts, largest)))
         if limit is not None and largest is not None:
@@ -273,11 +279,22 @@ def _column_of(run: Run, phase: Mapping[str, Any]) -> str:
     return "FSDP2" if run.host == "fsdp2" else f"ZeRO-{phase.get('zero_optimization', {}).get('stage', 0)}"
 
 
-def _run_text(run: Run, forecasts: Mapping[str, Forecast], ranks: int) -> str:
+def _num_teams(config: Mapping[str, Any]) -> int:
+    """Number of teams of a run; 1 without teams."""
+    from sdp_deepspeed.config import parse
+
+    block = parse(config)
+    return 1 if block is None or block.local_steps is None else block.local_steps.teams
+
+
+def _run_text(run: Run, forecasts: Mapping[str, Forecast], ranks: int, teams: int) -> str:
     first = next(iter(forecasts.values()))
     coverage = f", coverage {first.coverage:.3g}" if "SDP" in forecasts else ""
     millions = first.num_parameters / 1e6
-    return f"{millions:.1f}M parameters, {ranks} ranks, {first.items_per_step:,} {run.items} per step{coverage}"
+    of_teams = f"{teams} teams of " if teams > 1 else ""
+    return (
+        f"{millions:.1f}M parameters, {of_teams}{ranks} ranks, {first.items_per_step:,} {run.items} per step{coverage}"
+    )
 
 
 def _fit_text(name: str, column: Forecast, micro: int, largest: int, limit: int, given: str) -> str:
@@ -299,17 +316,19 @@ def _estimate_text(forecasts: Mapping[str, Forecast], largest: Mapping[str, int]
         ("gradients", lambda column: column.rank.gradients),
         ("optimizer state", lambda column: column.rank.optimizer),
         ("optimizer state on the host", lambda column: column.rank.host_optimizer),
+        ("anchors on the host", lambda column: column.anchors),
         ("activations", lambda column: column.activations),
         ("buffers", lambda column: _buffers(column.rank)),
         ("peak", lambda column: column.peak),
         ("sent per step", lambda column: column.rank.sent),
+        ("sent per meeting to other teams", lambda column: column.sent_per_meeting),
     ]
     if first.out_of_node is not None:
         rows.append(("out of its node per step", lambda column: column.out_of_node or 0))
     cells = [("on one rank", *forecasts)]
     for title, value in rows:
         values = [value(column) for column in forecasts.values()]
-        if any(values) or "host" not in title:
+        if any(values) or not title.endswith(("on the host", "to other teams")):
             cells.append((f"{title}, {name}", *(f"{number / unit:,.2f}" for number in values)))
     cells.append(("compute per step, TFLOPs", *(f"{column.flops / 1e12:.4g}" for column in forecasts.values())))
     if largest is not None:

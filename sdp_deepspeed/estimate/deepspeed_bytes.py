@@ -59,13 +59,13 @@ class DeepSpeedSetup:
     """Settings that determine a rank's bytes, besides plan and shapes.
 
     Args:
-        stage: ZeRO stage; SDP runs stage 0 as stage 1.
+        stage: ZeRO stage; SDP runs stage 0 as stage 1, and has stage 3 in teams only.
         accumulation: micro-steps per optimizer step; stage 2 sends gradients in each.
         offload: whether optimizer state is in host memory.
         bucket_elements: `reduce_bucket_size` of the config; None for the engine's default.
     """
 
-    stage: Literal[0, 1, 2]
+    stage: Literal[0, 1, 2, 3]
     precision: Precision
     accumulation: int = 1
     offload: bool = False

@@ -39,7 +39,7 @@ class _Device(_Part):
 
 
 class _Zero(_Part):
-    stage: Literal[0, 1, 2] = 0
+    stage: Literal[0, 1, 2, 3] = 0
     reduce_bucket_size: Annotated[int | float, Field(ge=1)] | None = None
     offload_optimizer: Annotated[_Device, BeforeValidator(lambda value: value or {})] = _Device()
     offload_param: Annotated[_Device, BeforeValidator(lambda value: value or {})] = _Device()

@@ -6,7 +6,7 @@ The model is reduced to a rank's subnetwork by the mask that the engine applies,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import unit_costs
-from sdp_deepspeed.config import parse
+from sdp_deepspeed.architectures import LocatedBranch, unit_costs
+from sdp_deepspeed.config import LocalSteps, SubnetworkConfig, parse
 from sdp_deepspeed.engine.refused_settings import refuse_settings
 from sdp_deepspeed.estimate.deepspeed_bytes import (
     FP32_BYTES,
@@ -39,7 +39,9 @@ from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.bucket_layouts import BucketLayout
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
+from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, named_tensors
+from sdp_deepspeed.teams.exchange import bytes_per_meeting
+from sdp_deepspeed.teams.shares import num_elements, shares_of
 
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -57,6 +59,8 @@ class Forecast:
             included.
         out_of_node: bytes that this rank's node sends to others in a step; None if ranks per node are not known.
         coverage: C of the plan, weighted by FLOPs; 1 without subnetworks.
+        anchors: bytes of anchors and outer momentum in host memory (teams).
+        sent_per_meeting: bytes to other teams.
     """
 
     num_parameters: int
@@ -68,6 +72,8 @@ class Forecast:
     out_of_node: int | None = None
     warnings: tuple[str, ...] = ()
     coverage: float = 1.0
+    anchors: int = 0
+    sent_per_meeting: int = 0
 
 
 def forecast(
@@ -87,11 +93,11 @@ def forecast(
         shape: Transformers config with `model_type`.
         config: DeepSpeed config without "auto" and without a schedule. Without the block, plain DeepSpeed (or FSDP2)
             is estimated.
-        num_ranks: data-parallel ranks.
+        num_ranks: data-parallel ranks; with teams, those of each.
         sequence_length: tokens per sample; None for an image classifier. Images have the config's `image_size`, else
             224 x 224 pixels.
         host: "deepspeed" or "fsdp2".
-        rank: rank to estimate. Default: the rank whose subnetwork has the most FLOPs.
+        rank: rank, or team, to estimate. Default: the rank whose subnetwork has the most FLOPs.
         ranks_per_node: data-parallel ranks of a node, for traffic between nodes.
 
     Raises:
@@ -122,7 +128,7 @@ def forecast_of(
     fsdp2 = fsdp2_setup(config, accumulation) if host == "fsdp2" else None
     deepspeed, block = deepspeed_setup(config, accumulation), parse(config)
     if block is not None and block.local_steps is not None:
-        raise ValueError(f"{KEY}.local_steps: the estimate does not know teams yet; remove it, and give a team's ranks")
+        return _forecast_of_team(model, config, block, block.local_steps, num_ranks, rank, ranks_per_node)
     if block is None:
         plain = plain_forecasts(model, config, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
         return plain["FSDP2" if fsdp2 else f"ZeRO-{deepspeed.stage}"]
@@ -208,23 +214,103 @@ def _fsdp2_peak(estimate: RankEstimate, step: MicroStep, accumulation: int) -> i
     return estimate.peak(in_backward, estimate.gradients)
 
 
+def _forecast_of_team(
+    model: Model,
+    config: Mapping[str, Any],
+    block: SubnetworkConfig,
+    steps: LocalSteps,
+    num_ranks: int,
+    team: int | None,
+    ranks_per_node: int | None,
+) -> Forecast:
+    """A rank of a team, which is a plain job on the subnetwork of one of K workers."""
+    with model.fake:
+        dense = _PlainModel.of(model, num_ranks)
+        branches = proven_branches(model.module, block.strategy)
+        plan, warnings = plan_model(model.module, block, steps.teams, branches=branches)
+        coverage = plan.mean_coverage([cost.flops for cost in unit_costs(model.module, plan.units)])
+        team = busiest_rank(plan, model.module) if team is None else team
+        mask = Mask(model.module, plan, team, branches=branches, is_scaled=block.branch_scale == "training")
+        mask.apply()
+        stored, tensors = {}, []
+        for name, pieces in mask.pieces.items():
+            parameter, is_cut = mask.parameters[name], pieces[0][0].dim is not None
+            if any(mask.is_stored(piece) for piece, _ in pieces):
+                stored[name] = parameter
+                tensors.append(
+                    TensorInfo(name, tuple(parameter.shape), parameter.dtype, trainable=parameter.requires_grad)
+                )
+            for piece, _ in pieces if is_cut else ():
+                if mask.is_stored(piece) and not mask.is_held(piece):  # backward regime: beside the parameter
+                    tensors.append(
+                        TensorInfo(f"{name}, frozen", tuple(mask.view(piece).shape), parameter.dtype, trainable=False)
+                    )
+    subnetwork = replace(dense, tensors=tensors, parameters=stored, ignored=mask.tensors())
+    columns = _plain_forecasts(model, config, subnetwork, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+    settings, shares = read_settings(config), shares_of(mask, 0, num_ranks)
+    with model.fake:
+        mask.undo()
+    wire = torch.bfloat16 if settings.communication_data_type == "bf16" else torch.float32
+    column = columns[f"ZeRO-{settings.zero_optimization.stage}"]
+    return replace(
+        column,
+        num_parameters=sum(prod(info.shape) for info in dense.tensors),
+        items_per_step=column.items_per_step * steps.teams,
+        warnings=tuple(f"{KEY}: {warning}" for warning in warnings),
+        coverage=coverage,
+        anchors=num_elements(shares) * FP32_BYTES * (1 + (steps.outer_momentum > 0)),
+        sent_per_meeting=bytes_per_meeting(shares, team, plan, wire),
+    )
+
+
+@dataclass(frozen=True)
+class _PlainModel:
+    """What an estimate without subnetworks needs of a model.
+
+    Args:
+        plan, branches: of C = 1, for tensors that are gathered together.
+        ignored: tensors that are no activations.
+    """
+
+    tensors: Sequence[TensorInfo]
+    parameters: Mapping[str, nn.Parameter]
+    ignored: Sequence[torch.Tensor]
+    plan: Plan
+    branches: Sequence[LocatedBranch]
+
+    @classmethod
+    def of(cls, model: Model, num_ranks: int) -> _PlainModel:
+        whole = parse({KEY: {"coverage": 1.0}})
+        assert whole is not None
+        branches = proven_branches(model.module)
+        plan, _ = plan_model(model.module, whole, num_ranks, branches=branches)
+        return cls(
+            dense_tensors(model.module),
+            dict(model.module.named_parameters()),
+            [*named_tensors(model.module).values()],
+            plan,
+            branches,
+        )
+
+
 def plain_forecasts(
     model: Model, config: Mapping[str, Any], *, num_ranks: int, ranks_per_node: int | None = None
 ) -> dict[str, Forecast]:
     """The same run without subnetworks, under ZeRO stages 0 (data parallelism) to 3 and FSDP2."""
-    micro, accumulation = read_settings(config).micro_steps(num_ranks)
-    setup = deepspeed_setup(config, accumulation)
-    whole = parse({KEY: {"coverage": 1.0}})
-    assert whole is not None
     with model.fake:
-        tensors = dense_tensors(model.module)
+        plain = _PlainModel.of(model, num_ranks)
+    return _plain_forecasts(model, config, plain, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+
+
+def _plain_forecasts(
+    model: Model, config: Mapping[str, Any], plain: _PlainModel, *, num_ranks: int, ranks_per_node: int | None
+) -> dict[str, Forecast]:
+    micro, accumulation = read_settings(config).micro_steps(num_ranks)
+    setup, tensors = deepspeed_setup(config, accumulation), plain.tensors
+    with model.fake:
         inputs = model.inputs(micro)
-        parameters = dict(model.module.named_parameters())
-        branches = proven_branches(model.module)
-        plan, _ = plan_model(model.module, whole, num_ranks, branches=branches)
-    parts = list(fsdp2_tensors(plan, tensors, branches))
-    ignored = named_tensors(model.module).values()
-    step = micro_step(model, inputs, parameters, ignored=ignored, watched=names_in_units(parts))
+    parts = list(fsdp2_tensors(plain.plan, tensors, plain.branches))
+    step = micro_step(model, inputs, plain.parameters, ignored=plain.ignored, watched=names_in_units(parts))
     forecasts: dict[str, Forecast] = {}
 
     def add(name: str, estimate: RankEstimate, peak: int) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.teams.attendance import Attendance, Teams
-from sdp_deepspeed.teams.shares import Range, part
+from sdp_deepspeed.teams.shares import Range, Share, buckets, part
 
 Outer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -148,3 +149,19 @@ class Exchange:
         self.num_bytes += sum(sent) - sent[self.attendance.teams.index(self.me)]
         received = target.split(counts)
         return [list(of_team.view(dtype).split(list(n))) for of_team, n in zip(received, incoming, strict=True)]
+
+
+def bytes_per_meeting(shares: Sequence[Share], me: int, plan: Plan, dtype: torch.dtype) -> int:
+    """Bytes that a rank sends when all teams meet and nobody copies anchors.
+
+    Args:
+        shares: of this rank.
+        me: its team.
+        dtype: of differences that are sent.
+    """
+    count = 0
+    for r in (r for bucket in buckets(shares) for r in bucket if me in r.holders):
+        _, mine = part(r.length, r.holders.index(me), len(r.holders))
+        receivers = plan.num_subnetworks if plan.regime == "backward" else len(r.holders)
+        count += r.length - mine + mine * (receivers - 1)
+    return count * dtype.itemsize

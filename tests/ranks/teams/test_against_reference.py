@@ -17,11 +17,12 @@ from transformers import LlamaForCausalLM
 
 import sdp_deepspeed
 from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.estimate.forecast import forecast
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.reference.local_steps import LocalReference, LocalSteps
 from sdp_deepspeed.reference.virtual_workers import Reference
 from sdp_deepspeed.teams.team import Team
-from tests.helpers.models import MIXED, batches, config, llama, loss_of
+from tests.helpers.models import LENGTH, MIXED, batches, config, llama, loss_of
 from tests.helpers.teams import NEVER_MISSED, Place, teams
 
 STEPS = 6  # H is 2 or 3: two or three meetings
@@ -122,17 +123,23 @@ def train(place: Place, cases: list[Case], lighthouses: list[str]) -> None:
         os.environ["TORCHFT_LIGHTHOUSE"] = lighthouses[index]  # one for each: the last does not yet miss who has left
         model = llama()
         take_step = (by_deepspeed if case.host.startswith("zero") else by_pytorch)(case, model)
-        data = batches(case.num_teams * case.size, 1)
+        data, before = batches(case.num_teams * case.size, 1), 0
         for _ in range(STEPS):
             (batch,) = next(data)[place.team * place.size + place.rank]
             team = take_step(batch)
+            sent = team.bytes_sent - before
             with team.dense():
                 shown = {name: value.clone() for name, value in model.state_dict().items()}
+            before = team.bytes_sent
         assert team.version == STEPS // case.every
         dense = team.dense_state_dict()
         assert bool(dense) == (place.rank == 0)
         assert shown.keys() == llama().state_dict().keys()
         assert all(torch.equal(shown[name], value) for name, value in dense.items())
+        if place.rank == 0:
+            anchors = sum(team.state_dict()[name].nbytes for name in ("anchors", "momentum"))
+            weights = sum(p.nbytes for p in model.parameters())
+            torch.save((weights, anchors, sent), place.folder / f"{index}-{place.team}-bytes.pt")
         if index == 0:
             team.save_pretrained(place.folder / "export")
         if dense:
@@ -159,6 +166,18 @@ def expected(case: Case) -> dict[str, torch.Tensor]:
     return {name: anchor.detach() for name, anchor in reference.anchors.items()}
 
 
+def check_estimate(case: Case, team: int, measured: tuple[int, int, int]) -> None:
+    """Bytes of weights, below stage 3, of anchors with momentum, and of the last meeting, of rank 0 of a team."""
+    settings = config(**case.whole_block) | {"zero_optimization": {"stage": int(case.host[-1])}}
+    figures = forecast(
+        vars(llama())["config"].to_dict(), settings, num_ranks=case.size, sequence_length=LENGTH, rank=team
+    )
+    weights, anchors, sent = measured
+    assert (figures.anchors, figures.sent_per_meeting) == (anchors, sent)
+    if "backward" not in case.whole_block.values() and case.host != "zero3":
+        assert abs(figures.rank.weights - weights) < 4 * 2 * case.size, "padding"
+
+
 def check(folder: Path, names: list[str]) -> None:
     cases = [CASES[name] for name in names]
     with ExitStack() as stack:
@@ -173,6 +192,8 @@ def check(folder: Path, names: list[str]) -> None:
         for team in range(case.num_teams):
             dense = torch.load(folder / f"{index}-{team}.pt")
             assert dense.keys() == wanted.keys()
+            if case.host.startswith("zero"):
+                check_estimate(case, team, torch.load(folder / f"{index}-{team}-bytes.pt"))
             if index == 0:
                 exported = LlamaForCausalLM.from_pretrained(folder / "export").state_dict()
                 assert all(torch.equal(exported[key], value) for key, value in dense.items())

@@ -40,7 +40,7 @@ def test_what_decides_bytes() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"zero_optimization": {"stage": 3}}, "deepspeed.zero_optimization.stage: got 3"),
+        ({"zero_optimization": {"stage": 4}}, "deepspeed.zero_optimization.stage: got 4"),
         ({"zero_optimization": {"stage": "1"}}, "deepspeed.zero_optimization.stage: got '1'"),
         ({"zero_optimization": {"reduce_bucket_size": 0}}, "deepspeed.zero_optimization.reduce_bucket_size: got 0"),
         ({"tensor_parallel": {"autotp_size": 2}}, "deepspeed.tensor_parallel.autotp_size: got 2"),
