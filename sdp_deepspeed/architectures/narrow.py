@@ -56,7 +56,7 @@ def narrow_pass(
             try:
                 copied = _narrow_copy(model, width_of_head, divisor)
                 with _without_logs():
-                    narrow = trace_pass(copied, example, small=0)  # as the model's own
+                    narrow = trace_pass(copied, example)
             except Exception:  # of user code, on sizes that it may not allow
                 continue
             if _is_same_graph(traced, narrow) and _is_described_alike(branches, found := derive(copied, narrow)[0]):

@@ -36,8 +36,7 @@ from sdp_deepspeed.architectures.examples import Example
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "convolution", "_grouped_mm"})
 _HOSTS = ("deepspeed", "torch.distributed", "accelerate", "sdp_deepspeed")
 _COMPILED = "_torchdynamo_orig_callable"  # of what torch.compile returns
-_SMALL = 2**20  # elements of a model whose pass is computed, which is faster than fake tensors
-_MAX_ELEMENTS = 2**26  # the same, if it cannot run with fake tensors
+_MAX_ELEMENTS = 2**26  # of a model that is computed
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
 
@@ -55,7 +54,6 @@ class Node:
         operators: names of the operators in it, whose results are floating.
         constants: numbers among the arguments of these operators, and of all others in it.
         shape, is_floating: of its (first) result.
-        reads_weights: whether its results depend on parameters.
         value: result of an operation, if the trace keeps values.
     """
 
@@ -69,7 +67,6 @@ class Node:
     constants: list[Any] = field(default_factory=list)
     shape: tuple[int, ...] = ()
     is_floating: bool = False
-    reads_weights: bool = False
     value: torch.Tensor | None = None
 
     @property
@@ -174,8 +171,9 @@ class Trace(TorchDispatchMode):
         if func.namespace == "prim":  # asks for the device of a fake tensor
             return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
-        if name == "_grouped_mm":
-            result: Any = grouped_product(*args, **kwargs)
+        is_fake = name == "_grouped_mm" and isinstance(args[1], FakeTensor)
+        if is_fake and (args[0].dim(), args[1].dim()) == (2, 3):  # fake tensors have it in bf16 only
+            result: Any = args[0].new_empty(args[0].shape[0], args[1].shape[2])
         else:
             result = func(*args, **kwargs)
         node = next((leaf for _, leaf, _ in self._running if leaf is not None), None)
@@ -190,7 +188,6 @@ class Trace(TorchDispatchMode):
                 node.parameters[self._parameters[id(tensor)]] = None
             elif (source := self.node_of(tensor)) is not node and source not in node.inputs:
                 node.inputs.append(source)
-        node.reads_weights |= bool(node.parameters) or any(source.reads_weights for source in node.inputs)
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._written |= {_storage(tensor): node for tensor in tensors_in(value)}
@@ -261,24 +258,20 @@ class Trace(TorchDispatchMode):
         self._alive.clear()  # arguments and outputs of calls stay
 
 
-def trace_pass(model: nn.Module, example: Example, *, is_training: bool = False, small: int = _SMALL) -> Trace:
+def trace_pass(model: nn.Module, example: Example, *, is_training: bool = False) -> Trace:
     """Run a model once on an example, in evaluation mode or in training mode. The model is unchanged.
 
-    Parameters are fake; those of a small model are random, as are those of a larger one whose forward reads values of
-    activations (how many tokens an expert gets).
+    A small model whose forward reads values of activations (how many tokens an expert gets) runs with random weights.
 
     Args:
         model: whole, on any device, including meta.
-        small: elements of the largest model that is not tried with fake tensors.
     """
-    size = sum(parameter.numel() for parameter in model.parameters())
-    if size > small:
-        try:
-            return _trace(without_storage(model).train(is_training), example)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            if size > _MAX_ELEMENTS:
-                raise
-    return _trace(without_storage(model, random=True).train(is_training), example)
+    try:
+        return _trace(without_storage(model).train(is_training), example)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        if sum(parameter.numel() for parameter in model.parameters()) > _MAX_ELEMENTS:
+            raise
+        return _trace(without_storage(model, random=True).train(is_training), example)
 
 
 def _trace(copied: nn.Module, example: Example) -> Trace:
@@ -314,7 +307,7 @@ def without_storage(model: nn.Module, *, random: bool = False) -> nn.Module:
         for tensor in chain(model.parameters(), model.buffers(), plain):
             is_parameter = isinstance(tensor, nn.Parameter)
             if is_parameter or tensor.is_meta or type(tensor) is not torch.Tensor:
-                fake = torch.zeros(tensor.shape, dtype=tensor.dtype)
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype)
                 if random and tensor.is_floating_point():
                     fake.normal_(generator=generator)
                 memo[id(tensor)] = nn.Parameter(fake, requires_grad=False) if is_parameter else fake
@@ -331,20 +324,6 @@ def without_storage(model: nn.Module, *, random: bool = False) -> nn.Module:
         if isinstance(method, MethodType) and method.__self__ is module:  # the compiled one would run the original
             vars(of_copy)["forward"] = MethodType(method.__func__, of_copy)
     return copied
-
-
-def grouped_product(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, *_: Any) -> torch.Tensor:
-    """The product of experts, of any sizes and dtype, also of weights that overlap in memory."""
-    if isinstance(b, FakeTensor) and (a.dim(), b.dim()) == (2, 3):
-        return a.new_empty(a.shape[0], b.shape[2])
-    if offs is None:
-        return a @ b
-    ends = offs.tolist()
-    ranges = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    if b.dim() == 2:
-        return torch.stack([a[:, rows] @ b[rows] for rows in ranges])
-    products = [a[rows] @ matrix for rows, matrix in zip(ranges, b, strict=True)]
-    return torch.cat([*products, a.new_zeros(len(a) - ends[-1], b.shape[-1])])
 
 
 def is_of_a_host(hook: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdp_deepspeed.architectures.derivation import known_random_numbers
 from sdp_deepspeed.architectures.streams import Layer
-from sdp_deepspeed.architectures.trace import Node, Trace, grouped_product, map_tensors, tensors_in
+from sdp_deepspeed.architectures.trace import Node, Trace, map_tensors, tensors_in
 
 LAYER = "layer"
 OUTPUT = "its output"
@@ -46,7 +46,7 @@ class ReplayedLayer:
         seed: int = 0,
     ) -> None:
         self._drops = drops
-        values = _Values(seed, [tensor for _, tensor, node in layer.call.inputs if node.reads_weights])
+        values = _Values(seed)
         holder = nn.ModuleDict({LAYER: layer.module})
         self.holder = values.of_module(holder, stored).train()
         self._inputs = values.of((layer.call.args, layer.call.kwargs))
@@ -108,15 +108,10 @@ def first_line(error: Exception) -> str:
 
 
 class _Values:
-    """Numbers in place of fake tensors, and of what depends on weights, each tensor's the same wherever it occurs.
+    """Numbers in place of fake tensors, each tensor's the same wherever it occurs."""
 
-    Args:
-        unknown: tensors that depend on weights.
-    """
-
-    def __init__(self, seed: int, unknown: Sequence[torch.Tensor]) -> None:
+    def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self._unknown = {id(tensor) for tensor in unknown}
         self._known: dict[int, torch.Tensor] = {}
 
     def of(self, value: Any) -> Any:
@@ -124,11 +119,10 @@ class _Values:
 
     def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._known:
-            is_fake = isinstance(tensor, FakeTensor)
-            if (is_fake or id(tensor) in self._unknown) and (tensor.is_floating_point() or tensor.is_complex()):
-                number = torch.randn(tensor.shape, generator=self._generator, dtype=tensor.dtype)
-            elif not is_fake:
+            if not isinstance(tensor, FakeTensor):
                 number = tensor.detach().clone()
+            elif tensor.is_floating_point() or tensor.is_complex():
+                number = torch.randn(tensor.shape, generator=self._generator, dtype=tensor.dtype)
             else:
                 number = torch.ones(tensor.shape, dtype=tensor.dtype) * (tensor.dtype == torch.bool)
             self._known[id(tensor)] = number.float() if number.is_floating_point() else number
@@ -175,7 +169,7 @@ class SameRandomNumbers(TorchDispatchMode):
             product = _product_in_overlapping_memory(*args[-2:])
             return product if len(args) == 2 else args[0] + product
         if func is torch.ops.aten._grouped_mm.default:
-            return grouped_product(*args, **(kwargs or {}))
+            return _grouped_product(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -185,6 +179,18 @@ def _product_in_overlapping_memory(a: torch.Tensor, b: torch.Tensor) -> torch.Te
     length = 2 * len(values)
     spectrum = torch.fft.rfft(values, length) * torch.fft.rfft(a, length).conj()
     return torch.fft.irfft(spectrum, length)[:, : b.shape[1]]
+
+
+def _grouped_product(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, *_: Any) -> torch.Tensor:
+    """The product of experts, also of weights that overlap in memory."""
+    if offs is None:
+        return a @ b
+    ends = offs.tolist()
+    ranges = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    if b.dim() == 2:
+        return torch.stack([a[:, rows] @ b[rows] for rows in ranges])
+    products = [a[rows] @ matrix for rows, matrix in zip(ranges, b, strict=True)]
+    return torch.cat([*products, a.new_zeros(len(a) - ends[-1], b.shape[-1])])
 
 
 def difference(

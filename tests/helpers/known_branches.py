@@ -1,5 +1,5 @@
 """Branches of the models that most ranks train. The server from which ranks are forked imports this, so that ranks know
-them already; deriving them takes a fifth of a second each."""
+them already; deriving them takes up to half a second each."""
 
 from __future__ import annotations
 
