@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.teams.shares import averaged_buffers
 
 _NONE: Any = object()  # an attribute that a module does not have
 
@@ -28,10 +29,9 @@ class DenseModel:
     def __init__(self, mask: Mask) -> None:
         self._mask = mask
         self._before = {module: _attributes(module) for module in mask.model.modules()}
-        absent = [name for name in mask.buffers if not all(mask.is_held(piece) for piece, _ in mask.pieces_of(name))]
-        if mask.plan.regime == "backward":
-            absent = []  # all teams run all modules
-        self._buffers = {name: mask.buffers[name].clone() for name in absent}
+        averaged = averaged_buffers(mask)
+        self._constants = [name for name in mask.buffers if name not in averaged]
+        self._before_masking = {n: mask.buffers[n].clone() for n in self._constants if mask.is_partial(n)}
         self.is_shown = False
 
     def keep_changed(self) -> None:
@@ -41,12 +41,25 @@ class DenseModel:
             names = [name for name in {**before, **now} if before.get(name, _NONE) is not now.get(name, _NONE)]
             self._before[module] = {name: before.get(name, _NONE) for name in names}
 
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Buffers of the dense model that teams do not average, by dense name; absent ones as they were before."""
+        constants = {}
+        for name in self._constants:
+            constants[name] = self._mask.model.get_buffer(name)
+            if name in self._before_masking:
+                dense = self._before_masking[name]
+                for piece, _ in self._mask.pieces_of(name):
+                    if self._mask.is_held(piece):
+                        piece.narrow(dense).copy_(self._mask.view(piece, of=constants[name]))
+                constants[name] = dense
+        return constants
+
     @contextmanager
     def shown(self, values: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[nn.Parameter]]:
         """Context in which the modules are the dense model's.
 
         Args:
-            values: of all parameters, by dense name, in any dtype.
+            values: of all parameters and averaged buffers, by dense name, in any dtype.
 
         Yields:
             The parameters.
@@ -54,21 +67,18 @@ class DenseModel:
         shown: list[nn.Parameter] = []
         tensors: dict[int, torch.Tensor] = {}  # by the id of the parameter or buffer that they replace
         for name, value in values:
+            if name in self._mask.buffers:
+                tensors[id(self._mask.buffers[name])] = like(value, self._mask.buffers[name])
+                continue
             given = self._mask.parameters[name]
-            value = value.to(given.device, given.dtype)
-            shown.append(nn.Parameter(value, requires_grad=self._mask.trainable[name]))
+            shown.append(nn.Parameter(like(value, given), requires_grad=self._mask.trainable[name]))
             tensors[id(given)] = shown[-1]
-        for name, buffer in self._buffers.items():
-            for piece, _ in self._mask.pieces_of(name):
-                if self._mask.is_held(piece):
-                    piece.narrow(buffer).copy_(self._mask.view(piece))
+        for name, buffer in self.constants().items():
             tensors[id(self._mask.buffers[name])] = buffer
         now = {}
         for module, before in self._before.items():
             now[module] = {name: vars(module).get(name, _NONE) for name in before}
-            buffers = now[module]["_buffers"]
             dense = {name: _replaced(value, tensors) for name, value in before.items()}
-            dense["_buffers"] = {name: tensors.get(id(b), buffers.get(name)) for name, b in before["_buffers"].items()}
             _set(module, dense)
         self.is_shown = True
         try:
@@ -77,6 +87,11 @@ class DenseModel:
             for module, attributes in now.items():
                 _set(module, attributes)
             self.is_shown = False
+
+
+def like(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Values with the device and dtype of a tensor; rounded, if those are integers."""
+    return (values if tensor.is_floating_point() else values.round()).to(tensor.device, tensor.dtype)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -15,9 +15,8 @@ from torch import nn
 from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
-from sdp_deepspeed.messages import KEY, quoted
+from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.plan.tensors import persistent_buffers
 from sdp_deepspeed.teams.dense_model import DenseModel
 from sdp_deepspeed.teams.ranks import TeamRanks
 from sdp_deepspeed.teams.team import Team
@@ -62,7 +61,6 @@ def make_team(
     branches = proven_branches(model, config.strategy)
     plan, warnings = plan_model(model, config, settings.teams, branches=branches)
     mask = Mask(model, plan, number, branches=branches, is_scaled=config.branch_scale == "training")
-    _check_buffers(mask)
     ranks = TeamRanks(settings.wait_timeout + settings.exchange_timeout)
     dense = DenseModel(mask)
     mask.apply()
@@ -125,12 +123,3 @@ def _hash(mask: Mask, config: SubnetworkConfig) -> str:
     """What subnetworks have in common beside the plan."""
     shapes = [(name, tuple(shape)) for name, shape in mask.shapes.items()]
     return hashlib.sha256(repr((shapes, mask.trainable, config.branch_scale)).encode()).hexdigest()[:12]
-
-
-def _check_buffers(mask: Mask) -> None:
-    """Raise ValueError for buffers that would differ between teams."""
-    everyone = tuple(range(mask.plan.num_subnetworks))
-    of_units = [n for n, pieces in mask.buffer_pieces.items() if any(holders != everyone for _, holders in pieces)]
-    statistics = [f"{name}.running_mean" for name in mask.batch_norms if f"{name}.running_mean" in mask.buffers]
-    if names := [*statistics, *(set(of_units) & persistent_buffers(mask.model))]:
-        raise ValueError(f"teams do not average buffers yet, but the model has {quoted(names)}; use another norm")

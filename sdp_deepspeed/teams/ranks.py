@@ -42,6 +42,13 @@ class TeamRanks:
             dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group)
         return int(number)
 
+    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The mean over all ranks, fp32 in host memory; exact if they are equal."""
+        total = tensor.to("cpu", torch.float64, copy=True)
+        if self._group is not None:
+            dist.all_reduce(total, group=self._group)
+        return (total / self.size).float()
+
     def join_shares(self, share: torch.Tensor, length: int) -> torch.Tensor:
         """All elements of a tensor of which each rank has a share (`shares.part`)."""
         if self._group is None:

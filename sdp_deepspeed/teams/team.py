@@ -20,7 +20,7 @@ from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.messages import KEY, announce, listed
 from sdp_deepspeed.plan.tensors import persistent_buffers
 from sdp_deepspeed.teams.attendance import NO_STATE, START, STEP, Attendance, Member, Refused, Teams, Wait, attend
-from sdp_deepspeed.teams.dense_model import DenseModel
+from sdp_deepspeed.teams.dense_model import DenseModel, like
 from sdp_deepspeed.teams.exchange import Exchange
 from sdp_deepspeed.teams.meeting_point import REMIND, RETRY, MeetingPoint
 from sdp_deepspeed.teams.ranks import TeamRanks
@@ -211,18 +211,21 @@ class Team:
         dense = {}
         for name, values in self._fetch(call, receivers):
             if self._ranks.rank == 0:
-                dense[name] = values.to("cpu", torch.float32, copy=True)
+                buffer = self._mask.buffers.get(name)
+                dense[name] = (
+                    values.to("cpu", torch.float32, copy=True) if buffer is None else like(values, buffer).cpu()
+                )
         if dense:
-            buffers = dict(self._mask.model.named_buffers())
             persistent = persistent_buffers(self._mask.model)
-            dense |= {name: buffers[name].detach().cpu().clone() for name in buffers if name in persistent}
+            constants = self._model.constants().items()
+            dense |= {name: value.to("cpu", copy=True) for name, value in constants if name in persistent}
         return {name: dense[name] for name in self._mask.shapes if name in dense}
 
     def _fetch(self, call: str, receivers: Callable[[Attendance], Teams]) -> Iterator[tuple[str, torch.Tensor]]:
         """Fetch from other teams what this team does not store; collective in all teams.
 
         Yields:
-            Name and values of each dense parameter, on all ranks of the teams that receive it; collective in the team.
+            On all ranks of the teams that receive it: name and values of each dense parameter and averaged buffer.
         """
         self._check_started(call)
         vector = torch.zeros(sum(share.length for share in self._shares))
@@ -241,9 +244,10 @@ class Team:
         if self.number not in receivers(attendance):
             return
         of_names = shares_by_name(self._shares)
-        for name in self._mask.parameters:
-            if name not in of_names:  # frozen on all teams
+        for name in self._mask.shapes:
+            if name not in of_names and name in self._mask.parameters:  # frozen on all teams
                 yield name, self._weights.whole(name)
+            if name not in of_names:
                 continue
             dense = torch.empty(self._mask.shapes[name])
             for share in of_names[name]:
@@ -428,15 +432,6 @@ class Team:
         self._weights.read(self._shares, weights)
         return torch.sub(self._anchors, weights, out=weights)
 
-    def _outer_step(
-        self, anchors: torch.Tensor, momentum: torch.Tensor, means: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """New anchors and momentum: torch's SGD, with Nesterov's momentum."""
-        if self._settings.outer_momentum:
-            momentum = momentum * self._settings.outer_momentum + means
-            means = means + self._settings.outer_momentum * momentum
-        return anchors - self._settings.outer_lr * means, momentum
-
     def _stores(self, team: int, holders: tuple[int, ...]) -> bool:
         return self.plan.regime == "backward" or team in holders
 
@@ -492,26 +487,37 @@ class _Result:
         """Replace the team's anchors, momentum, version and weights."""
         team = self._team
         if self._means is not None and self._is_current:
-            self._anchors, self._momentum = team._outer_step(team._anchors, team._momentum, self._means)
+            for r in (r for bucket in buckets(team._shares) for r in bucket if r.offset is not None):
+                for vector, values in zip((self._anchors, self._momentum), self._new(r), strict=True):
+                    if len(vector):
+                        r.of(vector).copy_(values)
         if team.version != NO_STATE and self._copies:
             team._log(
                 f"missed meetings after version {team.version}: takes over version {self.attendance.next_version}, "
                 f"drops {team._steps_since} steps",
                 is_warning=True,
             )
-        changed = team._ranks.all(torch.equal(self._anchors, team._anchors)) is False
+        are_new = self.attendance.averages or not team._ranks.all(torch.equal(self._anchors, team._anchors))
         team._anchors, team._momentum = self._anchors, self._momentum
-        if changed or self.attendance.averages:
+        if are_new:
             team._weights.write(team._shares, team._anchors)
             team._steps_since = 0
         team.version = self.attendance.next_version
         team._last, team._pending = self.attendance.next_last, None
 
     def _new(self, r: Range) -> tuple[torch.Tensor, torch.Tensor]:
-        """New anchors and momentum of a range at its source."""
-        team = self._team
-        anchors, momentum = r.of(team._anchors), r.of(team._momentum) if len(team._momentum) else team._momentum
-        return (anchors, momentum) if self._means is None else team._outer_step(anchors, momentum, r.of(self._means))
+        """New anchors and momentum of a range at its source, of buffers the means: torch's SGD with Nesterov."""
+        team, mu = self._team, self._team._settings.outer_momentum
+        anchors, momentum = r.of(team._anchors), r.of(team._momentum) if mu else team._momentum
+        if self._means is None:
+            return anchors, momentum
+        step = r.of(self._means)
+        if r.is_buffer:
+            return anchors - step, momentum
+        if mu:
+            momentum = momentum * mu + step
+            step = step + mu * momentum
+        return anchors - team._settings.outer_lr * step, momentum
 
 
 def _describe(error: str) -> str:

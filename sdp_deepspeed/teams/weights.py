@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.teams.dense_model import like
 from sdp_deepspeed.teams.ranks import TeamRanks
 from sdp_deepspeed.teams.shares import Share, shares_by_name
 from sdp_deepspeed.units import Piece
@@ -79,6 +80,11 @@ class Weights:
         """Set weights to this rank's shares in a vector; collective in the team."""
         for name, of_name in shares_by_name(_stored(shares)).items():
             pieces = {share.piece: self._whole(share, source) for share in of_name}
+            if name in self._mask.buffers:
+                buffer = self._mask.model.get_buffer(name)
+                for piece, values in pieces.items():
+                    self._of_buffer(piece, buffer).copy_(like(values, buffer))
+                continue
             if of_name[0].piece.dim is None:
                 self._host.write(name, pieces[of_name[0].piece])
                 continue
@@ -96,6 +102,10 @@ class Weights:
 
     def _pieces(self, shares: Iterable[Share]) -> Iterator[tuple[Share, torch.Tensor]]:
         for name, of_name in shares_by_name(_stored(shares)).items():
+            if name in self._mask.buffers:
+                buffer = self._ranks.mean(self._mask.model.get_buffer(name))  # each rank has its own statistics
+                yield from ((share, self._of_buffer(share.piece, buffer)) for share in of_name)
+                continue
             is_read = of_name[0].piece.dim is None or any(self._mask.is_held(share.piece) for share in of_name)
             whole = self._host.read(name) if is_read else None
             for share in of_name:
@@ -106,6 +116,10 @@ class Weights:
             assert whole is not None
             return whole
         return self._mask.view(piece, of=whole) if self._mask.is_held(piece) else self._mask.view(piece)
+
+    def _of_buffer(self, piece: Piece, buffer: torch.Tensor) -> torch.Tensor:
+        """A piece in a buffer, which is whole in the backward regime."""
+        return self._mask.view(piece, of=buffer) if self._mask.is_held(piece) else piece.narrow(buffer)
 
     def _whole(self, share: Share, source: torch.Tensor) -> torch.Tensor:
         assert share.offset is not None

@@ -12,7 +12,6 @@ from torch import nn
 
 import sdp_deepspeed
 from sdp_deepspeed.config import KEY
-from tests.helpers.batch_norms import Net
 from tests.helpers.models import llama
 
 STEPS = {"teams": 2, "every": 2}
@@ -50,11 +49,6 @@ def test_the_number_of_the_team(number: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_lighthouse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE")
     check(BLOCK, "TORCHFT_LIGHTHOUSE: got ''")
-
-
-def test_running_statistics() -> None:
-    pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
-    check(BLOCK, "teams do not average buffers yet", Net())
 
 
 def test_the_calls_before_start() -> None:
