@@ -12,8 +12,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger, safe_get_full_fp32_param, safe_set_full_fp32_param
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
 
 from sdp_deepspeed.config import SubnetworkConfig
@@ -23,7 +25,7 @@ from sdp_deepspeed.teams.join import make_team
 from sdp_deepspeed.teams.team import Team
 from sdp_deepspeed.teams.weights import TorchHost
 
-_DTYPES = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "bfp16": torch.bfloat16}
+_WIRE = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "bfp16": torch.bfloat16}
 
 
 class DeepSpeedHost(TorchHost):
@@ -80,22 +82,14 @@ class TeamEngine(DeepSpeedEngine):
         **options: Any,
     ) -> None:
         refuse_masked(model)
-        if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-            raise ValueError(
-                f"{KEY}.local_steps.teams: build the model outside deepspeed.zero.Init, whole on each rank"
-            )
+        _refuse(model, config, options.get("mpu"))
         if isinstance(model_parameters, Iterable):
             model_parameters = list(model_parameters)
         device = get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0")))
-        is_bf16 = _is_on(config, "bf16")
-        model.to(device=device, dtype=torch.bfloat16 if is_bf16 else None)
-        wire = config.get("communication_data_type")
-        if wire not in _DTYPES:
-            raise ValueError(
-                f"communication_data_type: got {wire!r}, expected fp32 or bf16 with {KEY}.local_steps.teams"
-            )
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        model.to(device=device, dtype=next((dtype for name, dtype in dtypes.items() if _is_on(config, name)), None))
         before = {id(parameter) for parameter in model.parameters()}
-        team = make_team(model, config[KEY], DeepSpeedHost, _DTYPES[wire])
+        team = make_team(model, config[KEY], DeepSpeedHost, _WIRE[config.get("communication_data_type")])
         absent = before - {id(parameter) for parameter in model.parameters()}
         if isinstance(optimizer, torch.optim.Optimizer):
             for group in optimizer.param_groups:
@@ -165,6 +159,24 @@ class TeamEngine(DeepSpeedEngine):
 
 def _state_file(folder: Path) -> Path:
     return folder / f"team_rank_{dist.get_rank()}.pt"
+
+
+def _refuse(model: nn.Module, config: Mapping[str, Any], mpu: Any) -> None:
+    """Raise ValueError for what would not train, or differ between ranks of the team."""
+    wire, size = config.get("communication_data_type"), (config.get("tensor_parallel") or {}).get("autotp_size", 0)
+    if wire not in _WIRE:
+        raise ValueError(f"communication_data_type: got {wire!r}, expected fp32 or bf16 with {KEY}.local_steps")
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise ValueError(
+            f"{KEY}.local_steps: build the model outside deepspeed.zero.Init, whole on each rank; with the Trainer at "
+            "stage 3, before TrainingArguments"
+        )
+    if size > 1 or (mpu is not None and bwc_tensor_model_parallel_world_size(mpu) > 1):
+        raise ValueError(f"tensor_parallel: not supported with {KEY}.local_steps; use stage 3, which divides weights")
+    if any(map(is_moe_param, model.parameters())):
+        raise ValueError(f"DeepSpeed's MoE layers are not supported with {KEY}.local_steps; use a model's own experts")
+    if _is_on(config, "fp16") and not (config.get("zero_optimization") or {}).get("stage"):
+        raise ValueError(f"fp16 at stage 0: {KEY}.local_steps cannot reach its masters; use stage 1")
 
 
 def _is_on(config: Mapping[str, Any], name: str) -> bool:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
+from tests.helpers.fp16_runs import fp16_is_supported
 from tests.helpers.models import LENGTH, VOCABULARY, batches, config, llama, loss_of
 from tests.helpers.teams import NEVER_MISSED, Place, teams
 
@@ -89,42 +90,53 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
         runs[0].finish()
 
 
-def mixed(place: Place) -> None:
-    """bf16 weights with fp32 masters, accumulation and clipping: masters are the anchors after a meeting."""
-    engine = engine_of(
-        2,
-        bf16={"enabled": True},
-        gradient_accumulation_steps=2,
-        gradient_clipping=1.0,
-        communication_data_type="bf16",
-    )
-    data = batches(2 * place.size, 2)
-    for _ in range(2):
-        for batch in next(data)[place.team * place.size + place.rank]:
-            engine.backward(loss_of(engine, batch))
-            engine.step()
-    assert engine.team.version == 1
-    dense = engine.team.dense_state_dict()
-    for name, parameter in engine.module.named_parameters():
-        master = deepspeed.utils.safe_get_full_fp32_param(parameter)
+HALF: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": {"enabled": True}, "communication_data_type": "bf16"},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+}
+
+
+def mixed(place: Place, lighthouses: list[str]) -> None:
+    """Half weights with fp32 masters, accumulation and clipping: masters are the anchors after a meeting."""
+    for dtype, address in zip(HALF, lighthouses, strict=True):
+        os.environ["TORCHFT_LIGHTHOUSE"] = address
+        with fp16_is_supported():
+            if dtype == "fp16":
+                with pytest.raises(ValueError, match="fp16 at stage 0"):
+                    engine_of(0, **HALF[dtype])
+                with pytest.raises(ValueError, match="tensor_parallel: not supported"):
+                    engine_of(1, tensor_parallel={"autotp_size": 2})
+            engine = engine_of(2, gradient_accumulation_steps=2, gradient_clipping=1.0, **HALF[dtype])
+        data = batches(2 * place.size, 2)
+        for _ in range(2):
+            for batch in next(data)[place.team * place.size + place.rank]:
+                engine.backward(loss_of(engine, batch))
+                engine.step()
+        assert engine.team.version == 1
+        dense = engine.team.dense_state_dict()
+        for name, parameter in engine.module.named_parameters():
+            master = deepspeed.utils.safe_get_full_fp32_param(parameter)
+            if dense:
+                assert torch.equal(master, dense[name])
+                assert torch.equal(parameter, dense[name].to(parameter.dtype))
+        engine.save_pretrained(place.folder / f"export-{dtype}")
         if dense:
-            assert torch.equal(master, dense[name])
-            assert torch.equal(parameter, dense[name].bfloat16())
-    engine.save_pretrained(place.folder / "export")
-    if dense:
-        torch.save(dense, place.folder / f"dense-{place.team}.pt")
+            torch.save(dense, place.folder / f"dense-{dtype}-{place.team}.pt")
+        engine.team.leave()
 
 
-def test_bf16_with_accumulation(tmp_path: Path) -> None:
-    with teams(tmp_path, heartbeats=NEVER_MISSED) as run:
+def test_half_precision_with_accumulation(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        runs = [stack.enter_context(teams(tmp_path, heartbeats=NEVER_MISSED)) for _ in HALF]
         for number in range(2):
-            run.start(mixed, number, 2)
-        run.finish()
-    first, second = (torch.load(tmp_path / f"dense-{number}.pt") for number in range(2))
-    exported = LlamaForCausalLM.from_pretrained(tmp_path / "export").state_dict()
-    for name, value in first.items():
-        assert torch.equal(second[name], value)
-        assert torch.equal(exported[name], value)
+            runs[0].start(mixed, number, 2, [run.address for run in runs])
+        runs[0].finish()
+    for dtype in HALF:
+        first, second = (torch.load(tmp_path / f"dense-{dtype}-{number}.pt") for number in range(2))
+        exported = LlamaForCausalLM.from_pretrained(tmp_path / f"export-{dtype}").state_dict()
+        for name, value in first.items():
+            assert torch.equal(second[name], value)
+            assert torch.equal(exported[name], value)
 
 
 def by_trainer(place: Place, lighthouses: list[str]) -> None:
