@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from tests.helpers.fp16_runs import fp16_is_supported
+from tests.helpers.hosts import deepspeed_config, rows
 from tests.helpers.models import LENGTH, VOCABULARY, batches, config, llama, loss_of
 from tests.helpers.teams import NEVER_MISSED, Place, teams
 
@@ -142,7 +143,7 @@ def test_half_precision_with_accumulation(tmp_path: Path) -> None:
 def by_trainer(place: Place, lighthouses: list[str]) -> None:
     """Straight, resumed from a checkpoint between two meetings, and with an older one of team 1, which skips a step."""
     models = []
-    for number, address in enumerate(lighthouses):
+    for number, address in enumerate(lighthouses[:-1]):
         os.environ |= {"TORCHFT_LIGHTHOUSE": address, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
         block = {"coverage": 0.5, "local_steps": {"teams": 2, "every": 2}}
         settings = config(**block) | {"train_batch_size": "auto", "gradient_clipping": "auto"}
@@ -182,15 +183,48 @@ def by_trainer(place: Place, lighthouses: list[str]) -> None:
         assert set(losses) == {float(dense)}
         models.append(load_file(folder / "final" / "model.safetensors"))
         trainer.model_wrapped.team.leave()
+    by_accelerate(place, lighthouses[-1])
     straight, resumed, _ = models
     assert all(torch.equal(resumed[name], value) for name, value in straight.items())
     if place.rank == 0:
         torch.save(straight, place.folder / f"saved-{place.team}.pt")
 
 
-def test_the_trainer_saves_the_dense_model_and_resumes(tmp_path: Path) -> None:
+def by_accelerate(place: Place, address: str) -> None:
+    """A loop of one's own, with an optimizer that was made of the whole model."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState
+
+    os.environ["TORCHFT_LIGHTHOUSE"] = address
+    AcceleratorState._reset_state(True)  # one script in a process is what it knows
+    settings = deepspeed_config({"coverage": 0.5, "local_steps": {"teams": 2, "every": 2}})
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings))
+    model = llama()
+    groups = [{"params": [p for p in model.parameters() if (p.dim() > 1) == is_matrix]} for is_matrix in (True, False)]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    loader: Any = torch.utils.data.DataLoader(rows(8), batch_size=2)  # type: ignore[arg-type]
+    engine, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    before = {name: value.clone() for name, value in engine.module.named_parameters()}
+    for batch in loader:
+        accelerator.backward(engine(**batch).loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert engine.team.version == 2
+    assert not any(torch.equal(before[name], value) for name, value in engine.module.named_parameters())
+    state = accelerator.get_state_dict(engine)
+    with engine.dense():
+        assert all(
+            torch.equal(state[name], value) for name, value in accelerator.unwrap_model(engine).state_dict().items()
+        )
+    assert accelerator.unwrap_model(engine) is model
+    engine.team.leave()
+
+
+def test_trainer_and_accelerate(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        runs = [stack.enter_context(teams(tmp_path, heartbeats=NEVER_MISSED)) for _ in range(3)]
+        runs = [stack.enter_context(teams(tmp_path, heartbeats=NEVER_MISSED)) for _ in range(4)]
         for number in range(2):
             runs[0].start(by_trainer, number, 1, [run.address for run in runs])
         runs[0].finish()
