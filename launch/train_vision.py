@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Sampler, Subset
 from transformers import AutoModelForImageClassification, Trainer, set_seed
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
-import sdp_deepspeed.architectures.small_image_resnet  # registers its model type
+import sdp_deepspeed.small_image_resnet  # registers its model type
 from callbacks import StopTogether
 from output_folder import hold
 from pretrain import SECTIONS, ResumableTrainer, run

@@ -17,16 +17,16 @@ from benchmarks.images.dropping import StochasticDepth, add_dropout
 from benchmarks.images.pictures import NUM_CLASSES, SIZE, Augmented, Examples
 from benchmarks.images.subjects import DEEP, Subject
 from benchmarks.images.workers import Workers
-from sdp_deepspeed.architectures.small_image_resnet import (
-    SmallImageResNetConfig,
-    SmallImageResNetForImageClassification,
-)
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.estimate.forecast import forecast
 from sdp_deepspeed.masking.running_statistics import estimate_statistics, write_statistics
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.schedule import Schedule
+from sdp_deepspeed.small_image_resnet import (
+    SmallImageResNetConfig,
+    SmallImageResNetForImageClassification,
+)
 
 STATISTICS_BATCHES = 16  # of training images, to estimate the batch norm statistics of the dense model
 _STATISTICS_SEED = 1_000

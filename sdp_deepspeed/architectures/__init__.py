@@ -19,14 +19,6 @@ strategy, a branch also names the layers that its neurons or heads run through:
 from sdp_deepspeed.architectures.branch import CROSS_ATTENTION, Branch, Cut, InnerLayers
 from sdp_deepspeed.architectures.located_branch import LocatedBranch, locate_branches
 from sdp_deepspeed.architectures.registry import branches_of, register
-from sdp_deepspeed.architectures.strategies import (
-    branches_of_units,
-    constrained_branches,
-    layers_of_units,
-    uncut_branches,
-    unit_costs,
-    units_of_branches,
-)
 
 __all__ = [
     "CROSS_ATTENTION",
@@ -35,12 +27,6 @@ __all__ = [
     "InnerLayers",
     "LocatedBranch",
     "branches_of",
-    "branches_of_units",
-    "constrained_branches",
-    "layers_of_units",
     "locate_branches",
     "register",
-    "uncut_branches",
-    "unit_costs",
-    "units_of_branches",
 ]

@@ -61,8 +61,7 @@ class InnerLayers:
             cut is a cell (the neurons of an MLP).
         scaled: further attributes of the body that are proportional to its number of cells, such as GPT-2's
             `split_size`; "OBJECT.NAME" for attributes of an object that layers share, such as "config.NAME".
-        tail: submodules that run on the body's output, such as dropout, from one tensor to one tensor.
-        before: submodules of a single-module body that run before the cells and are not cut.
+        tail: submodules that run on the body's output, such as a norm.
         per_head: submodules that are applied to each head, such as Qwen3's norms of queries and keys; their parameters
             are shared. A body may lack them.
         by_head: keyword arguments of the body that are None, or tensors with the model's heads along dim 1.
@@ -72,7 +71,6 @@ class InnerLayers:
     heads: str | int | None = None
     scaled: tuple[str, ...] = ()
     tail: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()
     per_head: tuple[str, ...] = ()
     by_head: tuple[str, ...] = ()
 
@@ -172,11 +170,6 @@ class Branch:
     def modules(self) -> tuple[str, ...]:
         """Submodules of the layer that belong to the branch, in forward order."""
         return (*self.norms, *self.bodies, *self.after)
-
-    @property
-    def num_outputs_of_modules(self) -> tuple[int, ...]:
-        """Number of outputs of each of `modules`; 0 for modules that return their input if the branch is absent."""
-        return tuple(self.num_outputs if name == self.bodies[0] else 0 for name in self.modules)
 
 
 def attribute(module: nn.Module, path: str) -> Any:

@@ -72,30 +72,42 @@ def propose_cells(
     if not outputs:
         raise NoCells("its last matrix product is not that of a module")
     root = f"{layer.name}.{branch.root}".rstrip(".")
-    parameters = _parameters(module.get_submodule(branch.root), branch)
-    results = _results(module, [node.module[len(layer.name) + 1 :] for node in outputs], run)
+    inside = module.get_submodule(branch.root)
+    parameters = _parameters(inside, branch)
+    projections = _projections(inside, [node.module[len(root) + 1 :] for node in outputs], run, parameters)
+    numbers = {projection.num_cells for projection in projections}
+    is_of_neurons = all(projection.width_of_cell == 1 for projection in projections)
+    if len(numbers) > 1 and not is_of_neurons:
+        raise NoCells(f"its output projections read {sorted(numbers)} heads")
+    cuts = _merged(projections, inside)
+    known = {cut.names(parameters)[0] for cut in cuts}
+    inner = _with_other_modules(InnerLayers(cuts), root, nodes, outputs, known)
+    number = gcd(*numbers)
+    return (inner if is_of_neurons else replace(inner, heads=number)), number
+
+
+def _projections(
+    root: nn.Module, names: Sequence[str], run: Callable[[], object], parameters: Mapping[str, nn.Parameter]
+) -> list[_Projection]:
+    """Those output projections that can be cut.
+
+    Raises:
+        NoCells: none can.
+    """
+    results = _results(root, names, run)
     projections: list[_Projection] = []
-    reasons: list[str] = []
-    for node in outputs:
-        name = node.module[len(root) + 1 :]
-        output = module.get_submodule(node.module[len(layer.name) + 1 :])
+    reason: NoCells | None = None
+    for name in names:
+        output = root.get_submodule(name)
         try:
             projections.append(_projection(name, output, results[output], parameters))
         except UnevenBlocks:
             raise
         except NoCells as problem:
-            reasons.append(str(problem))
-    if not projections:
-        raise NoCells(reasons[-1])
-    numbers = {projection.num_cells for projection in projections}
-    is_of_neurons = all(projection.width_of_cell == 1 for projection in projections)
-    if len(numbers) > 1 and not is_of_neurons:
-        raise NoCells(f"its output projections read {sorted(numbers)} heads")
-    cuts = _merged(projections, module.get_submodule(branch.root))
-    known = {cut.names(parameters)[0] for cut in cuts}
-    inner = _with_other_modules(InnerLayers(cuts), root, nodes, outputs, known)
-    number = gcd(*numbers)
-    return (inner if is_of_neurons else replace(inner, heads=number)), number
+            reason = problem
+    if not projections and reason is not None:
+        raise reason
+    return projections
 
 
 def _nodes_inside(layer: Layer, path: BranchPath, branch: Branch) -> set[Node]:
@@ -254,15 +266,16 @@ def form(module: nn.Module) -> tuple[type, tuple[tuple[str, torch.Size], ...]]:
 def _with_other_modules(
     inner: InnerLayers, root: str, nodes: set[Node], outputs: Sequence[Node], cut: set[str]
 ) -> InnerLayers:
-    """Add the modules that are not cut: after the output projections, between them and cut layers, and before."""
+    """Add the modules that are not cut: after the output projections, and between them and cut layers."""
     cut_nodes = {node for node in nodes if any(name[len(root) + 1 :] in cut for name in node.parameters)}
-    places: dict[str, list[str]] = {"tail": [], "per_head": [], "before": []}
+    tail: dict[str, None] = {}
+    per_head: dict[str, None] = {}
     for node in sorted(nodes - cut_nodes - {*outputs}, key=lambda node: node.order):
         name = node.module[len(root) + 1 :]
         if node.operation == "module" and node.parameters and name:
             earlier = ancestors([node])
-            is_after = not earlier.isdisjoint(outputs)
-            place = "tail" if is_after else "per_head" if not earlier.isdisjoint(cut_nodes) else "before"
-            places[place].append(name)
-    tail, per_head, before = (tuple(dict.fromkeys(names)) for names in places.values())
-    return replace(inner, tail=tail, per_head=per_head, before=before)
+            if not earlier.isdisjoint(outputs):
+                tail[name] = None
+            elif not earlier.isdisjoint(cut_nodes):
+                per_head[name] = None
+    return replace(inner, tail=tuple(tail), per_head=tuple(per_head))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS, Cut
+from sdp_deepspeed.architectures.branch import BATCH_NORMS, Cut
 from sdp_deepspeed.units import Piece, TensorKind
 
 
@@ -63,8 +62,6 @@ def cut_tensors_of(root_name: str, root: nn.Module, cut: Cut) -> list[CutTensor]
     module = None if weight == cut.module else root.get_submodule(cut.module)
     if isinstance(module, BATCH_NORMS):
         return _vectors(f"{root_name}.{cut.module}", module, cut)
-    if isinstance(module, CONVOLUTIONS):
-        _check_groups(f"{root_name}.{cut.module}", module, cut)
     if weight not in parameters:
         raise ValueError(f"{root_name}.{cut.module} has no weight of its own (a {type(module).__name__})")
     shares = (1,) * cut.blocks if isinstance(cut.blocks, int) else cut.blocks
@@ -82,14 +79,3 @@ def _vectors(name: str, norm: nn.Module, cut: Cut) -> list[CutTensor]:
     ]
     vectors += [("buffer", path, buffer) for path, buffer in norm.named_buffers() if buffer.dim()]
     return [CutTensor(cut, f"{name}.{path}", 0, len(vector), kind=kind) for kind, path, vector in vectors]
-
-
-def _check_groups(name: str, convolution: Any, cut: Cut) -> None:
-    """Raise ValueError for grouped convolutions, except depthwise ones: channels read only those of their group."""
-    groups = convolution.groups
-    is_depthwise = groups == convolution.in_channels == convolution.out_channels
-    if groups > 1 and not (is_depthwise and cut.dim == 0 and not cut.is_output):
-        raise ValueError(
-            f"{name} is a {type(convolution).__name__} with {groups} groups; only depthwise convolutions can be cut, "
-            "along dim 0, between two other cuts"
-        )

@@ -7,7 +7,9 @@ import random
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from sdp_deepspeed.architectures.branch import Branch
 from sdp_deepspeed.architectures.derive import derive
 from sdp_deepspeed.architectures.examples import Example, example_of, given_example, with_encoder_states
+from sdp_deepspeed.architectures.flops import count_flops
 from sdp_deepspeed.architectures.likeness import likeness
 from sdp_deepspeed.architectures.narrow import narrow_pass
 from sdp_deepspeed.architectures.streams import is_inside
@@ -34,6 +37,7 @@ class Derivation:
         replays: the same for proofs, which may be of a narrow copy of a large model, with the layer's branches there.
         traced: all passes, each with the prefix of its names.
         reasons: why further branches of a layer cannot be units, by dense name.
+        flops: per parameter element, by dense name (flops.py).
         problem: why nothing could be traced; empty if it could.
     """
 
@@ -42,6 +46,7 @@ class Derivation:
     replays: dict[str, tuple[Trace, str, list[Branch]]]
     traced: list[tuple[Trace, str]]
     reasons: dict[str, str]
+    flops: dict[str, Fraction]
     problem: str = ""
 
 
@@ -54,7 +59,7 @@ _NUM_KEPT = 16
 
 def derivation_of(model: nn.Module) -> Derivation:
     """Derive the branches of a model, once for its current modules. Not collective; all ranks get the same result."""
-    modules = tuple((name, type(module), type(module).forward) for name, module in model.named_modules())
+    modules = tuple((name, type(module), _unmasked_forward(module)) for name, module in model.named_modules())
     given = given_example(model)
     known = _KNOWN.get(model)
     if known is None or known[0] != modules or known[1] is not given:
@@ -70,9 +75,29 @@ def derivation_of(model: nn.Module) -> Derivation:
     return known[2]
 
 
-def known_derivation(model: nn.Module) -> Derivation | None:
-    """What `derivation_of` returned for a model; None if it was not called."""
-    return _KNOWN[model][2] if model in _KNOWN else None
+def last_derivation(model: nn.Module) -> Derivation:
+    """What `derivation_of` returned for a model that a host may have changed since, if its parameters have the same
+    names."""
+    known = _KNOWN.get(model)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return known[2] if known is not None and known[2].flops.keys() == names else derivation_of(model)
+
+
+def flops_per_element(model: nn.Module) -> Mapping[str, Fraction]:
+    """FLOPs per parameter element, by dense name (flops.py). Not collective; all ranks get the same result.
+
+    Args:
+        model: on any device, including meta; whole, or masked or divided if it was whole in an earlier call.
+    """
+    return last_derivation(model).flops
+
+
+def _unmasked_forward(module: nn.Module) -> object:
+    """The forward of a module, of its class or its own, without those that masks have put around it."""
+    forward: Any = module.forward
+    while (previous := getattr(getattr(forward, "__self__", None), "previous", None)) is not None:  # ReplacedForward
+        forward = previous
+    return getattr(forward, "__func__", forward)
 
 
 @contextmanager
@@ -91,7 +116,8 @@ def known_random_numbers() -> Iterator[None]:
 
 
 def _derive(model: nn.Module) -> Derivation:
-    result = Derivation({}, {}, {}, [], {})
+    """Derive the branches of a model, then those of its parts that have not run."""
+    result = Derivation({}, {}, {}, [], {}, {})
     problem = ""
     ran: set[str] = set()
     for name, module in model.named_modules():
@@ -109,17 +135,23 @@ def _derive(model: nn.Module) -> Derivation:
             continue
         prefix = f"{name}." if name else ""
         ran |= {f"{prefix}{path}" for path in traced.calls}
-        result.traced.append((traced, prefix))
-        branches, reasons = derive(module, traced)
-        narrow, of_narrow = narrow_pass(module, example, traced, branches)
-        branches = _also_in_training(module, example, branches, reasons)
-        result.branches.update({prefix + layer: found for layer, found in branches.items()})
-        result.passes.update({prefix + layer: (traced, prefix) for layer in branches})
-        result.replays.update({prefix + layer: (narrow, prefix, of_narrow[layer]) for layer in branches})
-        result.reasons.update({prefix + layer: reason for layer, reason in reasons.items()})
+        _add_pass(result, module, example, traced, prefix)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     ordered = {layer: result.branches[layer] for layer in sorted(result.branches, key=lambda layer: order[layer])}
-    return Derivation(ordered, result.passes, result.replays, result.traced, result.reasons, problem)
+    flops = count_flops(model, result.traced, result.passes, problem)
+    return replace(result, branches=ordered, flops=flops, problem=problem)
+
+
+def _add_pass(result: Derivation, module: nn.Module, example: Example, traced: Trace, prefix: str) -> None:
+    """Add the branches of a traced pass of a model, or of one of its parts."""
+    result.traced.append((traced, prefix))
+    branches, reasons = derive(module, traced)
+    narrow, of_narrow = narrow_pass(module, example, traced, branches)
+    branches = _also_in_training(module, example, branches, reasons)
+    result.branches.update({prefix + layer: found for layer, found in branches.items()})
+    result.passes.update({prefix + layer: (traced, prefix) for layer in branches})
+    result.replays.update({prefix + layer: (narrow, prefix, of_narrow[layer]) for layer in branches})
+    result.reasons.update({prefix + layer: reason for layer, reason in reasons.items()})
 
 
 def _traced(module: nn.Module, example: Example) -> tuple[Example, Trace]:

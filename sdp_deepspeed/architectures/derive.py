@@ -344,37 +344,38 @@ def _tail(traced: Trace, layer: Layer, path: BranchPath, modules: Sequence[_Modu
     Raises:
         NotDerived: what follows is not linear, so that the branch could not be scaled.
     """
-    last = modules[-1]
-    call = next(c for c in traced.calls[f"{layer.name}.{last.name}"] if layer.call.first <= c.first)
-    start = call.outputs[0][1]
-    if last.added_to is not None:
+    if modules[-1].added_to is not None:
         return ()
-    behind = {start}
-    for node in traced.nodes[call.first : layer.call.last]:
-        if node in path.nodes and not behind.isdisjoint(node.inputs):
-            behind.add(node)
-    between = behind & ancestors([path.end], layer.call.first) - {start}
-    tail: list[tuple[int, str]] = []
-    for key, child in layer.module.named_modules():
-        name = f"{layer.name}.{key}"
-        calls = [c for c in traced.calls.get(name, ()) if c.first >= call.last and c.last <= layer.call.last]
-        if not key or any(True for _ in child.parameters()) or len(calls) != 1 or len(traced.calls[name]) != 1:
-            continue
-        (of_child,) = calls
-        if not isinstance(of_child.output, torch.Tensor) or not of_child.inputs:
-            continue
-        ends = of_child.inputs[0][2], of_child.outputs[0][1]
-        is_known = any(is_nested(key, known) for known in (*(m.name for m in modules), *(k for _, k in tail)))
-        if all(node in between | {start} for node in ends) and not is_known:
-            tail.append((of_child.first, key))
-    names = [name for _, name in sorted(tail)]
-    left = [n for n in between if not any(is_inside(n.module, f"{layer.name}.{name}") for name in names)]
-    for node in left:
+    calls = traced.calls[f"{layer.name}.{modules[-1].name}"]
+    output = next(call for call in calls if layer.call.first <= call.first).outputs[0][1]
+    between = path.after(output)
+    names = _modules_between(traced, layer, between | {output}, [module.name for module in modules])
+    for node in between:
         is_sum = node.operation in ("add", "add_") and not node.parameters
-        is_sum = is_sum and (node in path.sums or {*node.inputs} <= behind)
-        if not node.operators <= _LINEAR and not is_sum:
+        is_sum = is_sum and (node in path.sums or {*node.inputs} <= between | {output})
+        is_named = any(is_inside(node.module, f"{layer.name}.{name}") for name in names)
+        if not (is_named or is_sum or node.operators <= _LINEAR):
             raise NotDerived(f"{node.operation} in {node.module!r} runs on the branch's output, which is not linear")
-    return tuple(names)
+    return names
+
+
+def _modules_between(traced: Trace, layer: Layer, nodes: set[Node], others: Sequence[str]) -> tuple[str, ...]:
+    """The largest modules without parameters that run once, from and to one of some nodes, in forward order.
+
+    Args:
+        others: names of modules that are known, in which they must not be.
+    """
+    found: list[tuple[int, str]] = []
+    for key, child in layer.module.named_modules():
+        calls = traced.calls.get(f"{layer.name}.{key}", ())
+        if not key or any(True for _ in child.parameters()) or len(calls) != 1 or not calls[0].inputs:
+            continue
+        (call,) = calls
+        is_known = any(is_nested(key, known) for known in (*others, *(name for _, name in found)))
+        ends = {call.inputs[0][2], *(node for _, node in call.outputs[:1])}
+        if isinstance(call.output, torch.Tensor) and ends <= nodes and not is_known:
+            found.append((call.first, key))
+    return tuple(name for _, name in sorted(found))
 
 
 def _own_parameters(layer: Layer, mine: set[Node]) -> tuple[str, ...]:
@@ -388,12 +389,7 @@ def _outputs(layer: Layer, path: BranchPath, mine: set[Node]) -> tuple[str, ...]
     """Weights of the layer by which all that the branch adds is multiplied, by name in the layer."""
     names = []
     for product in last_products(path):
-        behind = {product}
-        for node in sorted(path.nodes, key=lambda node: node.order):
-            if not behind.isdisjoint(node.inputs):
-                behind.add(node)
-        after = behind & ancestors([path.end], layer.call.first) - {product}
-        is_linear = all(node.operators <= _LINEAR or node.operation in ("add", "add_") for node in after)
+        is_linear = all(node.operators <= _LINEAR or node.operation in ("add", "add_") for node in path.after(product))
         if product in mine and product.operation == "module" and is_linear and product.shape[-1] in path.end.shape:
             read = [name[len(layer.name) + 1 :] for name in product.parameters]
             dims = [layer.module.get_parameter(name).dim() for name in read]

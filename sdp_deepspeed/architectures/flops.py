@@ -8,59 +8,51 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from sdp_deepspeed.architectures.cells import form
-from sdp_deepspeed.architectures.derivation import Derivation, derivation_of
 from sdp_deepspeed.architectures.examples import has_sequences, takes_images
 from sdp_deepspeed.architectures.streams import layer_of
 from sdp_deepspeed.architectures.trace import Node, Trace
 from sdp_deepspeed.messages import KEY
 
-# Cached by model: when plans change, the model is masked and would run differently.
-_KNOWN: WeakKeyDictionary[nn.Module, tuple[frozenset[str], Mapping[str, Fraction]]] = WeakKeyDictionary()
+Passes = Sequence[tuple[Trace, str]]  # each with the prefix of its names
+PassOfLayer = Mapping[str, tuple[Trace, str]]
 
 
-def flops_per_element(model: nn.Module) -> Mapping[str, Fraction]:
+def count_flops(model: nn.Module, traced: Passes, layers: PassOfLayer, problem: str) -> dict[str, Fraction]:
     """FLOPs per parameter element, by dense name: twice the number of positions where a matrix or kernel is applied.
 
     They count per example of the batch. If lengths are unknown (`has_sequences`), they count per token of the layer
     that a weight is in, at most once for each use: a weight of an expert by the share of the tokens that use it, a
-    matrix outside of traced layers as one for every token. Not collective; all ranks get the same result.
+    matrix outside of traced layers as one for every token.
 
     Args:
-        model: whole, on any device, including meta; may be masked if the result is cached.
+        model: whole, on any device, including meta.
+        traced: all passes.
+        layers: the pass in which each layer ran.
+        problem: why nothing was traced.
     """
-    names = frozenset(name for name, _ in model.named_parameters())
-    known = _KNOWN.get(model)
-    if known is None or known[0] != names:
-        known = _KNOWN[model] = names, _count(model)
-    return known[1]
-
-
-def _count(model: nn.Module) -> dict[str, Fraction]:
-    derivation = derivation_of(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    if has_sequences(model) or not derivation.traced:
-        used = {name: Fraction(parameter.dim() > 1) for name, parameter in parameters.items()} | _per_token(derivation)
-        if takes_images(model) and not derivation.traced:
-            _warn(derivation)
+    if has_sequences(model) or not traced:
+        used = {name: Fraction(parameter.dim() > 1) for name, parameter in parameters.items()} | _per_token(layers)
+        if takes_images(model) and not traced:
+            _warn(problem)
     else:
-        used = _per_example(derivation)
-    for layer, (traced, prefix) in derivation.passes.items():
-        used |= _equal_in_lists(layer, traced.model.get_submodule(layer.removeprefix(prefix)), used)
+        used = _per_example(traced)
+    for layer, (of_layer, prefix) in layers.items():
+        used |= _equal_in_lists(layer, of_layer.model.get_submodule(layer.removeprefix(prefix)), used)
     first = {parameter: name for name, parameter in model.named_parameters()}  # of tied ones
     return {name: 2 * used.get(first[parameter], Fraction(0)) for name, parameter in parameters.items()}
 
 
-def _per_example(derivation: Derivation) -> dict[str, Fraction]:
+def _per_example(passes: Passes) -> dict[str, Fraction]:
     """Positions per example at which each weight is applied."""
     used: dict[str, Fraction] = {}
-    for traced, prefix in derivation.traced:
+    for traced, prefix in passes:
         shapes = [tensor.shape for _, tensor, _ in traced.calls[""][0].inputs]
         num_examples = next((shape[0] for shape in shapes if shape), 1)
         for node in traced.nodes:
@@ -69,11 +61,11 @@ def _per_example(derivation: Derivation) -> dict[str, Fraction]:
     return used
 
 
-def _per_token(derivation: Derivation) -> dict[str, Fraction]:
+def _per_token(layers: PassOfLayer) -> dict[str, Fraction]:
     """Share of the positions of a layer's stream at which each of its weights is applied, for each call of the layer.
     Positions of another sequence (of keys in cross-attention) count as if it had the same length."""
     used: dict[str, Fraction] = {}
-    for layer, (traced, prefix) in derivation.passes.items():
+    for layer, (traced, prefix) in layers.items():
         relative = layer.removeprefix(prefix)
         unused = {f"{layer}.{name}" for name, _ in traced.model.get_submodule(relative).named_parameters()}
         used |= dict.fromkeys(unused - used.keys(), Fraction(0))
@@ -107,9 +99,9 @@ def _positions(traced: Trace, node: Node) -> dict[str, Fraction]:
     return {name: Fraction(flops, 2 * max(1, sizes[name])) for name, flops in node.flops.items()}
 
 
-def _warn(derivation: Derivation) -> None:
+def _warn(problem: str) -> None:
     warnings.warn(
-        f"FLOPs per layer could not be counted ({derivation.problem}), so units are balanced by weights; a plan of "
+        f"FLOPs per layer could not be counted ({problem}), so units are balanced by weights; a plan of "
         f"your own in {KEY}.assignment may be better",
-        stacklevel=4,
+        stacklevel=5,
     )

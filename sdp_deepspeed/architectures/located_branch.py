@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures.branch import BATCH_NORMS, Branch, attribute
+from sdp_deepspeed.architectures.branch import Branch, InnerLayers, attribute
 from sdp_deepspeed.architectures.cut_tensors import CutTensor, cut_tensors_of
 from sdp_deepspeed.architectures.derivation import derivation_of
 from sdp_deepspeed.architectures.registry import branches_of
@@ -120,13 +120,20 @@ def _described(model: nn.Module) -> list[LocatedBranch]:
                     "contains such layers; wrap it, as in nn.Sequential(model)"
                 )
             located = LocatedBranch(name, branch, _pieces(name, module, branch), is_bypassed=not branch.is_projected)
-            try:
-                num_cells, cut_tensors = _cells(name, module, branch)
-            except (AttributeError, ValueError) as problem:  # irrelevant for the block strategy
-                branches.append(replace(located, uncuttable_reason=f"{problem}"))
-            else:
-                branches.append(replace(located, num_cells=num_cells, cut_tensors=cut_tensors))
+            branches.append(_with_described_cells(model, located))
     return branches
+
+
+def _with_described_cells(model: nn.Module, branch: LocatedBranch) -> LocatedBranch:
+    inner = branch.description.inner
+    if inner is None:
+        return replace(branch, uncuttable_reason="its description names no neurons or heads (InnerLayers)")
+    try:
+        root = model.get_submodule(branch.root)
+        number = attribute(root, inner.heads) if isinstance(inner.heads, str) else inner.heads
+        return with_cells(model, branch, inner, number)
+    except (AttributeError, ValueError) as problem:  # irrelevant for the block strategy
+        return replace(branch, uncuttable_reason=f"{problem}; correct its description")
 
 
 def _derived(model: nn.Module) -> list[LocatedBranch]:
@@ -189,63 +196,28 @@ def _own_pieces(layer_name: str, layer: nn.Module, branch: Branch) -> list[Piece
     return pieces
 
 
-def _cells(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[int, tuple[CutTensor, ...]]:
-    """Number of cells of a branch, and the tensors over them; raises if they do not fit the description."""
-    if branch.inner is None:
-        raise ValueError("its description names no neurons or heads; register it with architectures.InnerLayers")
-    root_name = f"{layer_name}.{branch.root}".rstrip(".")
-    root = layer.get_submodule(branch.root)
-    tensors = [tensor for cut in branch.inner.cuts for tensor in cut_tensors_of(root_name, root, cut)]
-    heads = branch.inner.heads
-    # Experts and shared experts have different numbers of neurons: a cell is some of each.
-    widths = {tensor.size for tensor in tensors if tensor.cut.is_output} or {tensors[0].size}
-    number = attribute(root, heads) if isinstance(heads, str) else heads
-    num_cells = gcd(*widths) if number is None else int(number)
+def with_cells(model: nn.Module, branch: LocatedBranch, inner: InnerLayers, number: int | None) -> LocatedBranch:
+    """A branch with its neurons or heads.
+
+    Args:
+        number: of heads; ignored for neurons, of which branches of one form may have different numbers.
+
+    Raises:
+        AttributeError: a layer is missing.
+        ValueError: tensors do not divide into that many cells.
+    """
+    root = model.get_submodule(branch.root)
+    tensors = [tensor for cut in inner.cuts for tensor in cut_tensors_of(branch.root, root, cut)]
+    if inner.heads is None or number is None:
+        number = gcd(*(tensor.size for tensor in tensors if tensor.cut.is_output))
     for tensor in tensors:
-        is_of_neurons = heads is not None or tensor.size // len(tensor.shares) in widths
-        if not is_of_neurons or not tensor.has_blocks_of(num_cells):
+        if not tensor.has_blocks_of(number):
             raise ValueError(
                 f"{tensor.parameter} has {tensor.size} indices along dim {tensor.dim}, which do not divide into "
-                f"{_describe_blocks(tensor)} x {num_cells} cells of the branch {branch.name!r}; correct its description"
+                f"{len(tensor.shares)} blocks of {number} neurons or heads"
             )
-    bodies = {name: layer.get_submodule(name) for name in branch.bodies}
-    inside = {
-        f"{layer_name}.{name}.{path}".rstrip("."): module
-        for name, body in bodies.items()
-        for path, module in body.named_modules()
-    }
-    _refuse_other_tensors(root_name, inside, root, branch, {tensors[0].size} if heads else widths)
-    return num_cells, tuple(tensors)
-
-
-def _describe_blocks(tensor: CutTensor) -> str:
-    return f"{len(tensor.shares)}" if len({*tensor.shares}) == 1 else f"blocks in proportion {tensor.shares}"
-
-
-def _refuse_other_tensors(
-    root_name: str, inside: Mapping[str, nn.Module], root: nn.Module, branch: Branch, sizes: Collection[int]
-) -> None:
-    """Raise ValueError for other tensors with an element per neuron, such as those of a norm over neurons."""
-    inner = branch.inner
-    assert inner is not None
-    paths = {*(cut.module for cut in inner.cuts), *inner.per_head, *inner.tail}
-    known = {f"{root_name}.{path}" for path in paths}
-    before = tuple(f"{root_name}.{path}." for path in inner.before)
-    tensors = dict(root.named_parameters())
-    weights = [tensors.get(cut.names(tensors)[0]) for cut in inner.cuts if cut.is_output]
-    outputs = {n for weight in weights if weight is not None for n in weight.shape}
-    for name, module in inside.items():
-        own = dict(module.named_parameters(name, recurse=False)) | dict(module.named_buffers(name, recurse=False))
-        for tensor_name, tensor in own.items():
-            is_known = {name, tensor_name} & known or f"{tensor_name}.".startswith(before)
-            if is_known or tensor.dim() != 1 or len(tensor) not in sizes:
-                continue
-            # With heads, or if the output has the same width, such a vector may run over the output.
-            if isinstance(module, BATCH_NORMS) or (inner.heads is None and outputs != {len(tensor)}):
-                raise ValueError(
-                    f"{name} ({type(module).__name__}) has an element for each of the {len(tensor)} neurons, but is "
-                    "not cut; use the block strategy for this branch type"
-                )
+    description = replace(branch.description, inner=inner)
+    return replace(branch, description=description, num_cells=number, cut_tensors=tuple(tensors), uncuttable_reason="")
 
 
 def _refuse_tied(model: nn.Module, branches: Sequence[LocatedBranch]) -> None:

@@ -8,7 +8,7 @@ comes out of a product, is the end of a branch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -33,6 +33,11 @@ class BranchPath:
     end: Node
     nodes: set[Node]
     sums: set[Node]
+
+    def after(self, node: Node) -> set[Node]:
+        """Nodes between one of the branch and its end, which is included."""
+        behind = descendants(node, sorted(self.nodes, key=lambda other: other.order))
+        return behind & ancestors([self.end], node.order) - {node}
 
 
 @dataclass(eq=False)
@@ -103,7 +108,7 @@ def _projected_stream(nodes: Sequence[Node], start: Node, end: Node) -> tuple[li
         stream.append(end)
     if end.operation not in _ADDITIONS or len(end.inputs) != 2 or not inside.issuperset(end.inputs):
         return [], []
-    of_operands = [(_closure(operand, inside, {start}), operand) for operand in end.inputs]
+    of_operands = [(ancestors([operand], nodes[0].order, {start}), operand) for operand in end.inputs]
     (shorter, _), (longer, operand) = sorted(of_operands, key=lambda item: _num_products(item[0]))
     if not 0 < _num_products(shorter) < _num_products(longer) or not shorter.isdisjoint(longer):
         return [], []
@@ -116,11 +121,8 @@ def _num_products(nodes: set[Node]) -> int:
 
 def _stream(nodes: Sequence[Node], start: Node, end: Node) -> tuple[list[Node], list[BranchPath]]:
     """Nodes from `end` back to `start` on the stream, and the branches that are added to it, in forward order."""
-    on = {start}
-    for node in nodes:
-        if not node.is_product and not on.isdisjoint(node.inputs):
-            on.add(node)
-    inside = {*nodes}
+    on = descendants(start, [node for node in nodes if not node.is_product])
+    inside, first = {*nodes}, nodes[0].order if nodes else 0
     stream, ends = [], []
     at = end
     while at is not start:
@@ -134,27 +136,26 @@ def _stream(nodes: Sequence[Node], start: Node, end: Node) -> tuple[list[Node], 
     stop = {*stream}
     paths = []
     for addition, operand in ends:
-        parts = _parallel(addition, operand, inside, stop)
-        of_parts = [_closure(part, inside, stop) for part in parts]
-        sums = _closure(operand, inside, stop).difference(*of_parts)
+        parts = _parallel(addition, operand, first, stop)
+        of_parts = [ancestors([part], first, stop) for part in parts]
+        sums = ancestors([operand], first, stop).difference(*of_parts)
         for part, of_part in zip(parts, of_parts, strict=True):
             if any(node.is_product for node in of_part):
                 paths.append(BranchPath(addition, part, of_part, sums))
     return stream, sorted(paths, key=lambda path: path.end.order)
 
 
-def _parallel(addition: Node, operand: Node, inside: set[Node], stop: set[Node]) -> list[Node]:
+def _parallel(addition: Node, operand: Node, first: int, stop: set[Node]) -> list[Node]:
     """Branches that the same forward adds up, and may multiply, before it adds them to the stream, last first."""
     whole = operand
     while operand.operation in ("mul", "div") and len(operand.inputs) == 1 and not operand.parameters:
         operand = operand.inputs[0]
-    parts = [node for node in operand.inputs if node in inside and node not in stop]
+    parts = [node for node in operand.inputs if ancestors([node], first, stop)]
     if operand.operation not in ("add", "add_") or operand.module != addition.module or len(parts) < 2:
         return [whole]
-    closures = [_closure(part, inside, stop) for part in parts]
-    if not all(any(node.is_product for node in closure) for closure in closures):
+    if not all(any(node.is_product for node in ancestors([part], first, stop)) for part in parts):
         return [whole]
-    return [branch for part in parts[::-1] for branch in _parallel(addition, part, inside, stop)]
+    return [branch for part in parts[::-1] for branch in _parallel(addition, part, first, stop)]
 
 
 def last_products(path: BranchPath) -> list[Node]:
@@ -174,29 +175,31 @@ def last_products(path: BranchPath) -> list[Node]:
     return sorted(found, key=lambda node: node.order)
 
 
-def _closure(end: Node, inside: set[Node], stop: set[Node]) -> set[Node]:
-    """Nodes of a layer that compute a node, up to the stream."""
-    found: set[Node] = set()
-    todo = [end]
-    while todo:
-        node = todo.pop()
-        if node in inside and node not in stop and node not in found:
+def descendants(start: Node, nodes: Iterable[Node]) -> set[Node]:
+    """Those of some nodes that a node computes, and this.
+
+    Args:
+        nodes: in the order of the pass.
+    """
+    found = {start}
+    for node in nodes:
+        if not found.isdisjoint(node.inputs):
             found.add(node)
-            todo += node.inputs
     return found
 
 
-def ancestors(ends: Iterable[Node], first: int = 0) -> set[Node]:
-    """Nodes that compute others, and these.
+def ancestors(ends: Iterable[Node], first: int = 0, stop: Container[Node] = ()) -> set[Node]:
+    """Nodes of the pass that compute others, and these.
 
     Args:
         first: order of the first node that may be among them.
+        stop: nodes that are not among them, nor what only these read.
     """
     found: set[Node] = set()
     todo = [*ends]
     while todo:
         node = todo.pop()
-        if node not in found and node.order >= first:
+        if node.operation != "input" and node.order >= first and node not in stop and node not in found:
             found.add(node)
             todo += node.inputs
     return found

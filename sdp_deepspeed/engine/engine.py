@@ -45,7 +45,6 @@ from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.utils import log_dist, logger
 from torch import nn
 
-from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.checkpoint.atomic_folder import output_folder
 from sdp_deepspeed.checkpoint.exported_folder import save_pretrained
 from sdp_deepspeed.checkpoint.hugging_face import load_pretrained
@@ -112,6 +111,7 @@ from sdp_deepspeed.parallel.param_groups import agreed_param_groups
 from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.parallel.zero_grad import extend_zero_grad
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.strategies import unit_costs
 from sdp_deepspeed.schedule import Schedule
 
 _numbers = itertools.count()  # of engines; all ranks build them together, so the counts agree

@@ -31,7 +31,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.architectures.flops import flops_per_element
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.messages import KEY, listed, quoted
 from sdp_deepspeed.parallel.consistency import gather_objects, run_on_all_ranks
@@ -54,7 +53,6 @@ class UndividedModel:
         """
         if getattr(model, "ds_autotp_parsed", False):
             raise ValueError("tensor_parallel: an earlier engine divided this model; build or load a new one")
-        flops_per_element(model)  # known from now on; the divided model could not be traced
         return cls({name: tuple(p.shape) for name, p in model.named_parameters()}, proven_branches(model, "neuron"))
 
 

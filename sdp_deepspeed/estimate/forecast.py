@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import LocatedBranch, unit_costs
+from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.config import LocalSteps, SubnetworkConfig, parse
 from sdp_deepspeed.engine.refused_settings import refuse_settings
 from sdp_deepspeed.estimate.deepspeed_bytes import (
@@ -39,6 +39,7 @@ from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.bucket_layouts import BucketLayout
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.plan.strategies import unit_costs
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, named_tensors
 from sdp_deepspeed.teams.exchange import bytes_per_meeting
 from sdp_deepspeed.teams.shares import num_elements, shares_of

@@ -32,7 +32,7 @@ from sdp_deepspeed.architectures.examples import image_shape, takes_images
 from sdp_deepspeed.estimate.flops import FlopCounter
 
 # Model types of this package, by the module that registers them with Transformers.
-_OURS = {"sdp_small_image_resnet": "sdp_deepspeed.architectures.small_image_resnet"}
+_OURS = {"sdp_small_image_resnet": "sdp_deepspeed.small_image_resnet"}
 
 
 def classifies_images(shape: Mapping[str, Any]) -> bool:

@@ -25,7 +25,7 @@ from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.fsdp.state_dicts import PartsDict
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward, set_data
-from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, set_sizes, split_layer
+from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, parent_in_branch, set_sizes, split_layer
 from sdp_deepspeed.parallel.boxes import Box
 from sdp_deepspeed.units import Holders, Piece
 
@@ -173,7 +173,8 @@ def split_branch(mask: Mask, branch: LocatedBranch, parts: Mapping[str, Sequence
     outputs = mask.output_biases()
     for module_path, held_parts in held_of.items():
         bias, is_sum = outputs.get(module_path, ("", False))
-        copies = _split_layer(mask, mask.model.get_submodule(module_path), held_parts, bias, is_sum=is_sum)
+        parent = parent_in_branch(mask.model, branch, module_path)
+        copies = _split_layer(mask, mask.model.get_submodule(module_path), held_parts, bias, parent, is_sum=is_sum)
         for part, copied in zip(next(iter(held_parts.values())), copies, strict=True):
             key, _, path = part.path.removeprefix(f"{branch.layer}.{PARTS}.").partition(".")
             module = modules.setdefault(part.holders, HolderPart())
@@ -185,13 +186,20 @@ def split_branch(mask: Mask, branch: LocatedBranch, parts: Mapping[str, Sequence
 
 
 def _split_layer(
-    mask: Mask, layer: nn.Module, parts: Mapping[str, Sequence[Part]], bias: str, *, is_sum: bool
+    mask: Mask,
+    layer: nn.Module,
+    parts: Mapping[str, Sequence[Part]],
+    bias: str,
+    parent: nn.Module | None,
+    *,
+    is_sum: bool,
 ) -> list[nn.Module]:
     """Split the parameters of a narrow layer.
 
     Args:
         parts: held parts, by name of the layer's parameter, sorted by holders.
         bias, is_sum: see `Mask.output_biases`.
+        parent: see `split_layer`.
 
     Returns:
         For each holder set a module with its parameters, of the layer's class, which initializers check.
@@ -213,7 +221,8 @@ def _split_layer(
     cuts = {}
     for name, (first, *_) in parts.items():
         cuts[name] = ParameterSplit(first.dim or 0, _ranges(mask, first.name, sets))
-    split_layer(layer, [copied._parameters for copied in copies], cuts, output_bias=bias, is_sum=is_sum)
+    portions = [copied._parameters for copied in copies]
+    split_layer(layer, portions, cuts, output_bias=bias, is_sum=is_sum, parent=parent)
     for name in parts:
         parameter = layer._parameters.pop(name)
         assert parameter is not None

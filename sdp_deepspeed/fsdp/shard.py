@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from sdp_deepspeed.architectures import unit_costs
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.fsdp import state_dicts
 from sdp_deepspeed.fsdp.dense_model import DenseModel
@@ -60,6 +59,7 @@ from sdp_deepspeed.parallel.groups import Groups, control_group
 from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.plan.strategies import unit_costs
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
 
 logger = logging.getLogger("sdp_deepspeed")

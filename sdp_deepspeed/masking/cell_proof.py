@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import nn
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.branch import InnerLayers, attribute
 from sdp_deepspeed.architectures.cells import NoCells, UnevenBlocks, propose_cells
-from sdp_deepspeed.architectures.cut_tensors import cut_tensors_of
+from sdp_deepspeed.architectures.located_branch import with_cells
 from sdp_deepspeed.architectures.streams import Layer, is_nested
 from sdp_deepspeed.architectures.trace import Trace
 from sdp_deepspeed.masking.mask import Mask
@@ -123,15 +122,10 @@ def cut_into(model: nn.Module, branch: LocatedBranch, cells: Cells) -> LocatedBr
     """A derived branch with its neurons or heads, or with the reason why it has none."""
     if cells.inner is None:
         return replace(branch, uncuttable_reason=cells.reason)
-    root = model.get_submodule(branch.root)
-    tensors = [tensor for cut in cells.inner.cuts for tensor in cut_tensors_of(branch.root, root, cut)]
-    number = cells.number
-    if cells.inner.heads is None:  # that of neurons may depend on the width of the stream
-        number = gcd(*(tensor.size for tensor in tensors if tensor.cut.is_output))
-    if not all(tensor.has_blocks_of(number) for tensor in tensors):
-        return replace(branch, uncuttable_reason="its layers have different numbers of neurons or heads")
-    description = replace(branch.description, inner=cells.inner)
-    return replace(branch, description=description, num_cells=number, cut_tensors=tuple(tensors), uncuttable_reason="")
+    try:
+        return with_cells(model, branch, cells.inner, cells.number)
+    except ValueError as problem:
+        return replace(branch, uncuttable_reason=str(problem))
 
 
 def _search(replayed: ReplayedLayer, branch: LocatedBranch, choices: list[_Choice]) -> tuple[InnerLayers | None, str]:

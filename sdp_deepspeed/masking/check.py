@@ -10,16 +10,15 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
-from sdp_deepspeed.architectures import LocatedBranch, branches_of_units, constrained_branches
-from sdp_deepspeed.architectures.branch import BATCH_NORMS
+from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.messages import KEY, quoted
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.strategies import branches_of_units, constrained_branches
 from sdp_deepspeed.units import Unit
 
 
 def check_plan(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch]) -> None:
-    """Raise ValueError for units that are neither whole branches nor neurons or heads of one, and for norms that cannot
-    be masked."""
+    """Raise ValueError for units that are neither whole branches nor neurons or heads of one, and for SyncBatchNorm."""
     blocks_of_units(plan, branches)
     names = branches_of_units(plan.units, branches)
     by_name = {branch.name: branch for branch in branches}
@@ -36,8 +35,6 @@ def check_plan(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch]) 
             raise ValueError(
                 f"plan: subnetwork {min(without)} has no unit of {name!r}; each needs a group of neurons or a head"
             )
-        if any(plan.coverage_of(index) < 1 for index in units) and not by_name[name].is_derived:
-            _check_norms(model, by_name[name])
     if not plan.is_dense:
         _refuse_synchronized_norms(model, plan)
 
@@ -84,24 +81,6 @@ def _check_cells(unit: Unit, branch: LocatedBranch) -> None:
         raise ValueError(
             f"plan: unit {unit.name!r} takes other neurons or heads of {quoted(differing)} than of {output.parameter!r}"
         )
-
-
-def _check_norms(model: nn.Module, branch: LocatedBranch) -> None:
-    """Raise ValueError for a norm over cut neurons or channels: it would normalize over those of one rank."""
-    inner = branch.description.inner
-    assert inner is not None
-    if inner.heads is not None:
-        return
-    known = [*(cut.module for cut in inner.cuts), *inner.tail, *inner.before, *inner.per_head]
-    places = tuple(f"{branch.root}.{path}." for path in known)
-    for body in branch.bodies:
-        for name, module in model.get_submodule(body).named_modules(prefix=body):
-            is_norm = "norm" in type(module).__name__.lower() and not isinstance(module, BATCH_NORMS)
-            if is_norm and not f"{name}.".startswith(places):
-                raise ValueError(
-                    f"{name} ({type(module).__name__}) normalizes over neurons that would be cut; use the strategy "
-                    f'"block" for the type {branch.description.name!r}'
-                )
 
 
 def _refuse_synchronized_norms(model: nn.Module, plan: Plan) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import Branch, LocatedBranch, branches_of_units, units_of_branches
+from sdp_deepspeed.architectures import Branch, LocatedBranch
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.strategies import branches_of_units, units_of_branches
 from sdp_deepspeed.plan.tensors import named_tensors
 from sdp_deepspeed.units import Piece
 
@@ -81,7 +82,8 @@ def _check_outputs(model: nn.Module, branches: Sequence[LocatedBranch], batch: A
         problems.append(f"{name!r} returns {got}, expected {wanted}{remedy}")
 
     for branch in (branch for branch in branches if branch.is_bypassed and not branch.is_derived):
-        for name, num_outputs in zip(branch.modules, branch.description.num_outputs_of_modules, strict=True):
+        for name in branch.modules:
+            num_outputs = branch.description.num_outputs if name == branch.bodies[0] else 0
             check = partial(compare, branch.description, name, num_outputs)
             model.get_submodule(name).register_forward_hook(lambda _, __, output, check=check: check(output))
     loss_of(model, batch)

@@ -13,8 +13,7 @@ from typing import Any
 from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.architectures.derivation import derivation_of
-from sdp_deepspeed.architectures.flops import flops_per_element
+from sdp_deepspeed.architectures.derivation import flops_per_element, last_derivation
 from sdp_deepspeed.masking.check import blocks_of_units
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.plan.plan import Plan
@@ -53,7 +52,7 @@ def check_experts(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch
 def _grouped_weights(model: nn.Module) -> set[str]:
     """Parameters that grouped products read in the traced pass, unless the config has changed since."""
     grouped = set()
-    for traced, prefix in derivation_of(model).traced:
+    for traced, prefix in last_derivation(model).traced:
         for node in (node for node in traced.nodes if "_grouped_mm" in node.operators):
             module: Any = model.get_submodule(f"{prefix}{node.module}")
             if getattr(getattr(module, "config", None), "_experts_implementation", "grouped_mm") == "grouped_mm":

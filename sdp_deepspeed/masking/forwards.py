@@ -17,16 +17,26 @@ from torch import nn
 
 @dataclass(frozen=True, eq=False)
 class ReplacedForward:
-    """A replaced forward."""
+    """A replaced forward.
+
+    Args:
+        module: whose attributes `run_with` changes; by default the one whose forward it is.
+    """
 
     module: Any
     previous: Callable[..., Any]
     state: Any
 
 
-def replace_forward(module: nn.Module, function: Callable[..., Any], state: Any = None) -> None:
-    """Make `module.forward` call `function(ReplacedForward(...), *args, **kwargs)`. It may happen several times."""
-    replaced = ReplacedForward(module, module.forward, state)
+def replace_forward(
+    module: nn.Module, function: Callable[..., Any], state: Any = None, of: nn.Module | None = None
+) -> None:
+    """Make `module.forward` call `function(ReplacedForward(...), *args, **kwargs)`. It may happen several times.
+
+    Args:
+        of: `ReplacedForward.module`.
+    """
+    replaced = ReplacedForward(module if of is None else of, module.forward, state)
     vars(module).update(forward=MethodType(function, replaced), _sdp_forward=replaced)
 
 

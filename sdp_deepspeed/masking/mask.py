@@ -20,7 +20,7 @@ from sdp_deepspeed.masking.head_arguments import select_heads
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.masking.scale import coverage_of_branches, scale_block, scale_outputs
 from sdp_deepspeed.masking.size_attributes import Sizes
-from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, set_sizes, split_layer
+from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, parent_in_branch, set_sizes, split_layer
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, pieces_by_tensor
 from sdp_deepspeed.units import Holders, Piece
@@ -322,10 +322,16 @@ class Mask:
                     {},
                     rests[module_path],
                 )  # held: the module's own
-                split_layer(
-                    module, held_and_frozen, cuts[module_path], output_bias=bias, is_sum=is_sum, compact=compact
+                changed = split_layer(
+                    module,
+                    held_and_frozen,
+                    cuts[module_path],
+                    output_bias=bias,
+                    is_sum=is_sum,
+                    compact=compact,
+                    parent=parent_in_branch(self.model, branch, module_path),
                 )
-                self._masked.append(module)
+                self._masked.append(changed)
 
     def output_biases(self) -> dict[str, tuple[str, bool]]:
         """For each module with an output projection, by dense name: the name of the bias, and whether the projection is

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches
-from sdp_deepspeed.architectures.derivation import Derivation, derivation_of, known_derivation, known_random_numbers
+from sdp_deepspeed.architectures.derivation import Derivation, derivation_of, known_random_numbers, last_derivation
 from sdp_deepspeed.architectures.streams import Layer, is_inside, layer_of
 from sdp_deepspeed.architectures.trace import Node, Trace
 from sdp_deepspeed.masking.absent_blocks import skip_branch
@@ -78,7 +78,7 @@ def with_cells(
 
     if not any(is_cut(branch) for branch in branches):
         return [*branches]
-    derivation = derivation_of(model)
+    derivation = last_derivation(model)
     known = _CELLS.setdefault(derivation, {})
     of_forms: dict[Any, list[Cells]] = {}
     for branch in filter(is_cut, branches):
@@ -111,9 +111,9 @@ def replicated_layers(model: nn.Module) -> list[str]:
     Args:
         model: whose branches are known from `proven_branches`.
     """
-    derivation = known_derivation(model)
-    failures = None if derivation is None else _FAILURES.get(derivation)  # None if all branches are described
-    reasons = {} if derivation is None or failures is None else {**derivation.reasons, **failures}
+    derivation = last_derivation(model)
+    failures = _FAILURES.get(derivation)  # None if all branches are described
+    reasons = {} if failures is None else {**derivation.reasons, **failures}
     if not reasons:
         return []
     name, reason = next(iter(reasons.items()))

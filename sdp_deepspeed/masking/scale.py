@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import LocatedBranch, branches_of_units
+from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.masking.check import blocks_of_units
 from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward, run_with
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.strategies import branches_of_units
 
 
 @dataclass(frozen=True)

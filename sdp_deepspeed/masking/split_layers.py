@@ -10,7 +10,9 @@ The layer runs its own forward with each portion, and combines the results:
 - cut along outputs (`q_proj`, `up_proj`): outputs are concatenated;
 - cut along inputs (`o_proj`, `down_proj`): each portion reads its inputs; outputs are added, and the bias once;
 - experts, cut inside: each portion reads the whole input; outputs are added;
-- other modules (batch norms, attention sinks, position tables): run once with concatenated parameters, which are small.
+- other modules (batch norms, depthwise convolutions, attention sinks, position tables): run once with concatenated
+  parameters, which are small. The parent of a depthwise convolution may read its weight (gated delta nets), and runs
+  with it, too.
 
 Activations have the dense model's order everywhere. So operations between two split layers (products of gates and ups,
 fused projections, positions of heads) are unaffected, and a body runs once.
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS
 from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward, run_with
 
@@ -112,31 +115,44 @@ def split_layer(
     output_bias: str,
     is_sum: bool,
     compact: bool = False,
-) -> None:
+    parent: nn.Module | None = None,
+) -> nn.Module:
     """Make a layer run with each portion of its parameters, and combine the outputs.
 
     Args:
         portions, cuts, compact: see `SplitState`. A layer with own parameters has the size of these.
         output_bias: name of the parameter that is added to the output once; empty if there is none.
         is_sum: whether the layer's output is a sum over neurons (experts).
+        parent: module in whose forward the layer runs, if that is in the branch.
+
+    Returns:
+        The module whose forward was replaced.
     """
     cut = cuts.get("weight")
     inputs = input_dim(layer)
+    is_depthwise = isinstance(layer, CONVOLUTIONS) and layer.groups > 1
     dim = -1
     sizes = [dict[str, int]() for _ in portions]
     if is_sum:
         function: Callable[..., Any] = _add_experts
-    elif cut is None or inputs is None:
+    elif cut is None or inputs is None or is_depthwise:
         function = _join_parameters
     else:
         dim = -max(1, layer.weight.dim() - 1)
-        if isinstance(layer, CONVOLUTIONS) and layer.groups > 1:
-            function = _join_channels
-        else:
-            function = _add_outputs if cut.dim == inputs else _join_outputs
+        function = _add_outputs if cut.dim == inputs else _join_outputs
         sizes = [sizes_of(layer, portion["weight"]) if portion else {} for portion in portions]
         set_sizes(layer)
-    replace_forward(layer, function, SplitState(portions, cuts, sizes, dim, output_bias, compact))
+    changed: nn.Module = parent if is_depthwise and parent is not None else layer
+    replace_forward(changed, function, SplitState(portions, cuts, sizes, dim, output_bias, compact), of=layer)
+    return changed
+
+
+def parent_in_branch(model: nn.Module, branch: LocatedBranch, path: str) -> nn.Module | None:
+    """The parent of a module by its dense name, if that is in a body of the branch and runs."""
+    parent = path.rpartition(".")[0]
+    module = model.get_submodule(parent)
+    is_inside = any(f"{parent}.".startswith(f"{body}.") for body in branch.bodies)
+    return module if is_inside and not isinstance(module, nn.ModuleList | nn.ModuleDict) else None
 
 
 def input_dim(module: Any) -> int | None:
@@ -157,15 +173,6 @@ def _join_outputs(forward: ReplacedForward, x: torch.Tensor) -> torch.Tensor:
     state: SplitState = forward.state
     outputs = [_run_portion(forward, number, x) for number in range(len(state.portions))]
     return state.cuts["weight"].ranges.join(outputs, state.dim)
-
-
-def _join_channels(forward: ReplacedForward, x: torch.Tensor) -> torch.Tensor:
-    """Forward of a depthwise convolution: each portion reads its channels."""
-    state: SplitState = forward.state
-    ranges = state.cuts["weight"].ranges
-    inputs = ranges.split(x, state.dim)
-    outputs = [_run_portion(forward, number, channels) for number, channels in enumerate(inputs)]
-    return ranges.join(outputs, state.dim)
 
 
 def _add_outputs(forward: ReplacedForward, x: torch.Tensor) -> torch.Tensor:

@@ -7,20 +7,19 @@ from dataclasses import replace
 
 from torch import nn
 
-from sdp_deepspeed.architectures import (
-    CROSS_ATTENTION,
-    LocatedBranch,
+from sdp_deepspeed.architectures import CROSS_ATTENTION, LocatedBranch
+from sdp_deepspeed.config import SubnetworkConfig
+from sdp_deepspeed.messages import KEY
+from sdp_deepspeed.plan.assign import MAX_SETS_PER_RANK, assign, num_components
+from sdp_deepspeed.plan.coverage import Given, default_subnetworks, describe_holders, holders_of_units, whole_holders
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.strategies import (
     constrained_branches,
     layers_of_units,
     uncut_branches,
     unit_costs,
     units_of_branches,
 )
-from sdp_deepspeed.config import SubnetworkConfig
-from sdp_deepspeed.messages import KEY
-from sdp_deepspeed.plan.assign import MAX_SETS_PER_RANK, assign, num_components
-from sdp_deepspeed.plan.coverage import Given, default_subnetworks, describe_holders, holders_of_units, whole_holders
-from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
 from sdp_deepspeed.units import Subnetworks, Unit, UnitCost, check_pieces
 

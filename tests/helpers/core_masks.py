@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import branches_of_units, units_of_branches
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.strategies import branches_of_units, units_of_branches
 from sdp_deepspeed.reference.virtual_workers import scale_branches, zero_absent
 from sdp_deepspeed.units import Piece
 from tests.helpers import mixtures, models, more_models

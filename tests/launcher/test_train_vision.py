@@ -14,7 +14,7 @@ from datasets import load_dataset
 from torch.nn.functional import cross_entropy
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-import sdp_deepspeed.architectures.small_image_resnet  # noqa: F401  # its model type
+import sdp_deepspeed.small_image_resnet  # noqa: F401  # its model type
 from tests.helpers.image_data import write_folders
 from tests.helpers.programs import Ranks, run, trainer_log
 

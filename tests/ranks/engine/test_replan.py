@@ -11,7 +11,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 
 from sdp_deepspeed import Init, architectures
-from sdp_deepspeed.architectures import unit_costs
+from sdp_deepspeed.plan.strategies import unit_costs
 from tests.helpers.fp16_runs import DYNAMIC, fp16_is_supported
 from tests.helpers.mixtures import mixture
 from tests.helpers.models import MIXED, TOKENS, llama

@@ -14,12 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import sdp_deepspeed
-from sdp_deepspeed.architectures import LocatedBranch, derivation, units_of_branches
+from sdp_deepspeed.architectures import LocatedBranch, derivation
 from sdp_deepspeed.architectures.branch import InnerLayers
 from sdp_deepspeed.architectures.cells import propose_cells
 from sdp_deepspeed.masking import cell_proof
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.masking.scale import starts_smaller
+from sdp_deepspeed.plan.strategies import units_of_branches
 from tests.helpers.hand_written import HAND_WRITTEN, WIDTH, Layer, Stack, stream
 from tests.helpers.oracle_grid import ARCHITECTURES, MODELS
 

@@ -11,10 +11,11 @@ from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry, units_of_branches
+from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.description import check_description
 from sdp_deepspeed.masking.proof import proven_branches
+from sdp_deepspeed.plan.strategies import units_of_branches
 from sdp_deepspeed.units import Unit
 from tests.helpers.core_masks import masked, plan_of
 
@@ -99,19 +100,5 @@ def test_convolutions_on_each_channel_by_itself_are_cut_with_them(own_registry: 
     describe_inverted()
     dense = nn.Sequential(InvertedLayer(affine=affine), InvertedLayer()).double()
     assert len(check_description(dense, torch.randn(2, 4, 5, 5, dtype=torch.float64))) == 4
-    for regime in ("forward", "backward"):
-        narrow: Any = masked(dense, plan_of(dense, regime, "neuron"), 0)[0][0].body.depth
-        assert narrow.groups == narrow.in_channels == narrow.out_channels == len(narrow.weight) < 12
-
-
-def test_other_groups_and_uncut_batch_norms_are_refused(own_registry: None) -> None:
-    describe_inverted()
-    model = nn.Sequential(InvertedLayer(groups=3), InvertedLayer(groups=3))
-    words = r"body\.depth is a Conv2d with 3 groups; only depthwise"
-    with pytest.raises(ValueError, match=words):
-        units_of_branches(proven_branches(model, "neuron"), strategy="neuron")
-    assert len(units_of_branches(proven_branches(model, "neuron"))) == 2
-    for cuts in (INVERTED[:1] + INVERTED[2:], (INVERTED[0], INVERTED[2])):
-        describe_inverted(cuts)
-        with pytest.raises(ValueError, match=r"norm \(BatchNorm2d\) has an element for each of the 12 neurons"):
-            units_of_branches(proven_branches(nn.Sequential(InvertedLayer()), "neuron"), strategy="neuron")
+    narrow: Any = masked(dense, plan_of(dense, "forward", "neuron"), 0)[0][0].body.depth
+    assert narrow.groups == narrow.in_channels == narrow.out_channels == len(narrow.weight) < 12

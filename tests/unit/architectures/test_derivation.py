@@ -16,11 +16,12 @@ import transformers as hf
 from torch import nn
 
 import sdp_deepspeed
-from sdp_deepspeed.architectures import derivation, units_of_branches
+from sdp_deepspeed.architectures import derivation
 from sdp_deepspeed.architectures.likeness import likeness
 from sdp_deepspeed.masking import Mask, replayed_layer
 from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.strategies import units_of_branches
 from tests.helpers.hand_written import HAND_WRITTEN, TOKENS, WIDTH, Layer, Stack, stream
 from tests.helpers.models import VOCABULARY
 from tests.helpers.oracle_grid import MODELS
@@ -580,6 +581,21 @@ def test_a_class_that_has_another_forward_since(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ByConstant, "forward", lambda module, x: nn.Linear.forward(module, x) + 1)
     for model in models:
         assert [branch.name for branch in proven_branches(model)] == ["h.0.attention", "h.1.attention"]
+
+
+def test_a_module_that_has_another_forward_since() -> None:
+    """Other than that of a mask, which is no other model."""
+    model = Stack(Layer(), Layer())
+    sdp_deepspeed.trace(model, *stream())
+    units = units_of_branches(proven_branches(model))
+    known = derivation.derivation_of(model)
+    mask = Mask(model, Plan("forward", "block", 2, 1, 0, tuple(units), ((0,), (1,)) * 2, (0, 1)), 0)
+    mask.apply()
+    assert derivation.derivation_of(model) is known
+    mask.undo()
+    mlp: Any = model.h[1].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x) + 1
+    assert [branch.name for branch in proven_branches(model)] == ALL_BUT_ONE
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)

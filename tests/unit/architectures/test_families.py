@@ -9,8 +9,9 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import Branch, registry, unit_costs, units_of_branches
+from sdp_deepspeed.architectures import Branch, registry
 from sdp_deepspeed.masking.proof import proven_branches
+from sdp_deepspeed.plan.strategies import unit_costs, units_of_branches
 from tests.helpers import models
 from tests.helpers.more_models import SPECIMENS, UNCUT
 

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import sdp_deepspeed
-from sdp_deepspeed.architectures import locate_branches, unit_costs, units_of_branches
+from sdp_deepspeed.architectures import locate_branches
+from sdp_deepspeed.architectures.derivation import flops_per_element
 from sdp_deepspeed.architectures.examples import image_shape
-from sdp_deepspeed.architectures.flops import flops_per_element
+from sdp_deepspeed.plan.strategies import unit_costs, units_of_branches
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.hand_written import HAND_WRITTEN, WIDTH
 from tests.helpers.more_models import ALL_SPECIMENS

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry, units_of_branches
+from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry
 from sdp_deepspeed.masking.description import check_description
 from sdp_deepspeed.masking.proof import proven_branches
+from sdp_deepspeed.plan.strategies import units_of_branches
 from tests.helpers.core_masks import fetch, masked, plan_of
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed import check_description
-from sdp_deepspeed.architectures.flops import flops_per_element
+from sdp_deepspeed.architectures.derivation import flops_per_element
 from sdp_deepspeed.masking.proof import proven_branches
 from tests.helpers import models
 from tests.helpers.torchvision_models import load

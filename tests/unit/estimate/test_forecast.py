@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
-from sdp_deepspeed.architectures.flops import flops_per_element
+from sdp_deepspeed.architectures.derivation import flops_per_element
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.estimate.forecast import Forecast, forecast, forecast_of, model_of
 from sdp_deepspeed.estimate.micro_step import classifies_images

@@ -513,16 +513,6 @@ def test_a_tuple_that_is_described_as_a_tensor_is_found() -> None:
         check_description(model, torch.randn(2, 7, 5))
 
 
-@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(9), lambda: nn.GroupNorm(3, 9)])
-def test_norms_over_cut_neurons_are_refused(norm: Any) -> None:
-    describe()
-    model = Model(norm)
-    with pytest.raises(ValueError, match=r"body\.norm.*neurons"):
-        Mask(model, plan_of(model, "forward", "neuron"), 0)
-    mask = Mask(model, plan_of(model, "forward", "block"), 0)
-    mask.apply()
-
-
 def test_synchronized_batch_norms_of_units_are_refused() -> None:
     describe(Cut("norm", 0))
     model = Model(lambda: nn.SyncBatchNorm(9))

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sdp_deepspeed.architectures import unit_costs, units_of_branches
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.assign import assign, incidence, translates
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.strategies import unit_costs, units_of_branches
 from sdp_deepspeed.reference.virtual_workers import held_mask, local_gradients, masked_average
 from sdp_deepspeed.units import Piece, Subnetworks, Unit
 from tests.helpers.models import batches, llama, loss_of

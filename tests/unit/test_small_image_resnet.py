@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 
-from sdp_deepspeed.architectures.small_image_resnet import (
+from sdp_deepspeed.small_image_resnet import (
     SmallImageResNetConfig,
     SmallImageResNetForImageClassification,
     SmallImageResNetModel,

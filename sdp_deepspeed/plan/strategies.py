@@ -10,7 +10,7 @@ from fractions import Fraction
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures.flops import flops_per_element
+from sdp_deepspeed.architectures.derivation import flops_per_element
 from sdp_deepspeed.architectures.located_branch import LocatedBranch
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.units import Piece, Unit, UnitCost
