@@ -9,7 +9,7 @@ A **meeting** after every H-th optimizer step averages the teams. For every elem
 all of S set their weights to a. An **anchor** is a weight after the last meeting, the **version** of a team the number
 of meetings that counted. At C = 1 this is DiLoCo (arXiv 2311.08105).
 
-One meeting, in the order of the code (`team.py`, `Team._meet`):
+One meeting, in the order of the code (`participant.py`, `_take_part`):
 
 1. Each rank of a team computes the difference from the anchors of its share of every tensor that the team holds
    (`shares.py`, `weights.py`). If one is not finite, this team ends.

@@ -1,101 +1,30 @@
-"""`Team`: what `join` returns. `_meet` has the order of a meeting."""
+"""`Team`: what `join` returns."""
 
 from __future__ import annotations
 
-import logging
-import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils.data import Subset
 
-from sdp_deepspeed.checkpoint.exported_folder import model_facts, replaced_export, save_tensors, tied_names
-from sdp_deepspeed.config import LocalSteps
-from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.messages import KEY, announce, listed
+from sdp_deepspeed.checkpoint.exported_folder import model_facts, replaced_export, save_tensors
 from sdp_deepspeed.plan.tensors import persistent_buffers
-from sdp_deepspeed.teams.attendance import NO_STATE, START, STEP, Attendance, Member, Refused, Teams, Wait, attend
-from sdp_deepspeed.teams.dense_model import DenseModel, like
+from sdp_deepspeed.teams.attendance import NO_STATE, START, STEP, Attendance, Teams
+from sdp_deepspeed.teams.dense_model import like
 from sdp_deepspeed.teams.exchange import Exchange
-from sdp_deepspeed.teams.meeting_point import REMIND, RETRY, MeetingPoint
-from sdp_deepspeed.teams.ranks import TeamRanks
-from sdp_deepspeed.teams.shares import Range, buckets, num_elements, shares_by_name, shares_of
-from sdp_deepspeed.teams.weights import TorchHost, Weights
-
-logger = logging.getLogger("sdp_deepspeed")
-
-Work = Callable[[Exchange], None]
-_VOID, _UNKNOWN, _COUNTS = range(3)  # what a rank knows of a meeting; of several ranks the largest is right
+from sdp_deepspeed.teams.meeting_point import MeetingPoint
+from sdp_deepspeed.teams.participant import Participant
+from sdp_deepspeed.teams.shares import buckets, shares_by_name
 
 
-class Team:
-    """One team of a run. All its ranks make the same calls.
-
-    Args:
-        mask: applied.
-        host: reads and writes the weights.
-        model: shows the dense model.
-        address: of the lighthouse.
-        agreed: further facts that must be equal on all teams, by name.
-        communication_dtype: of the differences that are sent.
-
-    Attributes:
-        number: of this team, from 0.
-        plan: of one worker for each team.
-        version: number of meetings that counted; 0 before the first, -1 before `start`.
-        present: numbers of the teams at the last meeting.
-        joined: numbers of those that took anchors over at it.
-        seconds_waiting, seconds_exchanging: in all meetings so far, the first part of them for other teams.
-        bytes_sent: by this rank in all meetings so far.
-    """
-
-    def __init__(
-        self,
-        mask: Mask,
-        settings: LocalSteps,
-        host: TorchHost,
-        model: DenseModel,
-        ranks: TeamRanks,
-        *,
-        address: str,
-        agreed: Mapping[str, Any],
-        communication_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.number, self.plan, self.version = mask.rank, mask.plan, NO_STATE
-        self._mask, self._settings, self._ranks, self._address = mask, settings, ranks, address
-        self._agreed = {"ranks": ranks.size, **agreed}
-        self._dtype = communication_dtype
-        self._tied = tied_names(mask.model)
-        self._shares = shares_of(mask, ranks.rank, ranks.size)
-        self._weights, self._model = Weights(host, mask, ranks), model
-        self._anchors = torch.zeros(num_elements(self._shares))
-        self._momentum = torch.zeros(len(self._anchors) if settings.outer_momentum else 0)
-        self._steps_since = 0  # the last meeting
-        self._last = ""  # identity of the meeting that the anchors are of
-        self._pending: _Result | None = None  # of a meeting that may count
-        self._point: MeetingPoint | None = None
-        self._attempts = 0
-        self.present: tuple[int, ...] = ()
-        self.joined: tuple[int, ...] = ()
-        self.seconds_waiting = self.seconds_exchanging = 0.0
-        self.bytes_sent = 0
+class Team(Participant):
+    """One team of a run. All its ranks make the same calls; see `Participant` for arguments and attributes."""
 
     # ---- training -----------------------------------------------------------------------------------------------
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps of the run so far: H for each meeting, and those since. A team that comes back goes on with
-        this one, in its data and its learning rate."""
-        return max(self.version, 0) * self._settings.every + self._steps_since
-
-    @property
-    def has_started(self) -> bool:
-        return self._point is not None
 
     def start(self) -> None:
         """Meet the other teams before the first step; collective.
@@ -108,16 +37,12 @@ class Team:
         Raises:
             RuntimeError: on all ranks of the team, if it differs from the others, or the wait is too long.
         """
-        if self._point is not None:
+        if self.has_started:
             raise RuntimeError(f"team {self.number} has started already; call start() once")
         if self.version == NO_STATE:
             self._weights.read(self._shares, self._anchors)
-        self._point = MeetingPoint(
-            self._address,
-            self.number,
-            is_first=self._ranks.rank == 0,
-            exchange_timeout=self._settings.exchange_timeout,
-        )
+        is_first, timeout = self._ranks.rank == 0, self._settings.exchange_timeout
+        self._point = MeetingPoint(self._address, self.number, is_first=is_first, exchange_timeout=timeout)
         self._take_part(START)
 
     def step(self) -> bool:
@@ -135,12 +60,6 @@ class Team:
             return False
         self._take_part(STEP)
         return True
-
-    def leave(self) -> None:
-        """Leave the run, after the last call: the others wait no more for this team."""
-        if self._point is not None:
-            self._point.leave()
-        self._ranks.close()
 
     def shard(self, dataset: Any) -> Any:
         """This team's part of a dataset: every K-th sample, or `dataset.shard` if it has that."""
@@ -202,19 +121,12 @@ class Team:
                 f"team {self.number}: weights were changed in the dense model, which is a copy; the changes are dropped"
             )
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether the module is the dense model now."""
-        return self._model.is_shown
-
     def _state_dict_of(self, call: str, receivers: Callable[[Attendance], Teams]) -> dict[str, torch.Tensor]:
         dense = {}
         for name, values in self._fetch(call, receivers):
             if self._ranks.rank == 0:
-                buffer = self._mask.buffers.get(name)
-                dense[name] = (
-                    values.to("cpu", torch.float32, copy=True) if buffer is None else like(values, buffer).cpu()
-                )
+                kind = self._mask.buffers.get(name, torch.empty(0))  # parameters: fp32
+                dense[name] = like(values, kind).to("cpu", copy=True)
         if dense:
             persistent = persistent_buffers(self._mask.model)
             constants = self._model.constants().items()
@@ -287,239 +199,3 @@ class Team:
         self.version, self._last, self._steps_since = state["version"], state["last"], state["steps_since"]
         self._anchors.copy_(state["anchors"])
         self._momentum.copy_(state["momentum"])
-
-    # ---- meetings -----------------------------------------------------------------------------------------------
-
-    def _take_part(self, call: str, work: Work | None = None) -> Attendance:
-        """Meet until a meeting counts, and take its result over.
-
-        Args:
-            work: what this call exchanges, beside anchors for those that lack them.
-        """
-        deltas = self._finite_deltas() if call == STEP else None
-        limit, begin = self._settings.wait_timeout, time.monotonic()
-        reminded = failing_since = 0.0  # seconds since the begin
-        while True:
-            attendance, waited = self._attend(call, begin)
-            if isinstance(attendance, Wait):
-                if waited > limit and not attendance.can_begin:
-                    self._give_up(f"{attendance.reason}; gave up after {waited:.0f} s")
-                if waited > reminded + REMIND:
-                    reminded = waited
-                    self._log(f"{attendance.reason}, since {waited:.0f} s", is_warning=True)
-                time.sleep(RETRY)
-                continue
-            if self._settle(attendance):
-                deltas = None
-            result = _Result(self, attendance, deltas)
-            error, num_bytes = self._try(attendance, result, work)
-            if error is None:
-                result.take_over()
-                self._log_meeting(call, attendance, waited, time.monotonic() - begin - waited, num_bytes)
-                return attendance
-            failing_since = failing_since or waited
-            if waited - failing_since > limit:
-                self._give_up(f"no meeting has counted for {waited - failing_since:.0f} s: {error}")
-            self._log(f"a meeting did not count and is repeated: {error}", is_warning=True)
-            time.sleep(RETRY)
-
-    def _attend(self, call: str, begin: float) -> tuple[Attendance | Wait, float]:
-        """Ask who is here.
-
-        Returns:
-            The decision, and seconds since the begin; the same on all ranks of the team.
-        """
-        assert self._point is not None
-        answer: list[Member] | str = ""
-        waited = time.monotonic() - begin
-        self._attempts += 1
-        if self._ranks.rank == 0:
-            mine = Member(
-                identity=self._point.identity,
-                team=self.number,
-                version=self.version,
-                last=self._last,
-                pending="" if self._pending is None else self._pending.attendance.identity,
-                call=call,
-                attempts=self._attempts,
-                group=self._point.group_name,
-                store=self._point.store,
-                may_begin=waited > self._settings.wait_timeout,
-                agreed=self._agreed,
-            )
-            try:
-                answer = self._point.gather(mine, self._settings.wait_timeout)
-            except TimeoutError as error:
-                answer = str(error)
-            waited = time.monotonic() - begin
-        self._point.identity, answer, waited = self._ranks.broadcast((self._point.identity, answer, waited))
-        if isinstance(answer, str):
-            self._give_up(answer)
-        try:
-            return attend(answer, self._point.identity, self.plan), waited
-        except Refused:
-            self.leave()
-            raise
-
-    def _give_up(self, reason: str) -> NoReturn:
-        self.leave()
-        raise RuntimeError(f"team {self.number}: {reason}")
-
-    def _try(self, attendance: Attendance, result: _Result, work: Work | None) -> tuple[str | None, int]:
-        """Exchange, and agree with all teams that all have finished.
-
-        Returns:
-            None if the meeting counts, or the error; number of bytes sent.
-        """
-        assert self._point is not None
-        point, problem = self._point, None
-        exchange: Exchange | None = None
-        try:
-            group = point.connect(attendance, self._ranks.rank)
-            stores_all = self.plan.regime == "backward"
-            exchange = Exchange(group, attendance, self.number, stores_all, self._dtype)
-            for bucket in buckets(self._shares):
-                result.exchange(exchange, bucket)
-            if work is not None:
-                work(exchange)
-        except RuntimeError as error:
-            problem = str(error)
-        if not self._ranks.all(problem is None):
-            point.disconnect()
-            return _describe(problem or "it failed on another rank of this team"), 0
-        assert exchange is not None
-        try:
-            exchange.confirm()
-        except RuntimeError as error:
-            problem = str(error)
-        outcome = _VOID
-        try:
-            outcome = _COUNTS if point.decide(attendance.identity, problem is None) else _VOID
-        except RuntimeError as error:
-            outcome, problem = _UNKNOWN, problem or str(error)
-        outcome = self._ranks.largest(outcome)
-        if outcome == _COUNTS:
-            try:
-                exchange.confirm()  # nobody goes on, and ends with the store, before all know the decision
-            except RuntimeError:
-                point.disconnect()
-            return None, exchange.num_bytes
-        if outcome == _UNKNOWN:
-            self._pending = result
-        point.disconnect()
-        return _describe(problem or "another team has not finished"), 0
-
-    def _settle(self, attendance: Attendance) -> bool:
-        """Take over the result of an earlier meeting if another team knows that it counts."""
-        pending = self._pending
-        if pending is None or pending.attendance.identity not in {member.last for member in attendance.members}:
-            return False
-        pending.take_over()
-        return True
-
-    def _finite_deltas(self) -> torch.Tensor:
-        deltas = self._deltas()
-        if not self._ranks.all(bool(deltas.isfinite().all())):
-            self._give_up(
-                f"weights are not finite at step {self.num_steps}; the other teams go on, start it again to take over "
-                "their weights"
-            )
-        return deltas
-
-    def _deltas(self) -> torch.Tensor:
-        """Anchors minus weights of this rank's shares."""
-        weights = torch.empty_like(self._anchors)
-        self._weights.read(self._shares, weights)
-        return torch.sub(self._anchors, weights, out=weights)
-
-    def _stores(self, team: int, holders: tuple[int, ...]) -> bool:
-        return self.plan.regime == "backward" or team in holders
-
-    def _check_started(self, call: str) -> None:
-        if self._point is None:
-            raise RuntimeError(f"{call}: call team.start() first, after the model is wrapped and loaded")
-        if self.is_dense:
-            raise RuntimeError(f"{call} inside dense(): leave the context first, on all teams")
-
-    def _log(self, text: str, *, is_warning: bool = False) -> None:
-        if self._ranks.rank == 0:
-            logger.log(logging.WARNING if is_warning else logging.INFO, "team %d: %s", self.number, text)
-
-    def _log_meeting(self, call: str, attendance: Attendance, waited: float, exchanged: float, num_bytes: int) -> None:
-        joined = f", new: {listed(attendance.joined, limit=16)}" if attendance.joined else ""
-        text = (
-            f"{call}, version {self.version}, with teams {listed(attendance.teams, limit=16)}{joined}; waited "
-            f"{waited:.1f} s, sent {num_bytes:,} bytes in {exchanged:.1f} s"
-        )
-        self._log(text)
-        if (attendance.joined or attendance.teams != self.present) and self._ranks.rank == 0:
-            announce(f"{KEY}: team {self.number}: {text}", logger)
-        self.present, self.joined = attendance.teams, attendance.joined
-        self.seconds_waiting += waited
-        self.seconds_exchanging += exchanged
-        self.bytes_sent += num_bytes
-
-
-class _Result:
-    """What a meeting computes, which replaces the team's state if it counts."""
-
-    def __init__(self, team: Team, attendance: Attendance, deltas: torch.Tensor | None) -> None:
-        self._team, self.attendance = team, attendance
-        self._is_current = team.number in attendance.current
-        self._deltas = None
-        if attendance.averages and self._is_current:
-            self._deltas = team._deltas() if deltas is None else deltas
-        self._means = torch.zeros_like(team._anchors) if attendance.averages else None
-        holders = {share.holders for share in team._shares if share.offset is not None}
-        self._copies = any(attendance.copies(team.number, of) for of in holders)
-        self._anchors = team._anchors.clone() if self._copies else team._anchors
-        self._momentum = team._momentum.clone() if self._copies else team._momentum
-
-    def exchange(self, exchange: Exchange, bucket: list[Range]) -> None:
-        """Average a bucket, and copy it to teams that lack it."""
-        if self._means is not None:
-            exchange.average(bucket, self._deltas, self._means)
-        exchange.copy(bucket, lambda r: self._new(r)[0], self._anchors)
-        if len(self._team._momentum):
-            exchange.copy(bucket, lambda r: self._new(r)[1], self._momentum)
-
-    def take_over(self) -> None:
-        """Replace the team's anchors, momentum, version and weights."""
-        team = self._team
-        if self._means is not None and self._is_current:
-            for r in (r for bucket in buckets(team._shares) for r in bucket if r.offset is not None):
-                for vector, values in zip((self._anchors, self._momentum), self._new(r), strict=True):
-                    if len(vector):
-                        r.of(vector).copy_(values)
-        if team.version != NO_STATE and self._copies:
-            team._log(
-                f"missed meetings after version {team.version}: takes over version {self.attendance.next_version}, "
-                f"drops {team._steps_since} steps",
-                is_warning=True,
-            )
-        are_new = self.attendance.averages or not team._ranks.all(torch.equal(self._anchors, team._anchors))
-        team._anchors, team._momentum = self._anchors, self._momentum
-        if are_new:
-            team._weights.write(team._shares, team._anchors)
-            team._steps_since = 0
-        team.version = self.attendance.next_version
-        team._last, team._pending = self.attendance.next_last, None
-
-    def _new(self, r: Range) -> tuple[torch.Tensor, torch.Tensor]:
-        """New anchors and momentum of a range at its source, of buffers the means: torch's SGD with Nesterov."""
-        team, mu = self._team, self._team._settings.outer_momentum
-        anchors, momentum = r.of(team._anchors), r.of(team._momentum) if mu else team._momentum
-        if self._means is None:
-            return anchors, momentum
-        step = r.of(self._means)
-        if r.is_buffer:
-            return anchors - step, momentum
-        if mu:
-            momentum = momentum * mu + step
-            step = step + mu * momentum
-        return anchors - team._settings.outer_lr * step, momentum
-
-
-def _describe(error: str) -> str:
-    """The first sentence of an error, without places in sources."""
-    return re.sub(r"^\[\S*\] ", "", error.splitlines()[0]).split(". ")[0]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import sdp_deepspeed
-from sdp_deepspeed.teams import join, team
+from sdp_deepspeed.teams import join, participant
 from sdp_deepspeed.teams.exchange import Exchange
 from sdp_deepspeed.teams.meeting_point import MeetingPoint
 from tests.helpers.models import LENGTH, VOCABULARY, llama, loss_of
@@ -79,13 +79,13 @@ def assert_equal(folder: Path, numbers: range) -> None:
 # ---- killed, and back -----------------------------------------------------------------------------------------------
 
 PHASES: dict[str, tuple[Any, str]] = {
-    "before a meeting": (team.Team, "_finite_deltas"),
+    "before a meeting": (participant.Participant, "_finite_deltas"),
     "when it is here": (MeetingPoint, "connect"),
     "in the exchange": (Exchange, "average"),
     "in the second exchange": (Exchange, "copy"),
     "when it has finished": (Exchange, "confirm"),
     "before it decides": (MeetingPoint, "decide"),
-    "when it has decided": (team._Result, "take_over"),
+    "when it has decided": (participant.Result, "take_over"),
 }
 
 

@@ -96,6 +96,8 @@ OTHERS = {
     "_initializing": "of a module's spec: whether its import has begun and not ended",
     "_state_dict_hooks": "of a module of torchtitan (an example)",
     "_load_state_dict_pre_hooks": "the same",
+    "_globalstep_last_logged": "of Transformers' Trainer: a team that takes over weights goes on at their step",
+    "_initial_global_step": "the same",
     "_run_epoch": "of Transformers' Trainer, extended in launch/pretrain.py",
     "_save_checkpoint": "the same",
 }
