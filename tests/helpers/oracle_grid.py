@@ -49,11 +49,9 @@ ARCHITECTURES = (
     "llama_one_layer",
     "gpt2",  # tied embeddings, biases, Conv1D
     "gpt_neox_parallel",  # both branches read the same input
-    "phi3",  # fused projections
     "t5",  # two stacks, cross attention, a bias that the first layer computes for all
     "mixtral",  # experts
     "resnet_bottleneck",  # batch norms
-    "swin",
 )
 AXES: dict[str, tuple[Any, ...]] = {
     "model": ARCHITECTURES,
@@ -278,8 +276,7 @@ def why_not(case: Case) -> str | None:
         and case.strategy in ("neuron", "opposite"),
         "units, model: experts have a multiple of 4 neurons, a bottleneck has 3": case.units == "groups"
         and (is_resnet or case.model == "mixtral"),
-        "granularity, model: an image model's layers": case.granularity == "layer"
-        and (is_resnet or case.model == "swin"),
+        "granularity, model: an image model's layers": case.granularity == "layer" and is_resnet,
         # Rounding.
         "optimizer, precision: Adam turns signs of rounding into steps": case.precision != "fp32"
         and case.optimizer != "SGD",

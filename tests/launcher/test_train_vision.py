@@ -49,6 +49,7 @@ def command(folder: Path, output: str, steps: int, *overrides: str) -> list[str]
     return [PROGRAM, str(recipe), *settings, *overrides]
 
 
+@pytest.mark.slow  # tests/ranks/engine/test_images.py resumes, too, and test_pretrain.py a program
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     workers = "training.dataloader_num_workers=1"  # the launchers' signals reach them, too
     with Ranks(command(tmp_path, "stopped", 1_000_000, workers), tmp_path / "stopped.log") as ranks:

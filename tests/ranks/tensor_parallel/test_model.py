@@ -133,8 +133,6 @@ def test_mistakes_are_named(rank: Rank) -> None:
     refusal(ValueError, lambda: start(uneven.build(), stage=2), "'lm_head.weight' evenly", "the vocabulary")
     for name, reason in (
         ("cohere", "does not divide model.layers.0.self_attn.q_norm.weight along its neurons or heads"),
-        ("falcon_multi_query", "depend on each other"),
-        ("modernbert", "does not divide model.layers.0.attn.Wqkv.weight"),
         ("stablelm_head_norms", "depend on each other"),  # DeepSpeed trains it, and its ranks drift apart
     ):
         words = ("AutoTP would change what", "0.attention'", reason)
