@@ -87,8 +87,6 @@ DEEPSPEED = {
     "_is_gradient_accumulation_boundary": "whether the caller sets the boundary",
 }
 OTHERS = {
-    "_globalstep_last_logged": "Trainer's step from which the mean of losses is taken, moved when a team comes back ahead",
-    "_initial_global_step": "the step from which it counts its speed, moved with it",
     "_experts_implementation": "of a Transformers config: grouped products of experts",
     "_gradient_checkpointing_func": "of a Transformers layer: whether checkpointing is reentrant",
     "_keys_to_ignore_on_load_unexpected": "of a Transformers model: keys of a file that it does not have",
