@@ -150,7 +150,12 @@ class TeamEngine(DeepSpeedEngine):
         return super().save_checkpoint(save_dir, tag, *arguments, **options)
 
     def load_checkpoint(self, load_dir: str, *arguments: Any, **options: Any) -> Any:
-        """Load DeepSpeed's checkpoint and the team's state. Without it, the team takes the others' weights over."""
+        """Load DeepSpeed's checkpoint and the team's state, before the first step. Without that state, the team takes
+        the others' weights over."""
+        if self.team.has_started:
+            raise RuntimeError(
+                "load_checkpoint: the team trains already; load before the first step, with a new engine"
+            )
         path, client_state = super().load_checkpoint(load_dir, *arguments, **options)
         if path is not None and (file := _state_file(Path(path).parent)).is_file():
             self.team.load_state_dict(torch.load(file, map_location="cpu"))

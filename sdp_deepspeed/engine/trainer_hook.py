@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from math import prod
@@ -110,6 +111,12 @@ def _patch_config() -> None:
         from sdp_deepspeed.messages import KEY
         from sdp_deepspeed.schedule import fill_total_steps, never_begins
 
+        block = self.config.get(KEY)
+        if isinstance(block, Mapping) and block.get("local_steps") and getattr(args, "load_best_model_at_end", False):
+            raise ValueError(
+                f"load_best_model_at_end: got True, but with {KEY}.local_steps a checkpoint is loaded before the start "
+                "only; set it to False, and load what the best checkpoint's folder has"
+            )
         if vars(self).get("sdp_fills_total_steps"):  # a Trainer may train again, with another number of steps
             self.config[KEY].pop("total_steps", None)
         self.sdp_fills_total_steps = fill_total_steps(self.config, num_training_steps)

@@ -65,6 +65,8 @@ def resume(place: Place, stages: list[int], lighthouses: list[str]) -> None:
         train(place, engine, range(SAVED_AFTER))
         folder = place.folder / f"team-{place.team}-{stage}"
         engine.save_checkpoint(str(folder))
+        with pytest.raises(RuntimeError, match="load before the first step"):
+            engine.load_checkpoint(str(folder))
         evaluate(engine)
         train(place, engine, range(SAVED_AFTER, STEPS))
         expected = engine.team.dense_state_dict()

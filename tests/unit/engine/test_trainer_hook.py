@@ -57,6 +57,12 @@ def test_a_phase_that_the_trainer_never_reaches_is_told_once() -> None:
         finalized(config_of(block), 8)
 
 
+def test_teams_cannot_go_back_to_the_best_checkpoint() -> None:
+    config = config_of({"coverage": 0.5, "local_steps": {"teams": 2, "every": 2}})
+    with pytest.raises(ValueError, match="load_best_model_at_end: got True"):
+        config.trainer_config_finalize(SimpleNamespace(load_best_model_at_end=True), None, 7)
+
+
 class SubnetworkEngine:
     """The name is what it is known by."""
 
