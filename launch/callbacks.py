@@ -64,7 +64,14 @@ def _outlive_a_stop(worker: int, then: Callable[[int], None] | None) -> None:
 
 
 class StopTogether(TrainerCallback):
-    """When one rank is asked to stop, all ranks finish the step, save, and stop."""
+    """When one rank is asked to stop, all ranks finish the step, save, and stop.
+
+    Args:
+        saves: whether they save. All teams save together, so one that stops alone does not.
+    """
+
+    def __init__(self, *, saves: bool = True) -> None:
+        self.saves = saves
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
         self.signal = StopSignal(args.device)
@@ -78,5 +85,5 @@ class StopTogether(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.signal.on_any_rank():
-            control.should_save = control.should_training_stop = True
+            control.should_save, control.should_training_stop = self.saves, True
             control.should_evaluate = False  # launchers kill ranks after half a minute

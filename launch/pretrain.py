@@ -21,7 +21,7 @@ import sdp_deepspeed  # noqa: F401  # makes DeepSpeed honor the block
 from callbacks import StopTogether
 from data import Blocks, Data, Stream, collate, load_blocks
 from output_folder import check_resumable, hold, last_checkpoint
-from recipe import Recipe, fail, initialization, model_config, read_recipe, section_of, training_arguments
+from recipe import Recipe, fail, initialization, model_config, own_part, read_recipe, section_of, training_arguments
 from sdp_deepspeed.config import parse
 
 SECTIONS = ("model", "data", "training", "deepspeed")
@@ -99,6 +99,7 @@ def build_trainer(recipe: Recipe) -> ResumableTrainer:
     hold(args.output_dir)
     with args.main_process_first(local=args.save_on_each_node, desc="preparing the data"):
         blocks = prepare(data, args.seed, args.output_dir)
+    blocks.train = own_part(recipe, blocks.train)
     if data.streaming:
         args.ignore_data_skip = True  # the stream restores its own position
         if args.max_steps <= 0:
@@ -115,7 +116,7 @@ def build_trainer(recipe: Recipe) -> ResumableTrainer:
         train_dataset=blocks.train,
         eval_dataset=blocks.validation,
         processing_class=blocks.tokenizer,
-        callbacks=[StopTogether()],
+        callbacks=[StopTogether(saves=recipe.num_teams is None)],
     )
 
 
@@ -123,13 +124,17 @@ def run(trainer: ResumableTrainer) -> None:
     """Train from the last checkpoint, then evaluate and export the dense model; a finished run only does the latter."""
     args, checkpoint = trainer.args, last_checkpoint(trainer.args.output_dir)
     if checkpoint is not None:
-        check_resumable(checkpoint, has_subnetworks=parse(args.deepspeed or {}) is not None)
+        block = parse(args.deepspeed or {})  # checkpoints of teams are plain DeepSpeed's
+        check_resumable(checkpoint, has_subnetworks=block is not None and block.local_steps is None)
     if checkpoint is not None and isinstance(trainer, StreamTrainer):
         try:
             trainer.stream.load(checkpoint)
         except ValueError as error:
             fail(error)
     trainer.train(resume_from_checkpoint=checkpoint)
+    team = getattr(trainer.model_wrapped, "team", None)
+    if team is not None and not team.has_started:  # the run had finished
+        team.start()
     state = trainer.state
     if state.global_step >= state.max_steps:
         if checkpoint is not None and checkpoint.endswith(f"-{state.global_step}") and trainer.is_world_process_zero():
@@ -139,6 +144,8 @@ def run(trainer: ResumableTrainer) -> None:
         trainer.save_model(os.path.join(args.output_dir, "hf"))
     elif trainer.is_world_process_zero():
         print(f"stopped after step {state.global_step}; the same command resumes the run", flush=True)
+    if team is not None:
+        team.leave()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import torch
+from datasets import Dataset, IterableDataset
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import TypeAdapter, ValidationError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, TrainingArguments
@@ -27,8 +28,10 @@ from transformers.utils import is_timm_available
 import sdp_deepspeed
 from sdp_deepspeed import recipe as recipes
 from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.teams.join import NUMBER
 
 Kind = TypeVar("Kind")
+Rows = TypeVar("Rows", Dataset, IterableDataset)
 
 
 @dataclass
@@ -51,6 +54,16 @@ class Recipe:
     deepspeed: dict[str, Any] | None
     block: dict[str, Any]
     prepare_only: bool
+
+    @property
+    def has_subnetworks(self) -> bool:
+        return bool(self.block) and bool(self.block.get("enabled", True))
+
+    @property
+    def num_teams(self) -> int | None:
+        """K of `local_steps`; None without teams."""
+        steps = self.block.get("local_steps") if self.has_subnetworks else None
+        return None if steps is None else int(steps["teams"])
 
 
 def fail(message: object) -> NoReturn:
@@ -117,15 +130,31 @@ def training_arguments(recipe: Recipe, **defaults: Any) -> TrainingArguments:
     values = {"use_cpu": use_cpu, "data_seed": recipe.training.get("seed", 42)} | defaults
     if recipe.training.get("enable_jit_checkpoint"):
         fail("training.enable_jit_checkpoint: not supported; remove it, since SIGTERM saves a checkpoint anyway")
-    return section_of(TrainingArguments, values | recipe.training, "training", deepspeed=recipe.deepspeed)
+    values |= recipe.training
+    if recipe.num_teams is not None:
+        values["output_dir"] = f"{values.get('output_dir', 'trainer_output')}/team{_team_number()}"
+    return section_of(TrainingArguments, values, "training", deepspeed=recipe.deepspeed)
+
+
+def own_part(recipe: Recipe, rows: Rows) -> Rows:
+    """This team's part of a dataset; without teams all of it."""
+    if recipe.num_teams is None:
+        return rows
+    return rows.shard(num_shards=recipe.num_teams, index=_team_number())
+
+
+def _team_number() -> int:
+    given = os.environ.get(NUMBER, "")
+    if not given.isdecimal():
+        fail(f"{NUMBER}: got {given!r}, expected the number of this team; `sdp teams` sets it")
+    return int(given)
 
 
 def initialization(recipe: Recipe) -> AbstractContextManager[None]:
     """Context in which the model of a run is built: `Init` for subnetworks, so that no rank holds the whole model, and
-    output projections start smaller (`branch_scale`). AutoTP divides initialized weights."""
-    has_subnetworks = bool(recipe.block) and recipe.block.get("enabled", True)
-    is_divided = "tensor_parallel" in (recipe.deepspeed or {})
-    return sdp_deepspeed.Init() if has_subnetworks and not is_divided else nullcontext()
+    output projections start smaller (`branch_scale`). AutoTP divides initialized weights, and teams reduce them."""
+    needs_weights = "tensor_parallel" in (recipe.deepspeed or {}) or recipe.num_teams is not None
+    return sdp_deepspeed.Init() if recipe.has_subnetworks and not needs_weights else nullcontext()
 
 
 def model_config(recipe: Recipe, **defaults: Any) -> PretrainedConfig:

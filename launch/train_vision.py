@@ -29,7 +29,7 @@ from callbacks import StopTogether
 from output_folder import hold
 from pretrain import SECTIONS, ResumableTrainer, run
 from published_images import PUBLISHED, load_published
-from recipe import Recipe, fail, initialization, model_config, read_recipe, section_of, training_arguments
+from recipe import Recipe, fail, initialization, model_config, own_part, read_recipe, section_of, training_arguments
 
 STATISTICS_BATCHES = 16  # batches per rank to estimate the batch norm statistics of the dense model
 
@@ -199,12 +199,12 @@ def build_trainer(recipe: Recipe) -> VisionTrainer:
     return VisionTrainer(
         model,
         args,
-        train_dataset=Pixels(train, data, args.seed),
+        train_dataset=Pixels(own_part(recipe, train), data, args.seed),
         eval_dataset=Pixels(test, data, args.seed),
         processing_class=data.processor(),
         compute_metrics=top1,
         preprocess_logits_for_metrics=lambda logits, _: logits.argmax(-1),
-        callbacks=[StopTogether()],
+        callbacks=[StopTogether(saves=recipe.num_teams is None)],
     )
 
 

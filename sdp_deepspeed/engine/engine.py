@@ -313,7 +313,7 @@ class SubnetworkEngine(DeepSpeedEngine):
         """
         self._refuse_dense("backward")
         self._check_parameters()
-        if self.optimizer.sharded.stage == 2 and self.block.local_steps is None:
+        if self.optimizer.sharded.stage == 2:
             self._barrier.record_step()
         self._step_events.note(loss, is_share=not scale_wrt_gas)
         return super().backward(loss, retain_graph, scale_wrt_gas, **options)

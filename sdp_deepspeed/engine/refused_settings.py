@@ -66,7 +66,12 @@ def _is_nvme(value: Any) -> bool:
 
 
 REFUSED = (
-    Refusal("zero_optimization.stage", "3", lambda stage: stage == 3, "use stage 1 or 2, or FSDP2; teams have it"),
+    Refusal(
+        "zero_optimization.stage",
+        "3",
+        lambda stage: stage == 3,
+        "use stage 1 or 2, or FSDP2; teams run at stage 3, too",
+    ),
     Refusal("zero_optimization.offload_optimizer", "NVMe", _is_nvme, 'use the device "cpu"'),
     Refusal("zero_optimization.zenflow", "on", _is_on, "it steps parts of a gradient on its own; remove the key"),
     Refusal("bf16.bf16_master_weights_and_grads", "true", _is_on, _MASTERS),

@@ -207,8 +207,8 @@ class DeepSpeedRun:
         counts: dict[int, list[int]] = {}
         for bucket in self.buckets if self.is_backward else []:
             ranks = counts.setdefault(bucket.depth_range, [0] * self.num_ranks)
-            for rank in bucket.senders:
-                ranks[rank] += bucket.size // len(bucket.senders)
+            for rank in bucket.owners:
+                ranks[rank] += bucket.size // len(bucket.owners)
         return [max(ranks) for ranks in counts.values()]
 
     def _sent(self, held: Sequence[BucketLayout], rank: int) -> int:
@@ -232,13 +232,13 @@ class DeepSpeedRun:
             sent = (self.num_ranks - 1) * sum(self._returned) * precision.weights
         for bucket in self.buckets:
             if leaves(bucket.holders, node):
-                sent += (bucket.size - bucket.size // bucket.num_shards) * per_element
+                sent += (bucket.size - bucket.size // len(bucket.owners)) * per_element
         return sent
 
 
 def shard_elements(bucket: BucketLayout, rank: int) -> int:
     """Elements of a rank's shard, with padding; 0 if it holds nothing of the bucket."""
-    return bucket.size // bucket.num_shards if rank in bucket.holders else 0
+    return bucket.size // len(bucket.owners) if rank in bucket.holders else 0
 
 
 def plain_deepspeed_estimate(tensors: Sequence[TensorInfo], setup: DeepSpeedSetup, *, num_ranks: int) -> RankEstimate:

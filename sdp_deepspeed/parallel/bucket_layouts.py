@@ -50,7 +50,7 @@ class BucketLayout:
 
     Args:
         depth_range: 0 for the last layers, whose gradients are ready first.
-        holders: data-parallel indices. Each owns a shard, at its position.
+        holders: data-parallel indices.
         param_group: index of the optimizer's param group.
         dtype: dtype of the weights.
         is_cut: whether the slices are parts of cut tensors, not whole tensors.
@@ -80,24 +80,20 @@ class BucketLayout:
         return last.start + last.num_elements
 
     @property
-    def num_shards(self) -> int:
-        return len(self.senders)
-
-    @property
-    def senders(self) -> Holders:
-        """Ranks that send equal parts of the weights to all ranks in the backward regime."""
+    def owners(self) -> Holders:
+        """The holder that owns each shard."""
         return self.holders if self.stepping_position is None else (self.holders[self.stepping_position],)
 
     @cached_property
     def size(self) -> int:
         """Elements of the flat buffer: `num_elements`, padded with zeros to equal shards."""
-        return -(-self.num_elements // self.num_shards) * self.num_shards
+        return -(-self.num_elements // len(self.owners)) * len(self.owners)
 
     def shard_range(self, position: int) -> tuple[int, int]:
         """Range of elements that the holder at `position` owns, including padding."""
         if self.stepping_position is not None:
             return 0, self.size if position == self.stepping_position else 0
-        size = self.size // self.num_shards
+        size = self.size // len(self.owners)
         return position * size, (position + 1) * size
 
     def owned(self, position: int) -> Iterator[tuple[Slice, int, int]]:

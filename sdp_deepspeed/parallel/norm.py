@@ -16,11 +16,7 @@ import torch
 import torch.distributed as dist
 
 
-def gradient_norm(
-    owned: Sequence[torch.Tensor],
-    device: torch.device,
-    norm_type: float = 2.0,
-) -> torch.Tensor:
+def gradient_norm(owned: Sequence[torch.Tensor], device: torch.device, norm_type: float = 2.0) -> torch.Tensor:
     """Norm over all ranks; collective.
 
     Args:

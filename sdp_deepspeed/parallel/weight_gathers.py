@@ -16,13 +16,13 @@ from sdp_deepspeed.units import Piece
 
 
 class Span(NamedTuple):
-    """Consecutive parts of a bucket at the same offset in the messages of consecutive ranks, which one copy stores.
+    """Consecutive shards of a bucket at the same offset in the messages of consecutive ranks, which one copy stores.
 
     Args:
-        position: position of the first part in the bucket.
+        position: position of the first shard in the bucket.
         rank: the first rank.
         length: number of ranks.
-        start: offset of the part in the message of its rank.
+        start: offset of the shard in the message of its rank.
     """
 
     position: int
@@ -33,12 +33,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class GatheredRange:
-    """Buckets whose weights are gathered together. Each rank sends its parts (`BucketLayout.senders`), padded to the
-    largest count.
+    """Buckets whose weights are gathered together. Each rank sends its shards, padded to the largest count.
 
     Args:
         spans: spans of each bucket.
-        starts: offset of this rank's part of each bucket in its message.
+        starts: offset of this rank's shard of each bucket in its message.
         size: number of elements that each rank sends.
     """
 
@@ -59,21 +58,20 @@ class GatheredRange:
         received = torch.empty(group.size * self.size, dtype=first.layout.dtype, device=first.device)
         by_rank = received.view(group.size, -1)
         for bucket, start in zip(self.buckets, self.starts, strict=True):
-            senders = bucket.layout.senders
-            if group.position in senders:
+            if group.position in bucket.layout.owners:
                 bucket.allocate_weights(reuse_gradients=reuse_gradients)
                 bucket.shard_to_weights()
                 assert bucket.weights is not None
-                part = bucket.weights.view(len(senders), -1)[senders.index(group.position)]
-                by_rank[group.position, start : start + part.numel()].copy_(part)
+                shard = bucket.shard_of(bucket.weights)
+                by_rank[group.position, start : start + shard.numel()].copy_(shard)
         groups.all_gather([received], [by_rank[group.position]], [group])
         for bucket, spans in zip(self.buckets, self.spans, strict=True):
             bucket.allocate_weights(reuse_gradients=reuse_gradients)
             assert bucket.weights is not None
-            parts = bucket.weights.view(len(bucket.layout.senders), -1)
+            shards = bucket.weights.view(len(bucket.layout.owners), -1)
             for position, rank, length, start in spans:
-                values = by_rank[rank : rank + length, start : start + parts.shape[1]]
-                parts[position : position + length].copy_(values)
+                values = by_rank[rank : rank + length, start : start + shards.shape[1]]
+                shards[position : position + length].copy_(values)
             bucket.weights_to_module(view)
             bucket.drop_weights()
 
@@ -98,12 +96,12 @@ def _plan_range(buckets: Sequence[Bucket], num_ranks: int, rank: int) -> Gathere
         layout = bucket.layout
         starts.append(counts[rank])
         spans: list[Span] = []
-        for position, sender in enumerate(layout.senders):
+        for position, owner in enumerate(layout.owners):
             last = spans[-1] if spans else None
-            if last is not None and last.rank + last.length == sender and last.start == counts[sender]:
+            if last is not None and last.rank + last.length == owner and last.start == counts[owner]:
                 spans[-1] = last._replace(length=last.length + 1)
             else:
-                spans.append(Span(position, sender, 1, counts[sender]))
-            counts[sender] += layout.size // len(layout.senders)
+                spans.append(Span(position, owner, 1, counts[owner]))
+            counts[owner] += layout.size // len(layout.owners)
         spans_of_buckets.append(spans)
     return GatheredRange(buckets, spans_of_buckets, starts, max(counts))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from tests.helpers.repository import ROOT
 
@@ -68,12 +73,55 @@ def test_a_team_whose_rank_is_killed_ends_and_the_others_go_on(tmp_path: Path) -
     assert "sdp teams: team 0 ended with 0" in lines
 
 
+def test_the_example(tmp_path: Path) -> None:
+    lines = teams(["launch/examples/with_teams.py", str(tmp_path), "--teams", "2", "--steps", "10"])
+    losses = {line.rpartition(": ")[2] for line in lines if "loss of the dense model: " in line}
+    assert len(losses) == 1, "of both teams"
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    rows = torch.tensor(list(Path(argparse.__file__).read_bytes())).split(64)[-9:-1]
+    ids = torch.stack(rows)
+    with torch.no_grad():
+        assert f"{model(input_ids=ids, labels=ids).loss.item():.4f}" in losses
+
+
+@pytest.mark.slow  # ranks/teams has what the Trainer does with teams
+def test_a_recipe(tmp_path: Path) -> None:
+    """Each team has a folder, and its part of the data; evaluations are of the same model. A finished run, given once
+    more, exports the same."""
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": f"{n} to {n * n % 97}"}) + "\n" for n in range(4000))
+    )
+    sources = f"data.sources=[{{path: json, data_files: {tmp_path / 'text.jsonl'}}}]"
+    block = "sdp={coverage: 1.0, local_steps: {teams: 2, every: 2}}"
+    sizes = ["model.num_hidden_layers=2", "model.hidden_size=32", "data.vocab_size=300", "data.sequence_length=32"]
+    training = [f"training.{key}" for key in ("max_steps=4", "logging_steps=1", f"output_dir={tmp_path / 'run'}")]
+    command = ["launch/pretrain.py", "configs/recipes/quickstart.yaml", sources, block, *sizes, *training]
+    exported = []
+    for _ in range(2):
+        teams(command)
+        folders = [tmp_path / "run" / f"team{number}" for number in range(2)]
+        found = [json.loads((folder / "eval_results.json").read_text())["eval_loss"] for folder in folders]
+        assert found[0] == pytest.approx(found[1], rel=1e-6)
+        exported += [(folder / "hf/model.safetensors").read_bytes() for folder in folders]
+    assert len(set(exported)) == 1
+    histories = [
+        json.loads((folder / "checkpoint-4/trainer_state.json").read_text())["log_history"] for folder in folders
+    ]
+    losses = [[logs["subnetwork_loss"] for logs in history if "subnetwork_loss" in logs] for history in histories]
+    assert losses[0] != losses[1]
+
+
 def run_teams(folder: Path, script: str) -> set[str]:
     """Run a program as two teams of two ranks, of which one fails; the lines that were printed."""
-    pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
     (folder / "train.py").write_text(script)
-    command = [sys.executable, "-m", "sdp_deepspeed", "teams", "2", "--nproc-per-node", "2", "--"]
-    command += [str(folder / "train.py"), "--flag"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 1, done.stderr
-    return set(done.stdout.splitlines())
+    return set(teams([str(folder / "train.py"), "--flag"], "--nproc-per-node", "2", code=1))
+
+
+def teams(command: list[str], *options: str, code: int = 0) -> list[str]:
+    """Run a program as two teams, on CPUs; the lines that were printed."""
+    pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "sdp_deepspeed", "teams", "2", *options, "--", *command]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == code, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout.splitlines()
