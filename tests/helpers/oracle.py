@@ -354,7 +354,11 @@ def norm_tolerance(case: Case, step: int) -> float:
     wire and between micro-steps, at most 2**-8 of each element, thrice with three micro-steps. After the first step
     weights may have rounded the other way as well, which is allowed as much again: fp32 lies between the two. Where
     batch norms have few numbers, gradients in bf16 are off by a tenth, in two halves by a fifth (seen beside fp32), and
-    their norm by less than a quarter of that."""
+    their norm by less than a quarter of that. A gated delta net amplifies rounding: weights of Qwen3-Next that are off
+    by one unit in the last place change the norm by 6e-6, those of Mixtral by 2e-7. In the third step it is off by
+    8e-5, while in fp64 a subnetwork is the zeroed model to 1e-14."""
+    if case.precision == "fp32" and case.model == "qwen3_next":
+        return 2e-4
     if case.precision != "fp32" and case.model.startswith("resnet"):
         return 0.05
     if is_exact(case):
@@ -388,6 +392,8 @@ def drift(case: Case) -> float:
     nothing is rounded otherwise a tenth of one rounding is left, for single weights that round the other way later.
     """
     if case.precision == "fp32":
+        if case.model == "qwen3_next":  # norm_tolerance
+            return 2e-4
         is_multiplied = case.branch_scale == "training" and 2 * case.holders < case.num_subnetworks
         return 1e-4 if (case.tensor_parallel > 1 or is_multiplied) and case.optimizer == "AdamW" else 1e-5
     return (0.1 if is_exact(case) else 20 if case.model == "t5" else 4) * rounding(case)

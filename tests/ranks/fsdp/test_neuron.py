@@ -57,6 +57,7 @@ def checkpointed(model: Any) -> None:
         slow(3, "gpt2", TWO_OF_THREE | {"neuron_groups": 5}, {}),
         (3, "mixtral", TWO_OF_THREE, {}),
         slow(3, "resnet", TWO_OF_THREE, {}),
+        slow(3, "qwen3_next", TWO_OF_THREE, SGD),
         (4, "qwen3", THREE_OF_FOUR, {"prepare": checkpointed}),
         (4, "gpt2", BY_DEPTH | {"branch_scale": "none"}, SGD),
         (4, "llama", NEURON | {"subnetworks": 2}, SGD),
