@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
@@ -106,16 +107,20 @@ def dense_buffers(model: nn.Module, plan: Plan, buffers: Sequence[dict[str, torc
 
 
 @torch.no_grad()
-def scale_branches(worker: nn.Module, plan: Plan, subnetwork: int) -> list[tuple[Piece, float]]:
+def scale_branches(
+    worker: nn.Module, plan: Plan, subnetwork: int, branches: Sequence[LocatedBranch]
+) -> list[tuple[Piece, float]]:
     """Multiply what each unit of `subnetwork` adds to the residual stream by 1 / C, in a copy of the model.
 
     The end of a block gets a hook. Of neurons, heads and channels the weights of the output projection are multiplied,
     in place.
 
+    Args:
+        branches: of the model.
+
     Returns:
         The multiplied pieces and their factors, which the chain rule applies to their gradients, too.
     """
-    branches = proven_branches(worker, plan.strategy)
     weights = {tensor.parameter: tensor.dim for b in branches for tensor in b.cut_tensors if tensor.cut.is_output}
     multiplied = []
     for index, unit in enumerate(plan.units):
@@ -173,7 +178,9 @@ def local_gradients(
                 buffer.copy_(buffers[name])
     if plan.regime == "forward":
         zero_absent(worker, plan, subnetwork)
-    multiplied = scale_branches(worker, plan, subnetwork) if plan.regime == "forward" and is_scaled else []
+    multiplied: list[tuple[Piece, float]] = []
+    if plan.regime == "forward" and is_scaled:
+        multiplied = scale_branches(worker, plan, subnetwork, proven_branches(model, plan.strategy))
     losses = []
     sums: dict[str, torch.Tensor] = {}
     for batch in micro_batches:

@@ -143,7 +143,9 @@ def assert_masked(
         inputs: of the model, beside tokens and labels.
     """
     expected_model = expected_of(dense, plan, rank)
-    multiplied = scale_branches(expected_model, plan, rank) if is_scaled and plan.regime == "forward" else []
+    multiplied: list[Any] = []
+    if is_scaled and plan.regime == "forward":
+        multiplied = scale_branches(expected_model, plan, rank, proven_branches(dense, plan.strategy))
     expected_loss, expected_logits, expected = run(expected_model, **inputs)
     for piece, factor in multiplied:
         if piece.parameter in expected:

@@ -11,10 +11,8 @@ LOW = ("bf16", "bf16+fp32", "autocast", "fp16")
 # of is held by one.
 IMPOSSIBLE = {
     ("model", "strategy"): {("resnet_bottleneck", "mixed"), ("resnet_bottleneck", "opposite")},
-    ("model", "granularity"): {("llama_one_layer", "layer"), ("resnet_bottleneck", "layer"), ("swin", "layer")},
-    ("model", "tensor_parallel"): {
-        (name, 2) for name in ("llama_odd", "gpt2", "phi3", "mixtral", "resnet_bottleneck", "swin")
-    },
+    ("model", "granularity"): {("llama_one_layer", "layer"), ("resnet_bottleneck", "layer")},
+    ("model", "tensor_parallel"): {(name, 2) for name in ("llama_odd", "gpt2", "mixtral", "resnet_bottleneck")},
     ("model", "rules"): {("llama_one_layer", "depth"), ("resnet_bottleneck", "parts")},
     ("model", "units"): {
         ("resnet_bottleneck", "shared"),
@@ -24,7 +22,7 @@ IMPOSSIBLE = {
     },
     ("model", "precision"): {(name, precision) for name in ("mixtral", "resnet_bottleneck") for precision in LOW},
     ("model", "wire"): {("mixtral", "fp32"), ("resnet_bottleneck", "fp32")},
-    ("model", "optimizer"): {("swin", "AdamW"), ("resnet_bottleneck", "AdamW")},
+    ("model", "optimizer"): {("resnet_bottleneck", "AdamW")},
     ("model", "checkpointing"): {("resnet_bottleneck", "reentrant"), ("resnet_bottleneck", "non-reentrant")},
     ("strategy", "granularity"): {(name, "layer") for name in ("neuron", "mixed", "opposite")},
     ("strategy", "units"): {("block", "groups"), ("mixed", "groups"), ("mixed", "mlp"), ("opposite", "mlp")},
@@ -60,7 +58,7 @@ def test_every_pair_of_settings_is_in_the_sample() -> None:
 
 def test_the_sample_is_small_and_its_names_tell_cases_apart() -> None:
     """Its size decides how long the gate takes."""
-    assert len(sample()) <= 75
+    assert len(sample()) <= 60
     assert all(map(possible, grid()))
     assert len({(case.ranks, str(case)) for case in cases(full=True)}) == len(cases(full=True))
 
