@@ -1,11 +1,13 @@
-"""Commands and JSON in README.md and docs/guide.md: `sdp` runs as printed; what needs a network, a GPU for each rank or
+"""Commands in README.md and docs/guide.md: `sdp` runs as printed; what needs a network, a GPU for each rank or
 several nodes is parsed as its launcher and program do."""
 
 from __future__ import annotations
 
-import json
+import os
 import shlex
+import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +22,9 @@ from transformers import LlamaConfig
 import sdp_deepspeed.recipe
 from recipe import read_recipe
 from sdp_deepspeed.cli import main
-from sdp_deepspeed.config import KEY, parse
-from tests.helpers.documents import Block, blocks_of
+from sdp_deepspeed.config import KEY
+from sdp_deepspeed.teams.join import LIGHTHOUSE, NUMBER
+from tests.helpers.documents import blocks_of
 from tests.helpers.repository import ROOT
 
 COMMANDS = {
@@ -45,10 +48,21 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
 def test_a_command(words: list[str]) -> None:
+    if words[0] == "export" or "=" in words[0]:  # variables of teams, before a command or by themselves
+        variable, *words = words[words[0] == "export" :]
+        assert variable.partition("=")[0] in (NUMBER, LIGHTHOUSE, "RUST_LOG")
+    if not words:
+        return
     if words[0] == "sdp":
         assert main(words[1:]) == 0
     elif words[:2] == ["pip", "install"]:
         check_requirements([word for word in words[2:] if not word.startswith("--")])
+    elif words[0] == "torchft_lighthouse":
+        program = shutil.which(words[0], path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        if program is None:
+            pytest.skip("torchft is not installed")
+        known = subprocess.run([program, "--help"], check=True, timeout=60, capture_output=True, text=True).stdout
+        assert all(word in known for word in words if word.startswith("--"))
     elif words[0] == "bash":
         subprocess.run(["bash", "-n", *words[1:]], check=True, timeout=60)
     else:
@@ -84,8 +98,3 @@ def check_program(words: list[str]) -> None:
     given = ["configs/recipes/llama_134m.yaml" if word == "RECIPE" else word for word in given]
     host = KEY if path.endswith("fsdp2.py") else "deepspeed"
     assert read_recipe("", ("model", "data", "training", host), given).model
-
-
-@pytest.mark.parametrize("block", blocks_of("json"), ids=lambda block: block.name)
-def test_json_is_a_part_of_a_config(block: Block) -> None:
-    assert parse(json.loads(f"{{{block.text}}}")) is not None
