@@ -29,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 import sdp_deepspeed  # noqa: F401  (installs the import hook)
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.reference.virtual_workers import LossScale, Reference, pieces_with_holders
 from tests.helpers import models
 from tests.helpers.expected_flops import dense_flops, worker_flops
@@ -142,7 +143,10 @@ def check_case(case: Case, rank: Rank, **block: Any) -> None:
         block: keys of the config block, over the case's own.
     """
     model = case.specimen.build()
-    dense = deepcopy(model).to(DTYPES.get(case.precision, torch.float32))
+    dense = deepcopy(model)
+    for built in (model, dense):  # as ranks know it (known_branches.py): casts and checkpointing would be derived anew
+        proven_branches(built, "neuron")
+    dense.to(DTYPES.get(case.precision, torch.float32))
     checkpoint(case, model)
     with on_nodes(case, rank):
         engine = start(case, model, **({"check_agreement": True} | block))

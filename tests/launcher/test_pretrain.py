@@ -115,8 +115,8 @@ def stop_launcher(launcher: str, start: list[str], folder: Path, size: int) -> N
 @pytest.mark.parametrize(
     ("stop", "streaming", "size"),
     [
-        (partial(stop_launcher, "deepspeed"), False, 2),
-        (stop_one_rank, True, 2),  # test_train_vision.py has the same with mapped data
+        pytest.param(partial(stop_launcher, "deepspeed"), False, 2, marks=pytest.mark.slow),
+        (stop_one_rank, True, 2),  # test_pretrain_fsdp2.py has mapped data
         pytest.param(partial(stop_launcher, "torchrun"), True, 2, marks=pytest.mark.slow),
         pytest.param(stop_one_rank, False, 4, marks=pytest.mark.slow),
         pytest.param(stop_one_rank, True, 4, marks=pytest.mark.slow),
