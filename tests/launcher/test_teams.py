@@ -73,7 +73,6 @@ def test_a_team_whose_rank_is_killed_ends_and_the_others_go_on(tmp_path: Path) -
     assert "sdp teams: team 0 ended with 0" in lines
 
 
-@pytest.mark.slow  # test_documents.py runs it, too
 def test_the_example(tmp_path: Path) -> None:
     lines = teams(["launch/examples/with_teams.py", str(tmp_path), "--teams", "2", "--steps", "10"])
     losses = {line.rpartition(": ")[2] for line in lines if "loss of the dense model: " in line}
