@@ -13,6 +13,7 @@ from sdp_deepspeed.plan.plan import Plan
 
 START = "start"  # the call that takes part in a meeting of any kind
 STEP = "step"  # the call after which weights are averaged
+SAVE = "save_pretrained"  # the call after which one team has the dense model; after others each team has
 NO_STATE = -1  # version of a team that has no anchors yet
 
 Teams = tuple[int, ...]  # ascending
@@ -28,6 +29,7 @@ class Member:
         last: identity of the meeting that its anchors are of.
         pending: identity of a meeting that it has finished without knowing whether it counts, or "".
         call: name of the call that all teams make together, or `START`.
+        steps_since: optimizer steps since the meeting that its anchors are of.
         attempts: meetings that the team has tried.
         group: identity of the process group that it has from the last meeting, or "".
         store: "host:port" of the store in its rank 0.
@@ -41,6 +43,7 @@ class Member:
     last: str
     pending: str
     call: str
+    steps_since: int
     attempts: int
     group: str
     store: str
@@ -53,7 +56,7 @@ class Member:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Member:
         """Facts of a team, which may have another version of this package."""
-        return cls(**{field.name: data.get(field.name, {}) for field in fields(cls)})
+        return cls(**{field.name: data.get(field.name, {} if field.name == "agreed" else "") for field in fields(cls)})
 
 
 class Refused(RuntimeError):
@@ -106,6 +109,25 @@ class Attendance:
     def averages(self) -> bool:
         """Whether weights are averaged."""
         return self.call == STEP
+
+    @property
+    def receivers(self) -> Teams:
+        """Teams that fetch the dense model: those that make the call, or the first of them."""
+        if self.call in (START, STEP):
+            return ()
+        callers = tuple(member.team for member in self.members if member.call == self.call)
+        return callers[:1] if self.call == SAVE else callers
+
+    @property
+    def next_steps_since(self) -> int:
+        """Steps since the last meeting, at which teams go on that start or take anchors over: those of the others."""
+        if self.averages:
+            return 0
+        return max(member.steps_since for member in self.members if member.team in self.current)
+
+    def follows(self, team: int) -> bool:
+        """Whether a team goes on at the step of the others."""
+        return team in self.joined or any(member.call == START for member in self.members if member.team == team)
 
     @property
     def next_version(self) -> int:

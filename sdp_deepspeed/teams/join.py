@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import nn
@@ -58,10 +59,16 @@ def make_team(
     settings = config.local_steps
     assert settings is not None
     number, address = _environment(settings.teams)
+    if communication_dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"communication_dtype: got {communication_dtype}, expected torch.float32 or torch.bfloat16")
+    ranks = TeamRanks(settings.wait_timeout + settings.exchange_timeout)
+    if not ranks.all(ranks.broadcast(number) == number):
+        raise ValueError(
+            f"{NUMBER}: got {number}, and another number on other ranks; set the same on all ranks of a team"
+        )
     branches = proven_branches(model, config.strategy)
     plan, warnings = plan_model(model, config, settings.teams, branches=branches)
     mask = Mask(model, plan, number, branches=branches, is_scaled=config.branch_scale == "training")
-    ranks = TeamRanks(settings.wait_timeout + settings.exchange_timeout)
     dense = DenseModel(mask)
     mask.apply()
     names = hide_absent(mask)
@@ -107,10 +114,18 @@ def _environment(num_teams: int) -> tuple[int, str]:
     number, address = os.environ.get(NUMBER, ""), os.environ.get(LIGHTHOUSE, "")
     if not number.isascii() or not number.isdecimal() or int(number) >= num_teams:
         raise ValueError(f"{NUMBER}: got {number!r}, expected a number from 0 to {num_teams - 1}; `sdp teams` sets it")
-    if not address.startswith("http"):
+    if not _is_complete(address):
         raise ValueError(f'{LIGHTHOUSE}: got {address!r}, expected an address such as "http://host:29510"')
     check_torchft()
     return int(number), address
+
+
+def _is_complete(address: str) -> bool:
+    parts = urlsplit(address)
+    try:
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
+    except ValueError:  # not a port
+        return False
 
 
 def check_torchft() -> None:

@@ -70,6 +70,7 @@ def run_teams(num_teams: int, num_ranks: int, command: Sequence[str]) -> int:
     lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=1, join_timeout_ms=60_000, quorum_tick_ms=100)
     address = f"http://127.0.0.1:{urlsplit(lighthouse.address()).port}"
     print(f"sdp teams: {LIGHTHOUSE}={address}, {num_teams} teams of {num_ranks} ranks", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the teams, too
     running, failed = [_start(number, num_ranks, address, command) for number in range(num_teams)], False
     try:
         while running:

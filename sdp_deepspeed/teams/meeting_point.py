@@ -188,10 +188,13 @@ def _client(address: str) -> Any:
 def _address_towards(address: str) -> str:
     """Address of this machine on the way to a server."""
     parts = urlsplit(address)
-    family, kind, protocol, _, target = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)  # sends nothing
-        return str(probe.getsockname()[0])
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise RuntimeError(f"no way to the lighthouse {address} ({error}); check TORCHFT_LIGHTHOUSE") from None
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +24,6 @@ from sdp_deepspeed.teams.weights import TorchHost, Weights
 
 logger = logging.getLogger("sdp_deepspeed")
 
-Work = Callable[[Exchange], None]
 _VOID, _UNKNOWN, _COUNTS = range(3)  # what a rank knows of a meeting; of several ranks the largest is right
 
 
@@ -74,6 +73,7 @@ class Participant:
         self._last = ""  # identity of the meeting that the anchors are of
         self._pending: Result | None = None  # of a meeting that may count
         self._point: MeetingPoint | None = None
+        self._has_left = False
         self._attempts = 0
         self.present: tuple[int, ...] = ()
         self.joined: tuple[int, ...] = ()
@@ -99,14 +99,11 @@ class Participant:
         """Leave the run, after the last call: the others wait no more for this team."""
         if self._point is not None:
             self._point.leave()
+        self._has_left = True
         self._ranks.close()
 
-    def _take_part(self, call: str, work: Work | None = None) -> Attendance:
-        """Meet until a meeting counts, and take its result over.
-
-        Args:
-            work: what this call exchanges, beside anchors for those that lack them.
-        """
+    def _take_part(self, call: str) -> Result:
+        """Meet until a meeting counts, and take its result over."""
         deltas = self._finite_deltas() if call == STEP else None
         limit, begin = self._settings.wait_timeout, time.monotonic()
         reminded = failing_since = 0.0  # seconds since the begin
@@ -123,11 +120,11 @@ class Participant:
             if self._settle(attendance):
                 deltas = None
             result = Result(self, attendance, deltas)
-            error, num_bytes = self._try(attendance, result, work)
+            error, num_bytes = self._try(attendance, result)
             if error is None:
                 result.take_over()
                 self._log_meeting(call, attendance, waited, time.monotonic() - begin - waited, num_bytes)
-                return attendance
+                return result
             failing_since = failing_since or waited
             if waited - failing_since > limit:
                 self._give_up(f"no meeting has counted for {waited - failing_since:.0f} s: {error}")
@@ -152,6 +149,7 @@ class Participant:
                 last=self._last,
                 pending="" if self._pending is None else self._pending.attendance.identity,
                 call=call,
+                steps_since=self._steps_since,
                 attempts=self._attempts,
                 group=self._point.group_name,
                 store=self._point.store,
@@ -176,7 +174,7 @@ class Participant:
         self.leave()
         raise RuntimeError(f"team {self.number}: {reason}")
 
-    def _try(self, attendance: Attendance, result: Result, work: Work | None) -> tuple[str | None, int]:
+    def _try(self, attendance: Attendance, result: Result) -> tuple[str | None, int]:
         """Exchange, and agree with all teams that all have finished.
 
         Returns:
@@ -191,8 +189,6 @@ class Participant:
             exchange = Exchange(group, attendance, self.number, stores_all, self._dtype)
             for bucket in buckets(self._shares):
                 result.exchange(exchange, bucket)
-            if work is not None:
-                work(exchange)
         except RuntimeError as error:
             problem = str(error)
         if not self._ranks.all(problem is None):
@@ -249,6 +245,8 @@ class Participant:
     def _check_started(self, call: str) -> None:
         if self._point is None:
             raise RuntimeError(f"{call}: call team.start() first, after the model is wrapped and loaded")
+        if self._has_left:
+            raise RuntimeError(f"{call}: team {self.number} has left the run; call leave() after the last call")
         if self.is_dense:
             raise RuntimeError(f"{call} inside dense(): leave the context first, on all teams")
 
@@ -272,7 +270,11 @@ class Participant:
 
 
 class Result:
-    """What a meeting computes, which replaces the team's state if it counts."""
+    """What a meeting computes, which replaces the team's state if it counts.
+
+    Attributes:
+        dense: of a team that fetches the dense model, the elements of this rank's shares that it does not store.
+    """
 
     def __init__(self, team: Participant, attendance: Attendance, deltas: torch.Tensor | None) -> None:
         self._team, self.attendance = team, attendance
@@ -285,14 +287,23 @@ class Result:
         self._copies = any(attendance.copies(team.number, of) for of in holders)
         self._anchors = team._anchors.clone() if self._copies else team._anchors
         self._momentum = team._momentum.clone() if self._copies else team._momentum
+        is_receiver = team.number in attendance.receivers
+        self.dense = torch.zeros(sum(share.length for share in team._shares) if is_receiver else 0)
 
     def exchange(self, exchange: Exchange, bucket: list[Range]) -> None:
-        """Average a bucket, and copy it to teams that lack it."""
+        """Average a bucket, copy it to teams that lack it, and send it to those that fetch the dense model."""
         if self._means is not None:
             exchange.average(bucket, self._deltas, self._means)
         exchange.copy(bucket, lambda r: self._new(r)[0], self._anchors)
         if len(self._team._momentum):
             exchange.copy(bucket, lambda r: self._new(r)[1], self._momentum)
+        receivers = self.attendance.receivers
+        wanted = [
+            [r for r in bucket if team in receivers and not self._team._stores(team, r.holders)]
+            for team in self.attendance.teams
+        ]
+        for r, values in exchange.send(bucket, wanted, lambda r: self._new(r)[0]):
+            self.dense[r.dense_offset : r.dense_offset + r.length] = values
 
     def take_over(self) -> None:
         """Replace the team's anchors, momentum, version and weights."""
@@ -312,7 +323,8 @@ class Result:
         team._anchors, team._momentum = self._anchors, self._momentum
         if are_new:
             team._weights.write(team._shares, team._anchors)
-            team._steps_since = 0
+        if self.attendance.averages or self.attendance.follows(team.number):
+            team._steps_since = self.attendance.next_steps_since
         team.version = self.attendance.next_version
         team._last, team._pending = self.attendance.next_last, None
 

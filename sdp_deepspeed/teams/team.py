@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -13,12 +13,11 @@ from torch.utils.data import Subset
 
 from sdp_deepspeed.checkpoint.exported_folder import model_facts, replaced_export, save_tensors
 from sdp_deepspeed.plan.tensors import persistent_buffers
-from sdp_deepspeed.teams.attendance import NO_STATE, START, STEP, Attendance, Teams
+from sdp_deepspeed.teams.attendance import NO_STATE, SAVE, START, STEP
 from sdp_deepspeed.teams.dense_model import like
-from sdp_deepspeed.teams.exchange import Exchange
 from sdp_deepspeed.teams.meeting_point import MeetingPoint
 from sdp_deepspeed.teams.participant import Participant
-from sdp_deepspeed.teams.shares import buckets, shares_by_name
+from sdp_deepspeed.teams.shares import shares_by_name
 
 
 class Team(Participant):
@@ -39,6 +38,11 @@ class Team(Participant):
         """
         if self.has_started:
             raise RuntimeError(f"team {self.number} has started already; call start() once")
+        state = (self.version, self._last, self._steps_since)
+        if not self._ranks.all(self._ranks.broadcast(state) == state):
+            self._log("ranks have different states, or none: takes over the weights of the others", is_warning=True)
+            self.version, self._last, self._steps_since = NO_STATE, "", 0
+            self._momentum.zero_()
         if self.version == NO_STATE:
             self._weights.read(self._shares, self._anchors)
         is_first, timeout = self._ranks.rank == 0, self._settings.exchange_timeout
@@ -76,18 +80,18 @@ class Team(Participant):
         Returns:
             On rank 0 of each team; empty on its other ranks.
         """
-        return self._state_dict_of("dense_state_dict", lambda attendance: attendance.teams)
+        return self._state_dict_of("dense_state_dict")
 
     def save_pretrained(self, folder: str | PathLike[str], *, max_shard_size: str = "5GB") -> None:
         """Write the dense model of the anchors, fp32, as a Hugging Face folder; collective in all teams.
 
-        The first team that is present writes, with its rank 0. The folder has the weights of an older export, none, or
-        the new ones at any moment.
+        The first of the teams that call it writes, with its rank 0. The folder has the weights of an older export,
+        none, or the new ones at any moment.
 
         Raises:
             RuntimeError: on the ranks of the team that writes, if it cannot.
         """
-        dense = self._state_dict_of("save_pretrained", lambda attendance: attendance.teams[:1])
+        dense = self._state_dict_of(SAVE)
         problem = ""
         if dense:
             model = self._mask.model
@@ -112,7 +116,7 @@ class Team(Participant):
         if self.is_dense:
             yield
             return
-        with self._model.shown(self._fetch("dense", lambda attendance: attendance.teams)) as parameters:
+        with self._model.shown(self._fetch("dense")) as parameters:
             before = [parameter.detach().sum(dtype=torch.float64) for parameter in parameters]
             yield
             after = [parameter.detach().sum(dtype=torch.float64) for parameter in parameters]
@@ -121,9 +125,9 @@ class Team(Participant):
                 f"team {self.number}: weights were changed in the dense model, which is a copy; the changes are dropped"
             )
 
-    def _state_dict_of(self, call: str, receivers: Callable[[Attendance], Teams]) -> dict[str, torch.Tensor]:
+    def _state_dict_of(self, call: str) -> dict[str, torch.Tensor]:
         dense = {}
-        for name, values in self._fetch(call, receivers):
+        for name, values in self._fetch(call):
             if self._ranks.rank == 0:
                 kind = self._mask.buffers.get(name, torch.empty(0))  # parameters: fp32
                 dense[name] = like(values, kind).to("cpu", copy=True)
@@ -133,27 +137,15 @@ class Team(Participant):
             dense |= {name: value.to("cpu", copy=True) for name, value in constants if name in persistent}
         return {name: dense[name] for name in self._mask.shapes if name in dense}
 
-    def _fetch(self, call: str, receivers: Callable[[Attendance], Teams]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _fetch(self, call: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Fetch from other teams what this team does not store; collective in all teams.
 
         Yields:
             On all ranks of the teams that receive it: name and values of each dense parameter and averaged buffer.
         """
         self._check_started(call)
-        vector = torch.zeros(sum(share.length for share in self._shares))
-
-        def work(exchange: Exchange) -> None:
-            attendance = exchange.attendance
-            for bucket in buckets(self._shares):
-                wanted = [
-                    [r for r in bucket if team in receivers(attendance) and not self._stores(team, r.holders)]
-                    for team in attendance.teams
-                ]
-                for r, values in exchange.send(bucket, wanted, lambda r: r.of(self._anchors)):
-                    vector[r.dense_offset : r.dense_offset + r.length] = values
-
-        attendance = self._take_part(call, work)
-        if self.number not in receivers(attendance):
+        result = self._take_part(call)
+        if self.number not in result.attendance.receivers:
             return
         of_names = shares_by_name(self._shares)
         for name in self._mask.shapes:
@@ -163,7 +155,7 @@ class Team(Participant):
                 continue
             dense = torch.empty(self._mask.shapes[name])
             for share in of_names[name]:
-                values = vector[share.dense_offset : share.dense_offset + share.length]
+                values = result.dense[share.dense_offset : share.dense_offset + share.length]
                 if share.offset is not None:
                     values = self._anchors[share.offset : share.offset + share.length]
                 whole = self._ranks.join_shares(values, torch.Size(share.shape).numel()).view(share.shape)

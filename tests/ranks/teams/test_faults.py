@@ -90,12 +90,18 @@ PHASES: dict[str, tuple[Any, str]] = {
 
 
 def go_on(place: Place, settings: dict[str, Any], killed: int, num_returns: int) -> None:
-    """Train until a team has come back so many times, and on for two meetings."""
+    """Train until a team has come back so many times, and on for two meetings. While it is not there, fetch the dense
+    model, between two meetings."""
     run = Run(place, settings)
     run.team.start()
     returns = 0
     while returns < num_returns:
         run.meet()
+        if killed not in run.team.present:
+            run.step()
+            (place.folder / "without").touch()
+            while killed not in run.team.present:
+                run.team.dense_state_dict()
         returns += killed in run.team.joined
     run.meet_until(run.team.version + 2)
     assert run.num_steps == run.team.num_steps, "a local step was lost"
@@ -119,7 +125,10 @@ def die(place: Place, settings: dict[str, Any], phase: str) -> None:
 
 
 def come_back(place: Place, settings: dict[str, Any]) -> None:
+    """Its state is left on one rank only, which is as good as none."""
     run = Run(place, settings)
+    if place.rank == 0 and place.size > 1:
+        run.team.load_state_dict({**run.team.state_dict(), "version": 100, "last": "elsewhere"})
     run.team.start()
     run.meet_until(run.team.version + 2)
     run.save_dense()
@@ -134,6 +143,9 @@ def killed_in(run: Teams, phases: list[str], killed: int, num_teams: int, size: 
         dying.processes[-1].join(PATIENCE)
         assert dying.processes[-1].exitcode == -signal.SIGKILL, (phase, dying.error())
         dying.kill()  # as a launcher does with the other ranks
+    while not (run.folder / "without").exists():
+        assert all(process.is_alive() for team in started for process in team.processes)
+        time.sleep(0.1)
     started.append(run.start(come_back, killed, size, settings))
     for each in started:
         each.finish()
@@ -288,6 +300,8 @@ def leave_early(place: Place) -> None:
     run.team.start()
     run.meet_until(2 if place.team == 1 else 4)
     run.team.leave()
+    with pytest.raises(RuntimeError, match="has left the run"):
+        run.team.dense_state_dict()
     assert run.team.version == (2 if place.team == 1 else 4)
 
 

@@ -46,9 +46,15 @@ def test_the_number_of_the_team(number: str, monkeypatch: pytest.MonkeyPatch) ->
     check(BLOCK, f"SDP_TEAM: got {number!r}, expected a number from 0 to 1")
 
 
-def test_the_lighthouse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHFT_LIGHTHOUSE")
-    check(BLOCK, "TORCHFT_LIGHTHOUSE: got ''")
+@pytest.mark.parametrize("address", ["", "host:29510", "http://host", "http://:29510", "http://host:port"])
+def test_the_lighthouse(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
+    check(BLOCK, f"TORCHFT_LIGHTHOUSE: got {address!r}")
+
+
+def test_the_dtype_of_communication() -> None:
+    with pytest.raises(ValueError, match=r"communication_dtype: got torch.int8, expected torch.float32 or"):
+        sdp_deepspeed.join(llama(), BLOCK, communication_dtype=torch.int8)
 
 
 def test_the_calls_before_start() -> None:
