@@ -17,7 +17,7 @@ def refuse_unknown_model(model: nn.Module, derivation: Derivation) -> NoReturn:
     if derivation.problem:
         raise ValueError(
             f"{name}: its forward pass could not be traced ({derivation.problem}). Give an example of inputs before "
-            "deepspeed.initialize or fully_shard:\nsdp_deepspeed.trace(model, *args, **kwargs)"
+            "deepspeed.initialize, fully_shard or join:\nsdp_deepspeed.trace(model, *args, **kwargs)"
         )
     layer, reason = next(iter(derivation.reasons.items()), ("the model", "no repeated module adds to its input"))
     known = repeated_layer(model)
