@@ -3,7 +3,7 @@ without those of units that it lacks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -50,11 +50,17 @@ def dense_flops(model: nn.Module, loss: Callable[[], torch.Tensor]) -> DenseFlop
     return DenseFlops(forward.get_total_flops() + backward.get_total_flops(), of_modules)
 
 
-def worker_flops(model: nn.Module, plan: Plan, subnetwork: int, dense: DenseFlops) -> int:
+def worker_flops(
+    model: nn.Module, plan: Plan, subnetwork: int, dense: DenseFlops, replaced: Collection[str] = ()
+) -> int:
     """FLOPs of a worker's forward and backward pass.
 
     Forward regime: an absent unit saves the forward pass, the gradient of inputs and that of weights (or the other
     operand), each with the same FLOPs. Backward regime: it saves only the gradient of weights.
+
+    Args:
+        replaced: modules that absent branches replace. Others run: a product of activations there, in the forward pass
+            only, is one of zeros.
     """
     held = held_mask(model, plan, subnetwork)
     total = dense.total
@@ -64,7 +70,9 @@ def worker_flops(model: nn.Module, plan: Plan, subnetwork: int, dense: DenseFlop
         absent = dense.of_modules[name] * _absent_share(module, name, held)
         assert absent.denominator == 1, f"{name}: {absent} of {dense.of_modules[name]} FLOPs"
         has_weights = any(p.dim() > 1 for p in module.parameters(recurse=False))  # else it multiplies activations
-        total -= int(absent) * (3 if plan.regime == "forward" else int(has_weights))
+        runs = absent == dense.of_modules[name] and not any(f"{name}.".startswith(f"{other}.") for other in replaced)
+        saved = 2 if runs and not has_weights else 3
+        total -= int(absent) * (saved if plan.regime == "forward" else int(has_weights))
     return total
 
 

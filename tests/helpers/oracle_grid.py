@@ -61,7 +61,6 @@ AXES: dict[str, tuple[Any, ...]] = {
     "ranks": SIZES,
     "tensor_parallel": (1, 2),
     "replicas": (1, 2),
-    "nodes": (1, 2),
     "holders": (1, 2, 3, 4),
     "rules": ("none", "parts", "depth"),
     "units": ("all", "shared", "groups", "mlp"),
@@ -105,7 +104,6 @@ class Case:
         units: "shared": the MLP of the first layer is in none; "groups": more groups of neurons than subnetworks;
             "mlp": the strategy is that of MLPs, attention is in none.
         groups: param groups of the optimizer.
-        nodes: how many the ranks seem to be on.
     """
 
     ranks: int
@@ -133,7 +131,6 @@ class Case:
     scheduler: str = "none"
     checkpointing: str = "none"
     branch_scale: str = "training"
-    nodes: int = 1
 
     def __str__(self) -> str:
         words = [f"{self.holders}of{self.num_subnetworks}", self.regime, self.strategy, self.model]
@@ -154,7 +151,6 @@ class Case:
             "scheduler": self.scheduler,
             "checkpointing": self.checkpointing,
             "branch_scale": "unscaled",
-            "nodes": f"nodes{self.nodes}",
         }
         defaults = {field.name: field.default for field in fields(self)}
         return "-".join(words + [word for name, word in special.items() if getattr(self, name) != defaults[name]])
@@ -251,7 +247,6 @@ def why_not(case: Case) -> str | None:
         "ranks, tensor_parallel, replicas: no integer number of subnetworks": case.ranks
         % (case.tensor_parallel * case.replicas),
         "holders: more than subnetworks": case.holders > case.num_subnetworks,
-        "nodes: more than ranks": case.nodes > case.num_workers or case.tensor_parallel > 1 < case.nodes,
         "by_caller, overlap, stage: DeepSpeed refuses it too": case.by_caller and case.overlap and case.stage < 2,
         "by_caller, accumulation: one micro-batch": case.by_caller and case.accumulation == 1,
         "wire, precision: gradients are fp32 already": case.wire == "fp32" and case.precision == "fp32",

@@ -39,7 +39,6 @@ def drawn_case(draw: random.Random, size: int) -> Case:
         overlap=draw.choice((False, True)),
         buckets=draw.choice(("one", "many")),
         wire="weights" if precision == "fp32" else draw.choice(("weights", "fp32")),
-        nodes=draw.choice((1, 2)),
         branch_scale="none",
     )
 

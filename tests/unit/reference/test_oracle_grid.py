@@ -32,7 +32,6 @@ IMPOSSIBLE = {
     ("ranks", "replicas"): {(2, 2), (3, 2)},
     ("ranks", "holders"): {(2, "some")},
     ("tensor_parallel", "replicas"): {(2, 2)},
-    ("tensor_parallel", "nodes"): {(2, 2)},
     ("tensor_parallel", "holders"): {(2, "some")},
     ("replicas", "holders"): {(2, "some")},
     ("holders", "rules"): {("all", "parts"), ("all", "depth")},
