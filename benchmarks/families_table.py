@@ -6,22 +6,20 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-WORDS = ("right", "partial", "refused", "wrong", "crashed", "not measured")
+WORDS = ("right", "partial", "refused", "wrong")
 KINDS = ("blocks", "neurons")
 Models = Mapping[str, Mapping[str, Any]]
 
 
 def counts(models: Models) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows: for each mapping the number of models, and of each verdict for blocks and for neurons."""
-    found_words = {model[kind]["word"] for model in models.values() for kind in KINDS if kind in model}
-    words = [word for word in WORDS if word in found_words | {"right", "refused", "wrong"}]
-    heads = ["", "models", "not built", *(f"{kind} {word}" for kind in KINDS for word in words)]
+    """Heads and rows: for each mapping the numbers of models, of those without a verdict, and of each verdict."""
+    heads = ["", "models", "unknown", *(f"{kind}: {'/'.join(WORDS)}" for kind in KINDS)]
     rows = []
     for mapping in dict.fromkeys(name.partition("/")[0] for name in models):
         found = [model for name, model in models.items() if name.startswith(f"{mapping}/")]
-        built = [model for model in found if "not built" not in model]
-        cells = [sum(model[kind]["word"] == word for model in built) for kind in KINDS for word in words]
-        rows.append([mapping, *map(str, (len(found), len(found) - len(built), *cells))])
+        known = [model for model in found if all(model.get(kind, {}).get("word") in WORDS for kind in KINDS)]
+        cells = ["/".join(str(sum(model[kind]["word"] == word for model in known)) for word in WORDS) for kind in KINDS]
+        rows.append([mapping, str(len(found)), str(len(found) - len(known)), *cells])
     return heads, rows
 
 

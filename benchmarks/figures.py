@@ -1,4 +1,4 @@
-"""The figures of docs/: what SDP is with its measured bars, and three plots. tables.py writes them."""
+"""The figures of docs/, which tables.py writes: what SDP is with its measured bars, and losses of runs."""
 
 from __future__ import annotations
 
@@ -89,32 +89,6 @@ def overview(result: Mapping[str, Any]) -> str:
     return str(draw)
 
 
-def memory_and_bytes(result: Mapping[str, Any], label: Any) -> str:
-    """Bars of peak memory and bytes sent for each contestant, relative to data parallelism.
-
-    Args:
-        label: of a contestant's name.
-    """
-    contestants = result["groups"]["main"]["contestants"]
-    rows = len(contestants)
-    draw = Drawing(880, 84 + 24 * rows, "Peak memory and bytes sent of each contestant")
-    for left, title, unit in ((290, "peak memory", "MiB"), (600, "bytes sent per step", "MB")):
-        draw.text(left, 34, f"{title} ({unit})", weight="600", size=13)
-    for row, name in enumerate(contestants):
-        y, is_sdp = 50 + 24 * row, " x " in name
-        draw.text(276, y + 12, label(name), anchor="end", weight="600" if is_sdp else "400")
-        for left, kind, scale, color in ((290, "peak", MIB, "blue"), (600, "sent", 1e6, "purple")):
-            largest = max(most(contestants, other, kind) for other in contestants)
-            value = most(contestants, name, kind)
-            width = 200 * value / largest
-            draw.rect(left, y, max(1, width), 16, color if is_sdp else "gray")
-            draw.text(left + width + 6, y + 12, f"{value / scale:.1f}", color="muted")
-    draw.text(
-        430, 72 + 24 * rows, f"{result['ranks']} ranks, of the rank with the most", color="muted", anchor="middle"
-    )
-    return str(draw)
-
-
 def quality(figures: Figures, rows: Sequence[tuple[str, str, str]]) -> str:
     """Final dense losses over the length of the run.
 
@@ -147,44 +121,4 @@ def quality(figures: Figures, rows: Sequence[tuple[str, str, str]]) -> str:
         draw.line([(564, y - 4), (592, y - 4)], color, dashes=dashes)
         draw.dot(578, y - 4, color)
         draw.text(600, y, label)
-    return str(draw)
-
-
-def quickstart(result: Mapping[str, Any]) -> str:
-    """Loss and memory of the quickstart's two runs over the operations of a worker."""
-    draw = Drawing(860, 470, "Loss and peak memory of the quickstart run over its FLOPs")
-    styles = [("SDP: half of the blocks", "blue", ""), ("plain ZeRO-1", "gray", "5 4")]
-    curves, memory = [], []
-    for run in result["runs"].values():
-        per_step = [phase["flops"] for phase in run["phases"] for _ in range(phase["steps"])]
-        spent = [0.0]
-        for flops in per_step:
-            spent.append(spent[-1] + flops / 1e12)
-        keys = ("loss", "subnetwork_loss")
-        losses = [(spent[log["step"]], log[key]) for log in run["history"] for key in keys if key in log]
-        dense = [(spent[log["step"]], log["eval_loss"]) for log in run["history"] if "eval_loss" in log]
-        curves.append((losses, dense))
-        steps, first = [], 0
-        for phase in run["phases"]:
-            last = first + phase["steps"]
-            steps += [(spent[first], phase["peak"] / MIB), (spent[last], phase["peak"] / MIB)]
-            first = last
-        memory.append(steps)
-    right = max(points[-1][0] for points in memory)
-    heights = [y for both in curves for points in both for _, y in points]
-    upper = Axes(draw, 70, 50, 500, 190, (0, right), (min(heights) - 0.2, max(heights) + 0.2))
-    upper.frame([], ticks(*upper.y), "", "loss, nats per token")
-    highest = max(y for points in memory for _, y in points)
-    lower = Axes(draw, 70, 290, 500, 120, (0, right), (0, highest * 1.15))
-    lower.frame(ticks(0, right), ticks(0, highest * 1.15, 3), "TFLOPs of a worker", "peak memory of a worker, MiB")
-    for row, ((label, color, dashes), (training, dense), steps) in enumerate(zip(styles, curves, memory, strict=True)):
-        upper.curve(training, color, dots=False, dashes=dashes)
-        for point in dense:
-            draw.dot(*upper.at(*point), color, radius=5)
-        lower.curve(steps, color, dots=False, dashes=dashes)
-        y = 76 + 26 * row
-        draw.line([(590, y - 4), (618, y - 4)], color, dashes=dashes)
-        draw.text(626, y, label)
-    draw.text(590, 134, "lines: training loss (SDP: of a subnetwork);", color="muted")
-    draw.text(590, 150, "dots: validation loss of the dense model", color="muted")
     return str(draw)

@@ -10,65 +10,63 @@ from typing import Any
 
 TUNING_SEED = 99  # only for choosing learning rates; excluded from figures
 
-# Rows of the tables: subjects and their labels. The first is data parallelism of the full size.
+# Subjects and their labels. Those of SDP hold the first and the last layer on all ranks, multiply what branches add by
+# 1 / C and start with smaller output projections, unless a label says otherwise. The first is the base of differences.
 LABELS = {
     "dense 64x8": "data parallelism",
     "dense 64x8, 2 rows": "data parallelism, half the rows, twice the steps",
+    "dense 64x8, late decay": "data parallelism, late decay",
     "64x8, grown from the ends": "data parallelism, grown from the first and last layer",
     "dense 64x4": "data parallelism, half the depth",
-    "C=3/4, scaled": "C = 3/4, whole ends",
-    "C=1/2, whole ends, scaled in training": "C = 1/2, whole ends",
-    "C=1/4, whole ends, scaled in training": "C = 1/4, whole ends",
-    "C=1/4, whole ends, scaled in training, usual start": "C = 1/4, whole ends, usual start",
-    "C=1/2, whole ends": "C = 1/2, whole ends, unscaled",
-    "C=1/4, whole ends": "C = 1/4, whole ends, unscaled",
-    "C=1/2, dense tail 50%, whole ends": "C = 1/2, whole ends, unscaled, then dense",
-    "C=1/4, dense tail 50%, whole ends": "C = 1/4, whole ends, unscaled, then dense",
-    "forward x block, C=0.5": "C = 1/2, unscaled",
+    "C=3/4, scaled": "SDP, C = 3/4",
+    "C=1/2, whole ends, scaled in training": "SDP, C = 1/2",
+    "C=1/2, no whole ends, scaled": "SDP, C = 1/2, no whole ends",
+    "C=1/2, neurons, scaled": "SDP, C = 1/2, neurons, no whole ends",
+    "C=1/2, re-drawn every 10 steps, scaled": "SDP, C = 1/2, re-drawn every 10 steps",
+    "C=1/2, by depth bands, scaled": "SDP, C = 1/2, a unit of each kind per depth band",
+    "C=1/2, 2 rows, scaled": "SDP, C = 1/2, 2 rows",
+    "C=1/2, dense tail 10%, whole ends, scaled": "SDP, C = 1/2, then dense for 10%",
+    "C=1/2, dense tail 25%, whole ends, scaled": "SDP, C = 1/2, then dense for 25%",
+    "C=1/2, whole ends": "SDP, C = 1/2, unscaled",
+    "C=1/2, dense tail 50%, whole ends": "SDP, C = 1/2, unscaled, then dense for 50%",
+    "forward x block, C=0.5": "SDP, C = 1/2, unscaled, no whole ends",
+    "C=1/4, whole ends, scaled in training": "SDP, C = 1/4",
+    "C=1/4, no whole ends, scaled": "SDP, C = 1/4, no whole ends",
+    "C=1/4, whole ends, scaled in training, usual start": "SDP, C = 1/4, usual start",
+    "C=1/4, two whole ends, scaled": "SDP, C = 1/4, two whole layers at each end",
+    "C=1/4, four subnetworks, scaled": "SDP, C = 1/4, four subnetworks with replicas",
+    "C=1/4, re-drawn every 10 steps, scaled": "SDP, C = 1/4, re-drawn every 10 steps",
+    "C=1/4, re-drawn every 100 steps, scaled": "SDP, C = 1/4, re-drawn every 100 steps",
+    "C=1/4, late decay, scaled": "SDP, C = 1/4, late decay",
+    "C=1/4, 2 rows, scaled": "SDP, C = 1/4, 2 rows",
+    "C=1/4, dense tail 10%, whole ends, scaled": "SDP, C = 1/4, then dense for 10%",
+    "C=1/4, dense tail 25%, whole ends, scaled": "SDP, C = 1/4, then dense for 25%",
+    "C=1/4, whole ends": "SDP, C = 1/4, unscaled",
+    "C=1/4, dense tail 50%, whole ends": "SDP, C = 1/4, unscaled, then dense for 50%",
 }
-README = {
-    "dense 64x8": "data parallelism",
-    "dense 64x4": "data parallelism, half the depth",
-    "C=1/2, whole ends, scaled in training": "SDP, C = 1/2, `whole_ends`",
-    "C=1/4, whole ends, scaled in training": "SDP, C = 1/4, `whole_ends`",
-}
-# One thing changed in the recipes of SDP, or in data parallelism.
-AXES = {
-    "dense 64x8": "data parallelism",
-    "dense 64x8, 8 rows": "data parallelism, 8 rows",
-    "dense 64x8, 2 rows": "data parallelism, 2 rows",
-    "dense 64x8, 1 row": "data parallelism, 1 row",
-    "dense 64x8, late decay": "data parallelism, late decay",
-    "64x8, grown from the ends": "grown from the ends",
-    "64x8, grown from the ends, late decay": "grown from the ends, late decay",
-    "C=3/4, scaled": "C = 3/4",
-    "C=1/2, whole ends, scaled in training": "C = 1/2",
-    "C=1/2, no whole ends, scaled": "C = 1/2, no whole ends",
-    "C=1/2, re-drawn every 10 steps, scaled": "C = 1/2, re-drawn every 10 steps",
-    "C=1/2, by depth bands, scaled": "C = 1/2, a unit of each kind per depth band",
-    "C=1/2, neurons, scaled": "C = 1/2, neurons",
-    "C=1/2, 2 rows, scaled": "C = 1/2, 2 rows",
-    "C=1/2, dense tail 10%, whole ends, scaled": "C = 1/2, then dense for 10%",
-    "C=1/2, dense tail 25%, whole ends, scaled": "C = 1/2, then dense for 25%",
-    "C=1/2, dense tail 50%, whole ends, scaled": "C = 1/2, then dense for 50%",
-    "C=1/4, whole ends, scaled in training": "C = 1/4",
-    "C=1/4, no whole ends, scaled": "C = 1/4, no whole ends",
-    "C=1/4, two whole ends, scaled": "C = 1/4, two whole layers at each end",
-    "C=1/4, four subnetworks, scaled": "C = 1/4, four subnetworks with replicas",
-    "C=1/4, re-drawn every 10 steps, scaled": "C = 1/4, re-drawn every 10 steps",
-    "C=1/4, re-drawn every 100 steps, scaled": "C = 1/4, re-drawn every 100 steps",
-    "C=1/4, late decay, scaled": "C = 1/4, late decay",
-    "C=1/4, 2 rows, scaled": "C = 1/4, 2 rows",
-    "C=1/4, 1 row, scaled": "C = 1/4, 1 row",
-    "C=1/4, dense tail 10%, whole ends, scaled": "C = 1/4, then dense for 10%",
-    "C=1/4, dense tail 25%, whole ends, scaled": "C = 1/4, then dense for 25%",
-    "C=1/4, dense tail 50%, whole ends, scaled": "C = 1/4, then dense for 50%",
-}
+IN_README = (
+    "dense 64x8",
+    "dense 64x4",
+    "C=1/2, whole ends, scaled in training",
+    "C=1/4, whole ends, scaled in training",
+)
+IN_RESULTS = (
+    "dense 64x8",
+    "dense 64x8, 2 rows",
+    "dense 64x4",
+    "C=3/4, scaled",
+    "C=1/2, whole ends, scaled in training",
+    "C=1/2, no whole ends, scaled",
+    "C=1/2, neurons, scaled",
+    "C=1/4, whole ends, scaled in training",
+    "C=1/4, no whole ends, scaled",
+    "C=1/4, whole ends",
+)
 NARROW = {
     "dense 32x8": "data parallelism",
     "dense 32x4": "data parallelism, half the depth",
-    "32x8, C=1/2, whole ends, scaled in training": "C = 1/2, whole ends",
-    "32x8, C=1/4, whole ends, scaled in training": "C = 1/4, whole ends",
+    "32x8, C=1/2, whole ends, scaled in training": "SDP, C = 1/2",
+    "32x8, C=1/4, whole ends, scaled in training": "SDP, C = 1/4",
 }
 FEW_DATA = {
     "dense 64x8": "data parallelism, 0.41M",
@@ -142,7 +140,7 @@ class Figures:
 
 
 def quality_rows(
-    figures: Figures, costs: Mapping[str, Any], labels: Mapping[str, str], from_budget: int = 250
+    figures: Figures, costs: Mapping[str, Any], labels: Mapping[str, str], from_budget: int
 ) -> tuple[list[str], list[list[str]]]:
     """Heads and rows: for each budget the final loss, in parentheses minus that of the first row; then peak memory, and
     all that is sent at the largest budget, relative to the first row.

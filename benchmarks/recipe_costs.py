@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.provenance import provenance
 from benchmarks.learning.plans import build
 from benchmarks.learning.subjects import STUDIES, SUBJECTS, Size, Study, Subject
-from benchmarks.quality import AXES, LABELS, NARROW
+from benchmarks.quality import LABELS, NARROW
 from sdp_deepspeed.atomic_files import write_text
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.estimate.forecast import forecast
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     study = STUDIES["text"]
-    found = {name: costs_of(SUBJECTS[name], study) for name in (*LABELS, *AXES, *NARROW)}
+    found = {name: costs_of(SUBJECTS[name], study) for name in (*LABELS, *NARROW)}
     content = {"what": "recipe_costs", "subjects": found, "provenance": provenance()}
     write_text(options.output, json.dumps(content, indent=1) + "\n")
 

@@ -1,7 +1,8 @@
 """Make the tables of docs/results.md and the figures of docs/ from the raw figures in benchmarks/results.
 
-    python benchmarks/tables.py           # writes docs/results.md and docs/*.svg
+    python benchmarks/tables.py           # writes docs/results.md, README.md and docs/*.svg
     python benchmarks/tables.py --check   # only check whether they are current
+    python benchmarks/tables.py --print quality-all families-reasons  # tables, also those of no document
 
 Tables are between `<!-- name -->` and `<!-- /name -->`. If its raw figures are missing, a table says so.
 """
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks import families_table, figures, quickstart_table
 from benchmarks.figures import MIB, SDP, most, ratio_of_steps
 from benchmarks.images.table import image_rows
-from benchmarks.quality import AXES, LABELS, NARROW, README, Figures, few_data_rows, quality_rows
+from benchmarks.quality import IN_README, IN_RESULTS, LABELS, NARROW, Figures, few_data_rows, quality_rows
 
 ROOT = Path(__file__).parents[1]
 LOSS_TOLERANCE = 0.01  # nats; equal algorithms differ by less after hundreds of steps
@@ -34,7 +35,11 @@ Result = Mapping[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail if something is not current")
+    parser.add_argument("--print", nargs="+", choices=TABLES, default=[], help="print these tables, and write nothing")
     options = parser.parse_args()
+    if options.print:
+        print("\n\n".join(f"{name}\n\n{made_from(name, results_of(ROOT))}" for name in options.print))
+        return
     made = outputs(ROOT)
     stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if options.check and stale:
@@ -43,24 +48,25 @@ def main() -> None:
         path.write_text(made[path], encoding="utf-8")
 
 
+def results_of(root: Path) -> dict[str, Result]:
+    """Raw figures by name."""
+    folder = root / "benchmarks/results"
+    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")}
+    if cells := sorted((folder / "images").glob("*.json")):
+        results["images"] = {"cells": [json.loads(path.read_text(encoding="utf-8")) for path in cells]}
+    return results
+
+
 def outputs(root: Path) -> dict[Path, str]:
     """Expected content of each file."""
-    results = {
-        path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (root / "benchmarks/results").glob("*.json")
-    }
-    if cells := sorted((root / "benchmarks/results/images").glob("*.json")):
-        results["images"] = {"cells": [json.loads(path.read_text(encoding="utf-8")) for path in cells]}
-    docs = root / "docs"
+    results, docs = results_of(root), root / "docs"
     documents = (root / "README.md", docs / "results.md")
     found = {path: filled(path.read_text(encoding="utf-8"), results) for path in documents}
     if compared := results.get("compare_4_ranks"):
         found[docs / "figure.svg"] = figures.overview(compared)
-        found[docs / "memory.svg"] = figures.memory_and_bytes(compared, label)
     if learned := results.get("learning"):
-        lines = [(name, LABELS[name], color) for name, color in _COLORS.items() if name in LABELS]
+        lines = [(name, LABELS[name], color) for name, color in _COLORS.items()]
         found[docs / "quality.svg"] = figures.quality(Figures.of(learned, "text"), lines)
-    if run := results.get("quickstart"):
-        found[docs / "quickstart.svg"] = figures.quickstart(run)
     return found
 
 
@@ -86,12 +92,16 @@ def filled(document: str, results: Mapping[str, Result]) -> str:
         name = match[1]
         if name not in TABLES:
             raise ValueError(f"no table is named {name!r}; there are {', '.join(TABLES)}")
-        make, files = TABLES[name]
-        missing = [file for file in files if file not in results]
-        text = f"*Not measured yet: {', '.join(missing)}.*" if missing else make(*(results[file] for file in files))
-        return f"<!-- {name} -->\n{text}\n<!-- /{name} -->"
+        return f"<!-- {name} -->\n{made_from(name, results)}\n<!-- /{name} -->"
 
     return re.sub(r"<!-- ([\w-]+) -->\n.*?<!-- /\1 -->", fill, document, flags=re.DOTALL)
+
+
+def made_from(name: str, results: Mapping[str, Result]) -> str:
+    """A table by name."""
+    make, files = TABLES[name]
+    missing = [file for file in files if file not in results]
+    return f"*Not measured yet: {', '.join(missing)}.*" if missing else make(*(results[file] for file in files))
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -114,21 +124,29 @@ def compare(result: Result) -> str:
     """Table of the group "main"."""
     contestants, arguments = result["groups"]["main"]["contestants"], result["arguments"]
     rows = []
-    for name, figures_of in contestants.items():
-        ranks = figures_of["ranks"]
-        state = max(rank["weights"] + rank["gradients"] + rank["optimizer"] for rank in ranks)
-        sent, bound = (sum(rank[kind] for rank in ranks) for kind in ("sent", "bound"))
-        parts = [_part(figures_of, part) for part in ("forward", "backward", "exchange", "optimizer", "host")]
-        cells = [f"{state / MIB:.1f}", f"{most(contestants, name, 'peak') / MIB:.1f}"]
-        cells += [f"{most(contestants, name, 'sent') / 1e6:.1f}", f"{sent / bound:.2f}"]
-        cells += [f"{most(contestants, name, kind):.0f}" for kind in ("collectives", "process_groups")]
-        rows.append([label(name), *cells, spread(ratio_of_steps(contestants, name, "DDP")), " / ".join(parts)])
+    for name in contestants:
+        peak, sent = most(contestants, name, "peak") / MIB, most(contestants, name, "sent") / 1e6
+        rows.append([label(name), f"{peak:.1f}", f"{sent:.1f}", spread(ratio_of_steps(contestants, name, "DDP"))])
     milliseconds = 1e3 * statistics.median(contestants["DDP"]["seconds"])
     caption = f"{_place(result)}, batch {arguments['micro_batch']} x {arguments['sequence']} per rank; "
     caption += f"{arguments['repeats']} repeats, DDP's step takes {milliseconds:.0f} ms; "
     caption += f"load before the run {result['groups']['main']['load']:.1f}; {_commit(result)}:"
-    heads = ["", "state, MiB", "peak, MiB", "sent, MB", "sent / bound", "collectives", "groups", "step / DDP's"]
-    return f"{caption}\n\n" + table([*heads, "fwd / bwd / exchange / optimizer / host, ms"], rows)
+    return f"{caption}\n\n" + table(["", "peak, MiB", "sent, MB", "step / DDP's"], rows)
+
+
+def compare_parts(result: Result) -> str:
+    """What a step consists of."""
+    contestants = result["groups"]["main"]["contestants"]
+    rows = []
+    for name, figures_of in contestants.items():
+        state = max(rank["weights"] + rank["gradients"] + rank["optimizer"] for rank in figures_of["ranks"])
+        sent, bound = (sum(rank[kind] for rank in figures_of["ranks"]) for kind in ("sent", "bound"))
+        cells = [f"{state / MIB:.1f}", f"{sent / bound:.2f}"]
+        cells += [f"{most(contestants, name, kind):.0f}" for kind in ("collectives", "process_groups")]
+        parts = [_part(figures_of, part) for part in ("forward", "backward", "exchange", "optimizer", "host")]
+        rows.append([label(name), *cells, " / ".join(parts)])
+    heads = ["", "weights, gradients, optimizer, MiB", "sent / lower bound", "collectives", "process groups"]
+    return table([*heads, "forward / backward / exchange / optimizer / host, ms"], rows)
 
 
 def _part(figures_of: Result, part: str) -> str:
@@ -137,30 +155,6 @@ def _part(figures_of: Result, part: str) -> str:
         return "-"
     means = [statistics.mean(rank[part] for rank in ranks) for ranks in figures_of["splits"]]
     return f"{1e3 * statistics.median(means):.0f}"
-
-
-# Goals for step times: contestant, baseline, and the largest ratio.
-GOALS = (
-    ("forward x block + ZeRO-1 C=1", "ZeRO-1", 0.85),
-    ("forward x block + ZeRO-1 C=0.5", "ZeRO-1", 0.48),
-    ("forward x neuron + ZeRO-1 C=0.5", "ZeRO-1", 0.53),
-    ("backward x block + ZeRO-1 C=0.5", "ZeRO-1", 0.78),
-    ("forward x block + FSDP2 C=0.5", "FSDP2", 0.62),
-    ("forward x neuron + FSDP2 C=0.5", "FSDP2", 0.96),
-)
-
-
-def targets(result: Result) -> str:
-    """The project's goals, and the measured values."""
-    contestants = result["groups"]["main"]["contestants"]
-    peak = most(contestants, SDP, "peak") / most(contestants, "DDP", "peak")
-    row = "peak of SDP block C = 1/2, ZeRO-1, relative to DDP"
-    rows = [[row, "0.55", f"{peak:.2f}", "yes" if peak <= 0.55 else "no"]]
-    for name, base, goal in GOALS:
-        ratios = ratio_of_steps(contestants, name, base)
-        met = "yes" if round(statistics.median(ratios), 2) <= goal else "no"  # as shown
-        rows.append([f"step of {label(name)}, relative to {base}", f"{goal:.2f}", spread(ratios), met])
-    return table(["", "at most", "measured", "met"], rows)
 
 
 def links(*results: Result) -> str:
@@ -241,7 +235,7 @@ def _reached(curve: Sequence[Sequence[float]], loss: float, *, axis: int) -> flo
     return None
 
 
-def quality(labels: Mapping[str, str], result: Result, costs: Result, from_budget: int = 250) -> str:
+def quality(labels: Mapping[str, str], from_budget: int, result: Result, costs: Result) -> str:
     heads, rows = quality_rows(Figures.of(result, "text"), costs["subjects"], labels, from_budget)
     seeds = "± standard error of the seeds, where there are several"
     return f"Final loss, nats per byte, {seeds}; in parentheses minus the first row:\n\n" + table(["", *heads], rows)
@@ -261,22 +255,18 @@ def images(result: Result) -> str:
 
 
 def checkpoints(result: Result) -> str:
-    """Medians, and the ratio to ZeRO-1 in the same repeat."""
-    measured = dict.fromkeys(what for times in result["seconds"].values() for what in times)
-    base = result["seconds"][result["baseline"]]
-    rows = []
-    for name, times in result["seconds"].items():
-        cells = []
-        for what in measured:
-            cell = f"{statistics.median(times[what]):.2f}" if what in times else ""
-            if cell and name != result["baseline"] and what in base:
-                pairs = zip(times[what], base[what], strict=True)
-                cell += f" ({statistics.median(a / b for a, b in pairs):.2f}x)"
-            cells.append(cell)
-        rows.append([label(name), *cells, f"{result['bytes'][name] / 1e6:.0f}"])
-    arguments = result["arguments"]
-    caption = f"{result['ranks']} ranks, {arguments['model']}, {arguments['precision']}, {arguments['repeats']} repeats"
-    return f"{caption}; seconds; {_commit(result)}:\n\n" + table(["", *measured, "MB"], rows)
+    """A sentence: medians over repeats of ratios to ZeRO-1, and seconds."""
+    name, base = SDP, result["seconds"][result["baseline"]]
+    times = result["seconds"][name]
+    save, load = (
+        statistics.median(a / b for a, b in zip(times[what], base[what], strict=True))
+        for what in ("save and sync", "load")
+    )
+    blocks, until = (statistics.median(times[what]) for what in ("asynchronous save blocks", "until it is on disk"))
+    text = f"{label(name)}: a save until it is on disk takes {save:.2f} of {result['baseline']}'s time, a load "
+    text += f"{load:.2f}; an asynchronous save blocks for {blocks:.2f} s of {until:.2f} s "
+    text += f"({result['ranks']} ranks, {result['bytes'][name] / 1e6:.0f} MB, {result['arguments']['precision']}; "
+    return f"{text}{_commit(result)})."
 
 
 def host_time(result: Result) -> str:
@@ -291,10 +281,9 @@ def host_time(result: Result) -> str:
     return f"{result['model']['num_hidden_layers']} layers; {_commit(result)}:\n\n" + table(heads, rows)
 
 
-def gpu(sizes: Result, values: Result, groups: Result) -> str:
+def gpu(models: Sequence[str], sizes: Result, values: Result, groups: Result) -> str:
     """Step and peak of one rank of eight, without activation checkpointing."""
     cells = {(cell["name"], cell["size"]): cell for cell in sizes["results"] if not cell["checkpointing"]}
-    models = list(dict.fromkeys(size for _, size in cells))
     rows = []
     for name in dict.fromkeys(name for name, _ in cells):
         rows.append([name])
@@ -311,14 +300,17 @@ def gpu(sizes: Result, values: Result, groups: Result) -> str:
 
 
 def families(result: Result) -> str:
-    """Verdicts of each mapping, and what is not right, with the reasons."""
-    models, versions = result["models"], result["provenance"]["versions"]
-    caption = f"Transformers {versions['transformers']}"
+    """Verdicts of each mapping."""
+    caption = f"Transformers {result['provenance']['versions']['transformers']}"
     caption += f", timm {result['timm']}" if "timm" in result else ""
-    caption += f"; {_commit(result)}:"
-    heads, rows = families_table.counts(models)
-    why = [[word, reason, f"{number}: {names}"] for word, reason, number, names in families_table.reasons(models)]
-    return f"{caption}\n\n{table(heads, rows)}\n\n{table(['', 'why', 'models'], why)}"
+    heads, rows = families_table.counts(result["models"])
+    return f"{caption}; {_commit(result)}:\n\n{table(heads, rows)}"
+
+
+def families_reasons(result: Result) -> str:
+    """What is not right, and why."""
+    reasons = families_table.reasons(result["models"])
+    return table(["", "why", "models"], [[word, why, f"{number}: {names}"] for word, why, number, names in reasons])
 
 
 def _gib(num_bytes: float | None) -> str:
@@ -343,21 +335,25 @@ def _commit(result: Result) -> str:
 
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "compare": (compare, ("compare_4_ranks",)),
-    "targets": (targets, ("compare_4_ranks",)),
+    "compare-parts": (compare_parts, ("compare_4_ranks",)),
     "links": (links, ("links_1gbit", "links_100mbit")),
     "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_100mbit", "time_to_loss_20mbit")),
-    "quality": (partial(quality, LABELS), ("learning", "recipe_costs")),
-    "quality-readme": (partial(quality, README, from_budget=1000), ("learning", "recipe_costs")),
-    "quality-axes": (partial(quality, AXES, from_budget=500), ("learning", "recipe_costs")),
-    "quality-narrow": (partial(quality, NARROW), ("learning", "recipe_costs")),
+    "quality": (partial(quality, {name: LABELS[name] for name in IN_RESULTS}, 500), ("learning", "recipe_costs")),
+    "quality-readme": (
+        partial(quality, {name: LABELS[name] for name in IN_README}, 1000),
+        ("learning", "recipe_costs"),
+    ),
+    "quality-all": (partial(quality, LABELS, 250), ("learning", "recipe_costs")),
+    "quality-narrow": (partial(quality, NARROW, 250), ("learning", "recipe_costs")),
     "few-data": (few_data, ("learning",)),
     "images": (images, ("images",)),
     "quickstart-table": (lambda run: f"```text\n{quickstart_table.table(run['runs'])}\n```", ("quickstart",)),
-    "quickstart": (lambda _: "![Loss and memory of the quickstart run](quickstart.svg)", ("quickstart",)),
     "checkpoints": (checkpoints, ("checkpoints_4_ranks",)),
     "host-time": (host_time, ("host_time",)),
     "families": (families, ("families",)),
-    "gpu": (gpu, ("gpu_sizes", "gpu_values", "gpu_groups")),
+    "families-reasons": (families_reasons, ("families",)),
+    "gpu": (partial(gpu, ["1B"]), ("gpu_sizes", "gpu_values", "gpu_groups")),
+    "gpu-all": (partial(gpu, ["134M", "500M", "1B"]), ("gpu_sizes", "gpu_values", "gpu_groups")),
 }
 
 
