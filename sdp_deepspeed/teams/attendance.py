@@ -29,7 +29,8 @@ class Member:
         last: identity of the meeting that its anchors are of.
         pending: identity of a meeting that it has finished without knowing whether it counts, or "".
         call: name of the call that all teams make together, or `START`.
-        steps_since: optimizer steps since the meeting that its anchors are of.
+        num_steps: optimizer steps of the run.
+        steps_since: those since the meeting that its anchors are of.
         attempts: meetings that the team has tried.
         group: identity of the process group that it has from the last meeting, or "".
         store: "host:port" of the store in its rank 0.
@@ -43,6 +44,7 @@ class Member:
     last: str
     pending: str
     call: str
+    num_steps: int
     steps_since: int
     attempts: int
     group: str
@@ -119,11 +121,12 @@ class Attendance:
         return callers[:1] if self.call == SAVE else callers
 
     @property
-    def next_steps_since(self) -> int:
-        """Steps since the last meeting, at which teams go on that start or take anchors over: those of the others."""
-        if self.averages:
-            return 0
-        return max(member.steps_since for member in self.members if member.team in self.current)
+    def next_steps(self) -> tuple[int, int]:
+        """Steps of the run, and since its last meeting, at which teams go on that start or take anchors over: those of
+        the others."""
+        current = [member for member in self.members if member.team in self.current]
+        since = 0 if self.averages else max(member.steps_since for member in current)
+        return max(member.num_steps for member in current), since
 
     def follows(self, team: int) -> bool:
         """Whether a team goes on at the step of the others."""

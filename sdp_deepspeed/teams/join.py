@@ -67,14 +67,17 @@ def make_team(
             f"{NUMBER}: got {number}, and another number on other ranks; set the same on all ranks of a team"
         )
     branches = proven_branches(model, config.strategy)
-    plan, warnings = plan_model(model, config, settings.teams, branches=branches)
+    try:
+        plan, warnings = plan_model(model, config, settings.teams, branches=branches)
+    except ValueError as error:
+        raise ValueError(str(error).replace(" subnetworks", " teams")) from error
     mask = Mask(model, plan, number, branches=branches, is_scaled=config.branch_scale == "training")
     dense = DenseModel(mask)
     mask.apply()
     names = hide_absent(mask)
     dense.keep_changed()
     for warning in warnings if ranks.rank == 0 else ():
-        logger.warning("%s: %s", KEY, warning)
+        logger.warning("%s: %s", KEY, warning.replace(" subnetworks", " teams"))
     agreed = {
         "version of sdp_deepspeed": __version__,
         "plan": plan.hash[:12],

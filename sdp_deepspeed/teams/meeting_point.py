@@ -62,14 +62,17 @@ class MeetingPoint:
         """Address of the store of this rank."""
         return "" if self._server is None else f"{self._host}:{self._server.port}"
 
-    def gather(self, member: Member, timeout: float) -> list[Member]:
+    def gather(self, member: Member, whom: str, timeout: float) -> list[Member]:
         """Wait until the lighthouse has a quorum with this team, on rank 0.
+
+        Args:
+            whom: the others, for the log.
 
         Raises:
             TimeoutError: the lighthouse is not reachable, or too few of the teams that it knows have come.
         """
         end = time.monotonic() + timeout
-        with reminder(f"team {member.team} waits for the lighthouse at {self._address} and the other teams"):
+        with reminder(f"team {member.team} waits for {whom}, at the lighthouse {self._address}"):
             while True:
                 try:
                     if self._lighthouse is None:
@@ -92,7 +95,7 @@ class MeetingPoint:
                     if time.monotonic() + RETRY > end:
                         raise TimeoutError(
                             f"no meeting at the lighthouse {self._address} within {timeout:.0f} s ({error}); check it, "
-                            "and the other teams"
+                            f"and {whom}"
                         ) from None
                     time.sleep(RETRY)
 

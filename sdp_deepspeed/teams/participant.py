@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -42,6 +42,8 @@ class Participant:
         number: of this team, from 0.
         plan: of one worker for each team.
         version: number of meetings that counted; 0 before the first, -1 before `start`.
+        num_steps: optimizer steps of the run so far. A team that comes back goes on with this one, in its data and its
+            learning rate.
         present: numbers of the teams at the last meeting.
         joined: numbers of those that took anchors over at it.
         seconds_waiting, seconds_exchanging: in all meetings so far, the first part of them for other teams.
@@ -69,7 +71,7 @@ class Participant:
         self._weights, self._model = Weights(host, mask, ranks), model
         self._anchors = torch.zeros(num_elements(self._shares))
         self._momentum = torch.zeros(len(self._anchors) if settings.outer_momentum else 0)
-        self._steps_since = 0  # the last meeting
+        self.num_steps = self._steps_since = 0  # the second: since the last meeting
         self._last = ""  # identity of the meeting that the anchors are of
         self._pending: Result | None = None  # of a meeting that may count
         self._point: MeetingPoint | None = None
@@ -79,12 +81,6 @@ class Participant:
         self.joined: tuple[int, ...] = ()
         self.seconds_waiting = self.seconds_exchanging = 0.0
         self.bytes_sent = 0
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps of the run so far: H for each meeting, and those since. A team that comes back goes on with
-        this one, in its data and its learning rate."""
-        return max(self.version, 0) * self._settings.every + self._steps_since
 
     @property
     def has_started(self) -> bool:
@@ -149,6 +145,7 @@ class Participant:
                 last=self._last,
                 pending="" if self._pending is None else self._pending.attendance.identity,
                 call=call,
+                num_steps=self.num_steps,
                 steps_since=self._steps_since,
                 attempts=self._attempts,
                 group=self._point.group_name,
@@ -157,7 +154,9 @@ class Participant:
                 agreed=self._agreed,
             )
             try:
-                answer = self._point.gather(mine, self._settings.wait_timeout)
+                others = listed((team for team in self.present if team != self.number), limit=16)
+                whom = f"teams {others} of the last meeting" if others else "teams that train"
+                answer = self._point.gather(mine, whom, self._settings.wait_timeout)
             except TimeoutError as error:
                 answer = str(error)
             waited = time.monotonic() - begin
@@ -226,12 +225,13 @@ class Participant:
 
     def _finite_deltas(self) -> torch.Tensor:
         deltas = self._deltas()
-        if not self._ranks.all(bool(deltas.isfinite().all())):
-            self._give_up(
-                f"weights are not finite at step {self.num_steps}; the other teams go on, start it again to take over "
-                "their weights"
-            )
+        advice = "the other teams go on, start it again to take over their weights"
+        self._check_finite([deltas], f"weights are not finite at step {self.num_steps}; {advice}")
         return deltas
+
+    def _check_finite(self, vectors: Iterable[torch.Tensor], problem: str) -> None:
+        if not self._ranks.all(all(bool(vector.isfinite().all()) for vector in vectors)):
+            self._give_up(problem)
 
     def _deltas(self) -> torch.Tensor:
         """Anchors minus weights of this rank's shares."""
@@ -324,7 +324,7 @@ class Result:
         if are_new:
             team._weights.write(team._shares, team._anchors)
         if self.attendance.averages or self.attendance.follows(team.number):
-            team._steps_since = self.attendance.next_steps_since
+            team.num_steps, team._steps_since = self.attendance.next_steps
         team.version = self.attendance.next_version
         team._last, team._pending = self.attendance.next_last, None
 

@@ -19,6 +19,8 @@ from sdp_deepspeed.teams.meeting_point import MeetingPoint
 from sdp_deepspeed.teams.participant import Participant
 from sdp_deepspeed.teams.shares import shares_by_name
 
+_FREE = {"version of sdp_deepspeed", "local_steps", "communication_dtype"}  # may have been others in a loaded state
+
 
 class Team(Participant):
     """One team of a run. All its ranks make the same calls; see `Participant` for arguments and attributes."""
@@ -38,13 +40,14 @@ class Team(Participant):
         """
         if self.has_started:
             raise RuntimeError(f"team {self.number} has started already; call start() once")
-        state = (self.version, self._last, self._steps_since)
+        state = (self.version, self._last, self.num_steps, self._steps_since)
         if not self._ranks.all(self._ranks.broadcast(state) == state):
             self._log("ranks have different states, or none: takes over the weights of the others", is_warning=True)
-            self.version, self._last, self._steps_since = NO_STATE, "", 0
+            self.version, self._last, self.num_steps, self._steps_since = NO_STATE, "", 0, 0
             self._momentum.zero_()
         if self.version == NO_STATE:
             self._weights.read(self._shares, self._anchors)
+        self._check_finite([self._anchors, self._momentum], "its first weights are not finite; the other teams go on")
         is_first, timeout = self._ranks.rank == 0, self._settings.exchange_timeout
         self._point = MeetingPoint(self._address, self.number, is_first=is_first, exchange_timeout=timeout)
         self._take_part(START)
@@ -59,6 +62,7 @@ class Team(Participant):
             RuntimeError: weights are not finite, which ends this team, or a wait is too long.
         """
         self._check_started("step")
+        self.num_steps += 1
         self._steps_since += 1
         if self._steps_since < self._settings.every:
             return False
@@ -170,24 +174,32 @@ class Team(Participant):
             "agreed": self._agreed,
             "version": self.version,
             "last": self._last,
+            "num_steps": self.num_steps,
             "steps_since": self._steps_since,
             "anchors": self._anchors.clone(),
             "momentum": self._momentum.clone(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the same rank, before `start`.
+        """Load the state of the same rank, before `start`. H, the outer optimizer, the dtype of communication and the
+        version of the package may differ, which is logged.
 
         Raises:
-            ValueError: it is the state of another team, rank or plan.
+            ValueError: it is the state of another team, rank, plan or model.
         """
         if self._point is not None:
             raise RuntimeError("load_state_dict: the team has started; load before start()")
         here = {"team": self.number, "rank": self._ranks.rank, **self._agreed}
         there = {"team": state["team"], "rank": state["rank"], **state["agreed"]}
-        for name, value in here.items():
-            if there.get(name) != value:
-                raise ValueError(f"load_state_dict: the state has {name} {there.get(name)}, here it is {value}")
-        self.version, self._last, self._steps_since = state["version"], state["last"], state["steps_since"]
+        different = [name for name, value in here.items() if there.get(name) != value]
+        wrong = [name for name in different if name not in _FREE]
+        text = " and ".join(f"{name} {there.get(name)}, here it is {here[name]}" for name in wrong or different)
+        if wrong:
+            raise ValueError(f"load_state_dict: the state has {text}")
+        if different:
+            self._log(f"load_state_dict: the state has {text}", is_warning=True)
         self._anchors.copy_(state["anchors"])
-        self._momentum.copy_(state["momentum"])
+        if len(self._momentum) and len(state["momentum"]):  # the outer optimizer may have had none
+            self._momentum.copy_(state["momentum"])
+        self.version, self._last = state["version"], state["last"]
+        self.num_steps, self._steps_since = state["num_steps"], state["steps_since"]

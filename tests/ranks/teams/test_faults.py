@@ -57,6 +57,10 @@ class Run:
         while self.team.version < version:
             self.meet()
 
+    def spoil(self) -> None:
+        with torch.no_grad():
+            next(iter(self.model.parameters()))[0] = torch.nan
+
     def save_dense(self) -> None:
         """Save what each team has of the dense model of the same anchors."""
         dense = self.team.dense_state_dict()
@@ -250,8 +254,7 @@ def lose_values(place: Place, settings: dict[str, Any]) -> None:
     run.team.start()
     run.meet_until(2)
     if place.team == 1:
-        with torch.no_grad():
-            next(iter(run.model.parameters()))[0] = torch.nan
+        run.spoil()
     run.meet_until(4)
     assert run.team.present == (0,)
     assert all(value.isfinite().all() for value in run.team.dense_state_dict().values())
@@ -373,6 +376,10 @@ def restore(place: Place) -> None:
     run.meet()
     assert run.team.version == 4
     assert run.team.present == (0, 1, 2)
+    if place.team == 2:
+        run.spoil()
+        with pytest.raises(RuntimeError, match="team 2: weights are not finite at step 10"):
+            run.meet()
 
 
 def test_all_are_gone_and_come_back_with_different_versions(tmp_path: Path) -> None:

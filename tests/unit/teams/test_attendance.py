@@ -20,7 +20,7 @@ EVERYONE = (0, 1, 2)
 
 def member(team: int, version: int = 5, call: str = STEP, **facts: Any) -> Member:
     last = "" if version == NO_STATE else f"meeting {version}"
-    first = Member(f"t{team}", team, version, last, "", call, 0, 1, "", "host:1", False, AGREED)
+    first = Member(f"t{team}", team, version, last, "", call, 0, 0, 1, "", "host:1", False, AGREED)
     return replace(first, **facts)
 
 
@@ -66,11 +66,11 @@ def test_who_comes_back_takes_over_from_the_first_current_holder() -> None:
 
 
 def test_who_starts_during_another_call_goes_on_at_the_step_of_the_others() -> None:
-    others = [member(team, call="dense", steps_since=3) for team in (0, 1)]
-    for started in (member(2, NO_STATE, START), member(2, 5, START, steps_since=1)):
+    others = [member(team, call="dense", num_steps=53, steps_since=3) for team in (0, 1)]
+    for started in (member(2, NO_STATE, START), member(2, 5, START, num_steps=51, steps_since=1)):
         meeting = met([*others, started])
         assert [meeting.follows(team) for team in EVERYONE] == [False, False, True]
-        assert meeting.next_steps_since == 3
+        assert meeting.next_steps == (53, 3)
         assert meeting.receivers == (0, 1)
     meeting = met([member(0, NO_STATE, START), member(1, call=SAVE), member(2, call=SAVE)])
     assert meeting.receivers == (1,), "a team that starts does not write"

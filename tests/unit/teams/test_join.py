@@ -38,6 +38,7 @@ def test_the_block() -> None:
     check({"coverage": 0.5}, 'local_steps such as {"teams": 4, "every": 50}')
     check({"schedule": [{"coverage": 0.5, "until_step": 1}, {"coverage": 1.0}]}, f"{KEY}.schedule: ")
     check({**BLOCK, "enabled": False}, f"{KEY}.enabled: ")
+    check({**BLOCK, "coverage": 0.3}, f"{KEY}.coverage: 0.3 of 2 teams is 0.6 holders per unit")
 
 
 @pytest.mark.parametrize("number", ["", "2", "-1", "one"])
@@ -69,6 +70,31 @@ def test_the_calls_before_start() -> None:
             call()
     assert list(team.shard(list("abcde"))) == ["b", "d"]
     assert team.shard(Dataset.from_dict({"x": [*range(5)]}))["x"][:] == [3, 4], "as datasets divide"
-    other = {**team.state_dict(), "team": 0}
-    with pytest.raises(ValueError, match="the state has team 0, here it is 1"):
-        team.load_state_dict(other)
+
+
+def test_the_state_of_another_run(caplog: pytest.LogCaptureFixture) -> None:
+    """It is refused where it would be wrong."""
+    pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
+    team = sdp_deepspeed.join(llama(), BLOCK)
+    state = {**team.state_dict(), "version": 3, "last": "meeting", "num_steps": 31, "steps_since": 1}
+    state["anchors"] += 1
+    agreed = {**state["agreed"], "version of sdp_deepspeed": "0.0.9", "local_steps": "every 10"}
+    for key, wrong in (("team", {"team": 0}), ("plan", {"agreed": {**agreed, "plan": "other"}})):
+        with pytest.raises(ValueError, match=f"the state has {key}"):
+            team.load_state_dict({**state, **wrong})
+    team.load_state_dict({**state, "agreed": agreed, "momentum": torch.ones(3)})
+    assert "the state has version of sdp_deepspeed 0.0.9, here it is " in caplog.text
+    assert (team.version, team.num_steps) == (3, 31)
+    loaded = team.state_dict()
+    assert torch.equal(loaded["anchors"], state["anchors"])
+    assert len(loaded["momentum"]) == 0, "the outer optimizer has none now"
+
+
+def test_weights_that_are_not_finite_are_not_shown_to_others() -> None:
+    pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
+    model = llama()
+    team = sdp_deepspeed.join(model, BLOCK)
+    with torch.no_grad():
+        next(model.parameters())[0] = torch.inf
+    with pytest.raises(RuntimeError, match="team 1: its first weights are not finite"):
+        team.start()
