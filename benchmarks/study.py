@@ -3,7 +3,7 @@
     python benchmarks/study.py --output benchmarks/results/learning.json --set recipes --rates 0.006 --workers 2
     python benchmarks/study.py --output benchmarks/results/learning.json --only "dense 64x8" "C=1/[24].*" --seeds 0 1
 
-Virtual workers on one device (sdp_deepspeed/reference). Cells (study, subject, seed, budget, learning rate) are in one
+Virtual workers on one device (tests/reference). Cells (study, subject, seed, budget, learning rate) are in one
 JSON file, written after each; existing cells are not repeated. With --keep a call may end within a cell, and the next
 one continues there, bit for bit. A subject's learning rate is tuned on a seed of its own (--tune), and is the study's
 until then. On a GPU, a larger study in calls of nine minutes:

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.learning.held_rows import HeldRows
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.virtual_workers import Reference, divisors
+from tests.reference.virtual_workers import Reference, divisors
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.reference.virtual_workers import Reference
+from tests.reference.virtual_workers import Reference
 
 _OUTPUTS = ("o_proj.weight", "down_proj.weight")
 

@@ -15,9 +15,9 @@ from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import branches_of_units, units_of_branches
-from sdp_deepspeed.reference.virtual_workers import scale_branches, zero_absent
 from sdp_deepspeed.units import Piece
 from tests.helpers import mixtures, models, more_models
+from tests.reference.virtual_workers import scale_branches, zero_absent
 
 # Orders of activations that a mistake would mix up: blocks fused in one projection, heads interleaved with their
 # queries, keys and values, products of gates and ups.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.virtual_workers import held_mask
+from tests.reference.virtual_workers import held_mask
 
 
 @dataclass(frozen=True)

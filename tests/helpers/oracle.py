@@ -29,13 +29,13 @@ from transformers import PreTrainedModel
 
 import sdp_deepspeed  # noqa: F401  (installs the import hook)
 from sdp_deepspeed.masking.proof import proven_branches
-from sdp_deepspeed.reference.virtual_workers import LossScale, Reference, pieces_with_holders
 from tests.helpers import models
 from tests.helpers.expected_flops import dense_flops, worker_flops
 from tests.helpers.fp16_runs import fp16_is_supported
 from tests.helpers.models import batches, two_groups
 from tests.helpers.oracle_grid import KEY, PRECISIONS, Case
 from tests.helpers.ranks import Rank
+from tests.reference.virtual_workers import LossScale, Reference, pieces_with_holders
 
 # Moments, momentum and what the exchange returned all act from the second step on; test_parity.py takes more.
 NUM_STEPS = 3

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 import sdp_deepspeed
 from sdp_deepspeed.fsdp import clip_grad_norm_, full_state_dict, param_groups, sharded_model_of
 from sdp_deepspeed.masking.running_statistics import tracking_norms
-from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import batches, inputs_of, loss_of, two_groups
 from tests.helpers.oracle import from_rank_0, make_optimizer
 from tests.helpers.ranks import Rank
+from tests.reference.virtual_workers import Reference
 
 NUM_STEPS = 4
 DRIFT = 1e-5  # of fp32 weights, relative to their way (tests/helpers/oracle.py)

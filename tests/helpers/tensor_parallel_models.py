@@ -16,11 +16,11 @@ from torch import nn
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import MIXED, SPECIMENS, Specimen, batches, config, loss_of, two_groups
 from tests.helpers.oracle import from_rank_0, make_optimizer
 from tests.helpers.oracle_grid import EVEN, INDIVISIBLE
 from tests.helpers.ranks import Rank
+from tests.reference.virtual_workers import Reference
 
 TP = 2
 MODELS: dict[str, Specimen] = {

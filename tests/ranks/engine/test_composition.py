@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import Dataset
 
 from sdp_deepspeed.config import MODES
-from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import SPECIMENS, VOCABULARY, batches, config, loss_of, without_block
 from tests.helpers.ranks import Rank
 from tests.helpers.training import SGD, engine_of, micro_step, sgd, train
+from tests.reference.virtual_workers import Reference
 
 pytestmark = pytest.mark.world(2)
 

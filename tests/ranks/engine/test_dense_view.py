@@ -18,12 +18,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.masking.placeholders import PartialTensor
-from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.live_tensors import stored_absent
 from tests.helpers.models import MIXED, VOCABULARY, batches, config, family, llama, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal, sgd, train
+from tests.reference.virtual_workers import Reference
 
 pytestmark = pytest.mark.world(3)
 

@@ -19,10 +19,10 @@ from deepspeed.utils import (
 )
 
 from benchmarks.common.traffic_counter import TrafficCounter
-from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import batches, config, llama, loss_of
 from tests.helpers.ranks import Rank
 from tests.helpers.training import dense_state, engine_of, own_batches, refusal, sgd, train
+from tests.reference.virtual_workers import Reference
 
 pytestmark = pytest.mark.world(2)
 

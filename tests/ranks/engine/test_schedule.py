@@ -13,12 +13,12 @@ from torch import nn
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import LENGTH, SPECIMENS, VOCABULARY, config, loss_of, two_groups
 from tests.helpers.oracle import make_optimizer
 from tests.helpers.ranks import Rank
 from tests.helpers.replanned_runs import assert_same_run
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal
+from tests.reference.virtual_workers import Reference
 
 pytestmark = pytest.mark.world(2)
 Run = dict[str, Any]

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from sdp_deepspeed.engine import monitor
-from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.hosts import Row, batch_of, deepspeed_config, loaded, mean_loss, rows
 from tests.helpers.models import MIXED, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, gathered, refusal
+from tests.reference.virtual_workers import Reference
 
 pytestmark = pytest.mark.world(2)
 

@@ -16,7 +16,6 @@ import torch
 from deepspeed.ops.adam import fused_adam
 from torch import nn
 
-from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.models import batches, config, family, llama, loss_of, muon, two_groups, without_block
 from tests.helpers.ranks import Rank
 from tests.helpers.training import (
@@ -30,6 +29,7 @@ from tests.helpers.training import (
     sgd,
     train,
 )
+from tests.reference.virtual_workers import Reference
 
 pytestmark = pytest.mark.world(2)
 

@@ -19,12 +19,12 @@ import sdp_deepspeed
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.estimate.forecast import forecast
 from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.reference.local_steps import LocalReference, LocalSteps
-from sdp_deepspeed.reference.virtual_workers import Reference
 from sdp_deepspeed.teams.team import Team
 from tests.helpers import more_models
 from tests.helpers.models import LENGTH, MIXED, batches, config, llama, loss_of
 from tests.helpers.teams import NEVER_MISSED, Place, teams
+from tests.reference.local_steps import LocalReference, LocalSteps
+from tests.reference.virtual_workers import Reference
 
 STEPS = 6  # H is 2 or 3: two or three meetings
 # Sums in another order, over the ranks of a team and over teams; relative to the largest value and 1.

@@ -18,10 +18,10 @@ from sdp_deepspeed.config import KEY, MODES, parse
 from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.planner import plan_model
-from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.models import LENGTH, MIXED, SPECIMENS, VOCABULARY, batches, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
+from tests.reference.virtual_workers import Reference
 
 pytestmark = pytest.mark.slow
 

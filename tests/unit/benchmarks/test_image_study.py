@@ -16,8 +16,8 @@ from benchmarks.image_study import Store, cells
 from benchmarks.images.cell import Cell, Data, Settings, Training, identity
 from benchmarks.images.pictures import Augmented, Examples, read_examples
 from benchmarks.images.subjects import SUBJECTS, TUNING_SEED, Stage, Subject
-from sdp_deepspeed.reference.virtual_workers import Reference
 from tests.helpers.image_data import write_fashion_mnist
+from tests.reference.virtual_workers import Reference
 
 SETTINGS = Settings(rows=4, widths=(4, 8))
 

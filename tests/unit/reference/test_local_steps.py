@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.local_steps import LocalReference, LocalSteps
-from sdp_deepspeed.reference.virtual_workers import Reference
 from sdp_deepspeed.units import Piece, Unit
+from tests.reference.local_steps import LocalReference, LocalSteps
+from tests.reference.virtual_workers import Reference
 from tests.unit.reference.record_torchft import make_model
 
 RECORDED = json.loads(Path(__file__).with_name("diloco_of_torchft.json").read_text(encoding="utf-8"))

@@ -18,9 +18,9 @@ from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.assign import assign, incidence, translates
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import unit_costs, units_of_branches
-from sdp_deepspeed.reference.virtual_workers import held_mask, local_gradients, masked_average
 from sdp_deepspeed.units import Piece, Subnetworks, Unit
 from tests.helpers.models import batches, llama, loss_of
+from tests.reference.virtual_workers import held_mask, local_gradients, masked_average
 
 EPS = 2.0**-24  # unit roundoff of fp32
 Gradients = Mapping[str, torch.Tensor]

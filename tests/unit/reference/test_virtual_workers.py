@@ -11,15 +11,15 @@ from torch import nn
 
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, register
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference import virtual_workers
-from sdp_deepspeed.reference.virtual_workers import (
+from sdp_deepspeed.units import Piece, Unit
+from tests.reference import virtual_workers
+from tests.reference.virtual_workers import (
     LossScale,
     divisors,
     held_mask,
     masked_average,
     zero_absent,
 )
-from sdp_deepspeed.units import Piece, Unit
 
 A, B, S = 2.0, 3.0, 5.0
 # Most models here have no described branches to scale.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.reference.virtual_workers import Reference, average_statistics, dense_buffers, held_mask
+from tests.reference.virtual_workers import Reference, average_statistics, dense_buffers, held_mask
 
 
 @dataclass(frozen=True)
