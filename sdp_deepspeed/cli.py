@@ -456,24 +456,6 @@ def export(
     print(f"{folder} -> {out}")
 
 
-@checkpoint.command("import")
-def import_(
-    path: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a checkpoint, or its parent with the file `latest`.")
-    ],
-    out: Annotated[
-        Path,
-        typer.Argument(metavar="OUT", help="A new folder, for load_checkpoint."),
-    ],
-    tag: _Tag = None,
-) -> None:
-    """Convert a ZeRO checkpoint of DeepSpeed (stages 1 to 3 with Adam, without tensor parallelism), with moments, for
-    load_checkpoint. Hugging Face folders need no conversion: use load_pretrained."""
-    from sdp_deepspeed.checkpoint.from_zero import convert
-
-    print(convert(path, out, tag=tag))
-
-
 # ---- teams ----------------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,6 @@ from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sdp_deepspeed import accelerate_fsdp
 from sdp_deepspeed.engine.trainer_hook import is_ours, patch_trainer, team_of
 
 if TYPE_CHECKING:
@@ -126,7 +125,6 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
 def _patch_accelerate() -> None:
     """Make `Accelerator.get_state_dict`, which the Trainer uses to save, return the dense model (collective); keep
     Accelerate from filling in "auto" in our block; and make it see all ranks on CPUs."""
-    accelerate_fsdp.patch_accelerator()
     from accelerate.accelerator import Accelerator
     from accelerate.state import PartialState
     from accelerate.utils.dataclasses import DeepSpeedPlugin
@@ -181,4 +179,3 @@ def _runs_deepspeed_on_cpus() -> bool:
 
 def _patch_trainer() -> None:
     patch_trainer()
-    accelerate_fsdp.patch_trainer()

@@ -95,7 +95,7 @@ REFUSED = (
     Refusal("autotuning", "on", _is_on, "it changes stage and batch size on its own; remove the key"),
     Refusal("optimizer.params.per_head_muon", "true", _is_on, "Muon steps whole matrices here; remove the key"),
     Refusal("checkpoint.use_node_local_storage", "true", _is_on, "save to a folder that all nodes share"),
-    Refusal("checkpoint.load_universal", "true", _is_on, "run `sdp checkpoint import` on ZeRO's checkpoint"),
+    Refusal("checkpoint.load_universal", "true", _is_on, "start from weights that zero_to_fp32.py has exported"),
     Refusal("checkpoint.writer", "any", lambda _: True, _FORMAT),
     Refusal("datastates_ckpt", "on", _is_on, _FORMAT),
 )

@@ -82,8 +82,8 @@ def _refuse_foreign(folder: Path, tag: str | None) -> None:
     name = next(iter(atomic_folder.tags_to_try(folder)), None) if tag is None else tag
     if name is not None and any((folder / name).glob("*_optim_states.pt")):
         raise ValueError(
-            f"{folder / name} is a ZeRO checkpoint of DeepSpeed; run `sdp checkpoint import {folder} OUT --tag "
-            f"{name}`, and load OUT"
+            f"{folder / name} is a ZeRO checkpoint of DeepSpeed; export its weights with zero_to_fp32.py, and start "
+            "from them"
         )
 
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from sdp_deepspeed.accelerate_fsdp import SHARDED
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.fsdp.dense_model import DenseModel
 from sdp_deepspeed.fsdp.dtensors import ReplacedDTensors
@@ -144,7 +143,6 @@ class ShardedModel:
 def attach(sharded: ShardedModel) -> None:
     setattr(sharded.module, _ATTRIBUTE, sharded)
     extend_zero_grad(sharded.module, sharded.drop_gradients)
-    SHARDED.add(sharded.module)
 
 
 def is_sharded(module: object) -> bool:
