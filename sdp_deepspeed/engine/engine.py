@@ -109,7 +109,6 @@ from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
 from sdp_deepspeed.parallel.param_groups import agreed_param_groups
 from sdp_deepspeed.parallel.refused_models import refuse_model
-from sdp_deepspeed.parallel.zero_grad import extend_zero_grad
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import unit_costs
 from sdp_deepspeed.schedule import Schedule
@@ -170,7 +169,6 @@ class SubnetworkEngine(DeepSpeedEngine):
         if self.optimizer is None:
             raise ValueError(f"{KEY} needs an optimizer: name one in the config, or pass one to deepspeed.initialize")
         record_engine(model, self)
-        extend_zero_grad(model, self._drop_gradients)
         self._step_events = StepEvents.of(self)
         self.checkpoints = Checkpointer(**self.block.checkpoint.model_dump())
         for name in self.optimizer.sharded.param_groups:
@@ -383,19 +381,13 @@ class SubnetworkEngine(DeepSpeedEngine):
         """Does nothing: the sharded optimizer clips by the norm of the averaged dense gradient."""
 
     def zero_grad(self) -> None:
-        """As in DeepSpeed; see `SubnetworkOptimizer.zero_grad`. `zero_grad` of the module calls it, too."""
+        """As in DeepSpeed; see `SubnetworkOptimizer.zero_grad`."""
         self.optimizer.zero_grad()
         super().zero_grad()
 
     def _before_mode(self, call: str) -> None:
         self._refuse_dense(call)
         self._barrier.wait(call)
-
-    def _drop_gradients(self, parameters: set[int]) -> None:
-        """Drop the gradients of trained parameters with these ids."""
-        sharded = self.optimizer.sharded
-        if names := {name for name in sharded.param_groups if id(self.mask.parameters[name]) in parameters}:
-            self.optimizer.drop_gradients(names)
 
     def replan(self, block: Mapping[str, Any], *, stage: int | None = None) -> Replanned:
         """Continue training under another plan. Collective, between two steps, with equal arguments on all ranks.

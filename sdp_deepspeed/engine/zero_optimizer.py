@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -110,17 +110,9 @@ class SubnetworkOptimizer(ZeROOptimizer):
         Raises:
             RuntimeError: a rank that must call it, too, continues training instead.
         """
-        self.drop_gradients()
-
-    def drop_gradients(self, names: Collection[str] | None = None) -> None:
-        """As `zero_grad`, for some parameters.
-
-        Args:
-            names: dense names of trained parameters. Default: all.
-        """
         if self.sharded.reducer.is_averaged:
             self._wait("zero_grad")
-        self.sharded.reducer.zero_grad(names)
+        self.sharded.reducer.zero_grad()
 
     # ---- loss scale ---------------------------------------------------------------------------------------------
 

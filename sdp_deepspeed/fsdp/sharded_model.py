@@ -22,7 +22,6 @@ from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.boxes import local_of
 from sdp_deepspeed.parallel.consistency import CallBarrier
 from sdp_deepspeed.parallel.groups import Groups
-from sdp_deepspeed.parallel.zero_grad import extend_zero_grad
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
 
@@ -105,21 +104,6 @@ class ShardedModel:
         for modules in self.fsdp_groups:
             modules[0].reshard()
 
-    def drop_gradients(self, parameters: set[int]) -> None:
-        """Drop the gradients of parameters with these ids, sharded or gathered, that FSDP2 keeps elsewhere: those of
-        gathered parameters that are not reduced yet, and those of their shards."""
-        for fsdp in (self.module, *(modules[0] for modules in self.fsdp_groups)):
-            for group in fsdp._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    gathered = getattr(parameter, "_unsharded_param", None)
-                    if id(gathered) in parameters:
-                        parameter.sharded_param.grad = None
-                    elif id(parameter.sharded_param) not in parameters:
-                        continue
-                    parameter.unsharded_accumulated_grad = None
-                    if gathered is not None:
-                        gathered.grad = None
-
     def begin_evaluation(self, what: str) -> None:
         """Prepare for a pass of the dense model: reshard, and average running statistics. Collective."""
         self.reshard_groups()
@@ -142,7 +126,6 @@ class ShardedModel:
 
 def attach(sharded: ShardedModel) -> None:
     setattr(sharded.module, _ATTRIBUTE, sharded)
-    extend_zero_grad(sharded.module, sharded.drop_gradients)
 
 
 def is_sharded(module: object) -> bool:

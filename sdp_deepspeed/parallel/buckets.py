@@ -11,7 +11,7 @@ different buckets and are copied to and from flat buffers; the gathered weights 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -157,17 +157,6 @@ class Bucket:
             self.average = self.offloaded.receive_gradient(average, adds=self.average is not None)
         else:
             self.average = average if self.average is None else self.average.add_(average)
-
-    def zero_average(self, names: Collection[str]) -> None:
-        """Set the averaged gradients of some tensors to zero."""
-        if self.average is None:
-            return
-        position = self.shard_group.position
-        before = self.layout.shard_range(position)[0]
-        for item, start, stop in self.layout.owned(position):
-            if item.piece.parameter in names:
-                first = item.start - before
-                self.average[first + start : first + stop].zero_()
 
     def set_gradients(self, gradient: torch.Tensor | None) -> None:
         """Set the gradient of `shard` for the optimizer; None removes it."""

@@ -10,7 +10,7 @@ bucket is reduced may differ between ranks, since only the order matters.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -188,7 +188,7 @@ class Reducer:
             torch.cuda.current_stream(self._device).synchronize()  # the CPU reads gradients next
 
     def _refuse_dropped(self) -> None:
-        """Raise RuntimeError if every `.grad` was set to None since the last step, other than by a `zero_grad`: those
+        """Raise RuntimeError if every `.grad` was set to None since the last step, other than by `zero_grad`: those
         of cut tensors were moved to buckets before, and would still count."""
         dropped = self._dropped | {name for name in self._in_buckets if self._parameters[name].grad is None}
         if dropped and dropped == self._in_buckets and self._filled:
@@ -197,17 +197,10 @@ class Reducer:
             )
 
     @torch.no_grad()
-    def zero_grad(self, names: Collection[str] | None = None) -> None:
-        """Drop the gradients of this step. If `is_averaged`, all ranks must call it.
-
-        Args:
-            names: of trained tensors. Default: all.
-        """
+    def zero_grad(self) -> None:
+        """Drop the gradients of this step. If `is_averaged`, all ranks must call it."""
         if self._stream is not None:  # its reductions may still use the gradients
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        if names is not None and len(names) < len(self._parameters):
-            self._drop(names)
-            return
         self._used.clear()
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -217,17 +210,6 @@ class Reducer:
             bucket.drop_gradients()
         self.is_averaged = self.is_last_micro_step = False
         self._restart()
-
-    def _drop(self, names: Collection[str]) -> None:
-        """Drop the gradients of some tensors; buckets that were reduced stay reduced."""
-        if self._is_offloaded:
-            torch.cuda.current_stream(self._device).synchronize()  # averages are on their way to host memory
-        for marked in (self._used, self._filled, self._in_buckets, self._dropped):
-            marked.difference_update(names)
-        for name in names:
-            self._parameters[name].grad = None
-        for bucket in self._buckets:
-            bucket.zero_average(names)
 
     def _restart(self) -> None:
         self._next = 0

@@ -17,7 +17,7 @@ from sdp_deepspeed import fully_shard
 from sdp_deepspeed.fsdp import sharded_model_of
 from sdp_deepspeed.parallel import consistency
 from sdp_deepspeed.parallel.groups import default_store
-from tests.helpers.models import VOCABULARY, batches, family, llama, loss_of
+from tests.helpers.models import VOCABULARY, batches, family, llama
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT, Rank
 from tests.helpers.sharded import (
@@ -104,28 +104,6 @@ def test_covers_everything(rank: Rank, block: dict[str, Any]) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-def test_dropped_gradients(rank: Rank) -> None:
-    """Of passes with and without synchronization are gone, whether or not shards are gathered."""
-    micro_batches = next(batches(rank.size, 2))[rank.rank]
-    for strategy, is_synced, reshards in itertools.product(("block", "neuron"), (True, False), (True, False)):
-        states = []
-        for drops in (True, False):
-            model: Any = sharded(llama(), {"holders": 2, "strategy": strategy})
-            model.set_reshard_after_backward(reshards)
-            optimizer = optimizer_of(model)
-            if drops:
-                model.set_requires_gradient_sync(is_synced)
-                loss_of(model, micro_batches[0]).backward()
-                model.zero_grad()
-                model.set_requires_gradient_sync(True)
-            model.set_reshard_after_backward(True)  # or else `shard` would not see the step
-            loss_of(model, micro_batches[1]).backward()
-            optimizer.step()
-            states.append([sharded_model_of(model).shard(part) for part in sharded_model_of(model).held_parts()])
-        for dropped, expected in zip(*states, strict=True):
-            assert dropped.equal(expected), (strategy, is_synced, reshards)
 
 
 def test_late_ranks_are_named(rank: Rank) -> None:
