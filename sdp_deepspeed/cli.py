@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
-from sdp_deepspeed.messages import NEEDS_DEEPSPEED, lacks_deepspeed
 from sdp_deepspeed.version import __version__
 
 if TYPE_CHECKING:
@@ -65,12 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = "sdp" if context is None else context.command_path
         text = f"{error.format_message().removesuffix('.')} ({command} --help lists the options)"
     except ModuleNotFoundError as error:
-        if lacks_deepspeed(error):
-            text = f"this command {NEEDS_DEEPSPEED}"
-        elif (error.name or "").startswith("matplotlib"):
-            text = 'plots need Matplotlib: pip install "sdp_deepspeed[plot]"'
-        else:
+        if not (error.name or "").startswith("matplotlib"):
             raise
+        text = 'plots need Matplotlib: pip install "sdp_deepspeed[plot]"'
     except (OSError, RuntimeError, ValueError) as error:
         text = str(error)
     print(f"error: {' '.join(text.split())}", file=sys.stderr)

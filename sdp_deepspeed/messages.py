@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterable
 
 KEY = "subnetwork_data_parallel"  # of the block in a DeepSpeed config
 MAX_LISTED = 5
-# The extra [deepspeed] of pyproject.toml.
-NEEDS_DEEPSPEED = 'needs DeepSpeed: pip install "deepspeed>=0.19.8,<0.20" "accelerate>=1.15,<2"'
 
 
 def listed(values: Iterable[object], *, limit: int = MAX_LISTED, separator: str = ", ") -> str:
@@ -40,8 +38,3 @@ def announce(text: str, logger: logging.Logger) -> None:
     level = logger.getEffectiveLevel()
     child.setLevel(logging.INFO if level <= logging.WARNING else level)
     child.info(text)
-
-
-def lacks_deepspeed(error: ImportError) -> bool:
-    """Whether an import failed because DeepSpeed is not installed."""
-    return isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "deepspeed"

@@ -1,5 +1,4 @@
-"""FSDP2's users need no DeepSpeed: the whole host and the command line run where it cannot be imported, and what does
-need it says so in one line."""
+"""FSDP2's users need no DeepSpeed: the whole host and the command line run where it cannot be imported."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sdp_deepspeed.messages import NEEDS_DEEPSPEED
 from tests.helpers.repository import ROOT
 
 PROGRAM = """
@@ -47,7 +45,6 @@ pathlib.Path(sys.argv[2], "run.yaml").write_text(
 )
 assert main(["estimate", "--ranks", "4", sys.argv[2] + "/run.yaml"]) == 0
 assert main(["plan", "--ranks", "4", sys.argv[2] + "/run.yaml"]) == 0
-assert main(["checkpoint", "import", sys.argv[2], sys.argv[2] + "/converted"]) == 2
 print("done")
 """
 
@@ -56,5 +53,4 @@ def test_it_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "rendezvous"), str(tmp_path / "saved")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert result.stdout.endswith("done\n"), result.stderr[-2000:]
-    assert f"error: this command {NEEDS_DEEPSPEED}\n" in result.stderr
     assert "Traceback" not in result.stderr
