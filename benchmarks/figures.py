@@ -44,7 +44,7 @@ def overview(result: Mapping[str, Any]) -> str:
             SDP,
             [(0, 2), (1, 3), (0, 1), (2, 3), everyone],
             0,
-            ("every rank trains its units;", "gradients: mean over 2 holders"),
+            ("a rank trains its column, a subnetwork;", "gradients: mean over 2 holders"),
         ),
     ]
     for row, unit in enumerate(units):
@@ -64,6 +64,9 @@ def overview(result: Mapping[str, Any]) -> str:
                 draw.rect(x + 4, y + 19, 42 / (shards or len(holding)), 5, "orange", radius=1)
         for line, text in enumerate(words):
             draw.text(left + 109, 264 + 18 * line, text, color="muted", anchor="middle")
+        if title.startswith("SDP"):
+            corners = [(left - 4, 50), (left + 54, 50), (left + 54, 242), (left - 4, 242), (left - 4, 50)]
+            draw.line(corners, "ink", width=1.5)
         bars = [
             ("blue", most(contestants, name, "peak") / most(contestants, "DDP", "peak")),
             ("green", statistics.median(ratio_of_steps(contestants, name, "DDP"))),

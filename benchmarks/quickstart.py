@@ -2,8 +2,7 @@
 
     deepspeed --num_gpus 4 benchmarks/quickstart.py configs/recipes/quickstart.yaml
 
-Measured steps are slower; nothing is timed. The maximum over all ranks and the history of losses are in
-`measured.json` of the run.
+Measured steps are slower; nothing is timed. The maximum over all ranks is in `measured.json` of the run.
 """
 
 from __future__ import annotations
@@ -58,18 +57,11 @@ class MeasureSteps(TrainerCallback):
                 "sent": max(one.sent for one in everyone),
                 "flops": max(one.flops for one in everyone),
             }
-            self.keep(args, {str(phase): figures}, state.log_history)
+            if dist.get_rank() == 0:
+                path = Path(args.output_dir, FILE)
+                known = json.loads(path.read_text())["phases"] if path.exists() else {}
+                path.write_text(json.dumps({"phases": known | {str(phase): figures}}, indent=1))
         self.figures.clear()
-
-    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.keep(args, {}, state.log_history)
-
-    def keep(self, args: Any, phases: dict[str, Any], history: list[dict[str, Any]]) -> None:
-        """Only rank 0 accesses the file."""
-        if dist.get_rank() == 0:
-            path = Path(args.output_dir, FILE)
-            known = json.loads(path.read_text()) if path.exists() else {"phases": {}}
-            path.write_text(json.dumps({"phases": known["phases"] | phases, "history": history}, indent=1))
 
 
 def main() -> None:

@@ -1,38 +1,30 @@
-"""Set two runs of quickstart.py side by side, and with --output keep their raw figures.
+"""Set two runs of quickstart.py side by side.
 
-python benchmarks/quickstart_table.py runs/quickstart runs/quickstart_zero1 --output benchmarks/results/quickstart.json
+python benchmarks/quickstart_table.py runs/quickstart runs/quickstart_zero1
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks.common.provenance import write_result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folders", type=Path, nargs=2, help="of the run with SDP, and of the plain one")
-    parser.add_argument("--output", help="path of the JSON with raw figures")
     options = parser.parse_args()
-    runs = {folder.name: read(folder) for folder in options.folders}
-    print(table(runs))
-    if options.output:
-        write_result(options.output, {"what": "quickstart", "runs": runs})
+    print(table({folder.name: read(folder) for folder in options.folders}))
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Figures of each phase in order, the history of losses, and the final dense loss."""
+    """Figures of each phase in order, and the final dense loss."""
     measured = json.loads((folder / "measured.json").read_text())
     loss = json.loads((folder / "eval_results.json").read_text())["eval_loss"]
     phases = [measured["phases"][number] for number in sorted(measured["phases"], key=int)]
-    return {"phases": phases, "history": measured["history"], "loss": loss}
+    return {"phases": phases, "loss": loss}
 
 
 def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
