@@ -101,8 +101,9 @@ class TeamEngine(DeepSpeedEngine):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As in DeepSpeed. Outside `dense` it runs the subnetwork, in evaluation as well, which is warned of once."""
-        if self.module.training and torch.is_grad_enabled() and not self.team.has_started:
-            self.team.start()
+        if self.module.training and torch.is_grad_enabled():
+            if not self.team.has_started:
+                self.team.start()
             self._follow_team()
         if not (self.module.training or self.team.is_dense or torch.is_grad_enabled() or self._has_warned):
             self._has_warned = True

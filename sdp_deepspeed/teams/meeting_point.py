@@ -116,8 +116,9 @@ class MeetingPoint:
         index = [member.identity for member in attendance.members].index(self.identity)
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = CONNECT
-        if "GLOO_SOCKET_IFNAME" not in os.environ:
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        places = [{"interface": name} for name in interfaces] or [{"hostname": self._host}]
+        options._devices = [dist.ProcessGroupGloo.create_device(**place) for place in places]
         prefixed = dist.PrefixStore(f"{attendance.identity}/{rank}", store)
         group = dist.ProcessGroupGloo(prefixed, index, len(attendance.members), options)
         group.set_timeout(self._timeout)
