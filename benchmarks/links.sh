@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Slow links on one machine: "nodes" are network namespaces, joined by a link of a given rate (two nodes) or by a switch
-# to which each has such a link; one or more ranks in each.
+# to which each has such a link; one or more ranks in each. Each node has cores of its own, as far as there are enough, so
+# that the others are no faster if one is lost.
 #
 #     sudo env PATH="$PATH" benchmarks/links.sh       # all that docs/results.md shows of links
 #     sudo env PATH="$PATH" RATE=250mbit NODES=4 RANKS=1 benchmarks/links.sh benchmarks/compare.py --only main --output ...
@@ -14,7 +15,7 @@ if [[ $EUID -ne 0 ]]; then
     echo "links.sh: network namespaces need root; run it with sudo" >&2
     exit 2
 fi
-for tool in ip tc unshare; do
+for tool in ip tc unshare taskset; do
     command -v "$tool" >/dev/null || { echo "links.sh: $tool is missing; install iproute2 and util-linux" >&2; exit 2; }
 done
 
@@ -27,12 +28,13 @@ if [[ $# -eq 0 ]]; then
     RATE=1gbit "$0" "$here/time_to_loss.py" --output "$here/results/time_to_loss_1gbit.json"
     for rate in 100mbit 20mbit; do # the limit is in seconds
         RATE=$rate "$0" "$here/time_to_loss.py" --limit 40 --output "$here/results/time_to_loss_$rate.json"
+        RATE=$rate NODES=4 RANKS=1 "$0" "$here/time_to_loss.py" --set faults --output "$here/results/lost_team_$rate.json"
     done
     exit
 fi
 
 nodes=${NODES:-2} per_node=${RANKS:-2} rate=${RATE:-1gbit} python=${PYTHON:-python}
-switch="sdp$$switch" names=() ranks=()
+cores=$(nproc) switch="sdp$$switch" names=() ranks=()
 for ((i = 0; i < nodes; i++)); do names+=("sdp$$node$i"); done
 
 # shellcheck disable=SC2329  # the trap calls it
@@ -78,7 +80,7 @@ for ((i = 0; i < nodes; i++)); do
         # Host names say which ranks share a node.
         # shellcheck disable=SC2016
         CROSS_RANK=$i RANK=$((i * per_node + j)) LOCAL_RANK=$j ip netns exec "${names[$i]}" \
-            unshare --uts sh -c 'hostname "$1"; shift; exec "$@"' sh "${names[$i]}" "$python" "$@" &
+            taskset -c "$(seq -s, $((i % cores)) "$nodes" $((cores - 1)))" unshare --uts sh -c 'hostname "$1"; shift; exec "$@"' sh "${names[$i]}" "$python" "$@" &
         ranks+=($!)
     done
 done

@@ -1,14 +1,17 @@
-"""How long until a dense loss is reached over a slow link? SDP beside ZeRO, DDP and torchft's DiLoCo, by the clock.
-links.sh runs it.
+"""How long until a dense loss is reached over a slow link? SDP and its teams beside ZeRO, DDP and torchft's DiLoCo, by
+the clock. links.sh runs it.
 
 Llamas over bytes of the standard library's Python files. Everybody reads the same text in the same order, at stage 1 or
 2, and overlaps communication where it can. SDP at C = 1/2 makes a third more steps than ZeRO, a model of half the depth
-(with about as many operations) and DiLoCo twice as many. DiLoCo averages weights every H steps, and is evaluated after
-that. At C = 1/2 all subnetworks have the first and the last layer.
+(with about as many operations), teams and DiLoCo twice as many. Each node is a team. Teams and DiLoCo average weights
+every H steps, and are evaluated after that. At C = 1/2 all subnetworks have the first and the last layer.
+
+In the runs of `FAULTS` the last team is killed after a third of the steps. It stays away, or starts again after
+`--back-after` seconds, with moments of its optimizer that are new, or copied from the first holder of each parameter.
 
 The clock stops while the dense model is evaluated, on text that is not trained on. Memory is measured afterwards, in a
 step that ends with a synchronization. Runs come one after the other, each is written when it is done, and the same
-command goes on after the last one. DiLoCo needs `pip install -e ".[benchmarks]"`.
+command goes on after the last one. DiLoCo and teams need `pip install -e ".[benchmarks]"`.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ import gc
 import itertools
 import math
 import os
+import signal
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -38,8 +42,10 @@ from benchmarks.common.device import seconds
 from benchmarks.common.diloco import DiLoCoEngine
 from benchmarks.common.measured_step import live_tensors, measured_step
 from benchmarks.common.models import SMALL, num_parameters
+from benchmarks.common.moments import load_moments, save_moments
 from benchmarks.common.provenance import provenance, write_result
 from benchmarks.common.ranks import found_before, gather, num_nodes, option_parser, run, show
+from benchmarks.common.team_processes import run_in_teams
 from benchmarks.learning.text import VOCABULARY, read_corpus, training_rows, validation_rows
 from sdp_deepspeed.config import KEY, Mode
 
@@ -62,11 +68,22 @@ class Run:
     Args:
         steps: as a share of plain ZeRO's.
         num_layers: of the model.
+        loses: whether the last team is killed after a third of the steps.
+        returns: whether it starts again.
+        copies: whether it then copies the moments of the optimizer.
     """
 
     contestant: Contestant
     steps: Fraction = Fraction(1)
     num_layers: int = SHAPE["num_hidden_layers"]
+    loses: bool = False
+    returns: bool = False
+    copies: bool = False
+
+
+def _teams(coverage: Fraction, every: int) -> dict[str, Run]:
+    contestant = Contestant(1, MODE, float(coverage), host="teams", every=every)
+    return {f"SDP teams + ZeRO-1, C = {coverage}, H = {every}": Run(contestant, Fraction(2))}
 
 
 def _runs() -> dict[str, Run]:
@@ -79,19 +96,37 @@ def _runs() -> dict[str, Run]:
     }
     for every in (5, 10, 30):
         runs[f"torchft's DiLoCo + FSDP2, H = {every}"] = Run(Contestant(3, host="DiLoCo", every=every), Fraction(2))
+        runs |= _teams(Fraction(1), every) | _teams(Fraction(1, 2), every)
+    return runs
+
+
+def _faults() -> dict[str, Run]:
+    runs = {}
+    for coverage in (Fraction(1), Fraction(1, 2)):
+        for name, undisturbed in _teams(coverage, 10).items():
+            runs[name] = undisturbed
+            runs[f"{name}; one lost"] = replace(undisturbed, loses=True)
+            runs[f"{name}; one lost, back"] = replace(undisturbed, loses=True, returns=True)
+            runs[f"{name}; one lost, back, moments copied"] = replace(runs[f"{name}; one lost, back"], copies=True)
     return runs
 
 
 RUNS = _runs()
+FAULTS = _faults()
+SETS = {"runs": RUNS, "faults": FAULTS}
 
 
 def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--steps", type=int, default=300, help="of plain ZeRO and C = 1")
     parser.add_argument("--every", type=int, default=15, help="steps between two evaluations")
-    parser.add_argument("--limit", type=float, default=math.inf, help="seconds of training after which a run ends")
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, help="seconds of training after which a run ends, of teams none"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--only", nargs="+", default=list(RUNS), choices=list(RUNS), help="(default: all)")
+    parser.add_argument("--set", default="runs", choices=SETS, dest="chosen", help="of runs")
+    parser.add_argument("--only", nargs="+", choices=RUNS | FAULTS, help="(default: all of the set)")
+    parser.add_argument("--back-after", type=float, default=10, help="seconds until a killed team starts again")
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--validation", type=int, default=64, help="rows of validation text")
     parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate")
@@ -109,11 +144,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "model": SHAPE | {"num_parameters": num_parameters(SHAPE)},
     }
     facts["arguments"] = {
-        name: value for name, value in vars(options).items() if name not in ("seeds", "only", "limit")
+        name: value for name, value in vars(options).items() if name not in ("seeds", "chosen", "only", "limit")
     }
     results = found_before(options.output, facts).get("results", [])
     done = {(row["name"], row["seed"]) for row in results}
-    for seed, name in itertools.product(options.seeds, options.only):
+    for seed, name in itertools.product(options.seeds, options.only or SETS[options.chosen]):
         if (name, seed) not in done:
             results.append(measure_run(name, seed, options))
             if dist.get_rank() == 0:
@@ -126,60 +161,112 @@ def measure_run(name: str, seed: int, options: argparse.Namespace) -> dict[str, 
 
     Returns:
         "curve": steps, seconds of training and loss of the dense model, at each evaluation. "steps": of the whole run,
-        which may have ended by its time limit. By rank: "link_bytes" that its node sent, None without links;
-        "seconds_synchronizing"; "peak" and "sent", bytes in a step that ends with a synchronization.
+        which may have ended by its time limit. By rank: "link_bytes" that its node sent, 0 without links;
+        "seconds_synchronizing"; "longest_step" in seconds, synchronization included; "peak", bytes in a step that ends
+        with a synchronization.
     """
-    every, load = RUNS[name].contestant.every, os.getloadavg()[0]
-    num_steps = math.ceil(options.steps * RUNS[name].steps / every) * every
-    data = _Data(seed, options)
+    of_name, load = (RUNS | FAULTS)[name], os.getloadavg()[0]
+    arguments = (of_name, seed, options, dist.get_rank(), dist.get_world_size())
+    if of_name.contestant.host == "teams":
+        ranks = run_in_teams(measure_rank, *arguments, back_after=options.back_after if of_name.returns else None)
+    else:
+        ranks = gather(measure_rank(*arguments))
+    result: dict[str, Any] = {"name": name, "seed": seed, "load": load, "provenance": provenance()}
+    result |= {"steps": ranks[0]["steps"], "curve": ranks[0]["curve"]}
+    ranks = [of_rank for of_rank in ranks if of_rank is not None]
+    for what in ("link_bytes", "seconds_synchronizing", "longest_step", "peak"):
+        result[what] = [of_rank[what] for of_rank in ranks]
+    show(f"seed {seed}, {name} (load {load:.1f}): {result['curve'][-1]}, peak {max(result['peak']) / 2**20:.1f} MiB")
+    return result
+
+
+def measure_rank(
+    run: Run, seed: int, options: argparse.Namespace, rank: int, num_ranks: int, folder: Path | None = None
+) -> dict[str, Any]:
+    """One rank's part in `measure_run`, in the world of all ranks or of its team.
+
+    Args:
+        rank, num_ranks: of all that train.
+        folder: where teams leave moments of their optimizers.
+    """
+    every = run.contestant.every
+    num_steps = math.ceil(options.steps * run.steps / every) * every
+    data = _Data(seed, options, rank, num_ranks)
     gc.collect()
     gc.freeze()  # what is there now is no tensor of the engine
-    engine = build(RUNS[name], seed, num_steps, options)
+    engine = build(run, seed, num_steps, options, num_teams=num_ranks // dist.get_world_size())
+    team, copies_to = getattr(engine, "team", None), folder if run.copies else None
+    is_back = is_lost = False
+    if team is not None:
+        team.start()
+        is_back = team.num_steps > 0
+        is_lost = run.loses and not is_back and team.number == team.plan.num_subnetworks - 1
+        if is_back and copies_to:
+            load_moments(engine, copies_to)
     points: list[list[float]] = []
-    sent = 0
+    sent, synchronizing, longest = 0, 0.0, 0.0
+    # A team that comes back at a meeting cannot know whether the others evaluate before their next step.
+    late = 0 if team is None else 1
     ends = [*range(0, num_steps, math.lcm(options.every, every)), num_steps]
     for first, end in itertools.pairwise(ends):
+        steps = range(first + late * (first > 0), min(end + late, num_steps))
+        if team is not None:
+            steps = range(max(steps.start, team.num_steps), steps.stop)
+        if not steps:  # of the time in which this team was away
+            continue
         dist.barrier()
-        start, sent_before = seconds(), _sent_over_link()
-        for step in range(first, end):
+        start, sent_before, synchronizing_before = seconds(), _sent_over_link(), _synchronizing(engine)
+        for step in steps:
+            if is_lost and step == num_steps // 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            begin = seconds()
             train(engine, data.training(step))
+            longest = max(longest, seconds() - begin)
+            if copies_to and (step + 1) % every == 0:
+                save_moments(engine, copies_to)
         dist.barrier()
         taken = max(gather(seconds() - start))
         sent += _sent_over_link() - sent_before
-        points.append([end, taken + (points[-1][1] if points else 0.0), dense_loss(engine, data.validation)])
-        if points[-1][1] > options.limit:
+        synchronizing += _synchronizing(engine) - synchronizing_before
+        with engine.dense() if team is not None else nullcontext():
+            loss = dense_loss(engine, data.validation)
+        if copies_to:
+            save_moments(engine, copies_to)
+        points.append([end, taken + (points[-1][1] if points else 0.0), loss])
+        if team is None and points[-1][1] > options.limit:
             break
-    result = {"name": name, "seed": seed, "steps": num_steps, "curve": points, "load": load, "provenance": provenance()}
-    result["link_bytes"] = gather(sent) if "SDP_LINK_RATE" in os.environ else None
-    result["seconds_synchronizing"] = gather(getattr(engine, "seconds_synchronizing", 0.0))
     for step in range(every - 1):
         train(engine, data.training(step))
     with measured_step(engine, others=live_tensors()) as figures:
         train(engine, data.training(every - 1))
-    result["peak"], result["sent"] = gather(figures.peak), gather(figures.sent)
-    show(f"seed {seed}, {name} (load {load:.1f}): {points[-1]}, peak {max(result['peak']) / 2**20:.1f} MiB")
+    if team is not None:
+        team.leave()
     engine.destroy()
     gc.unfreeze()
-    return result
+    result = {"steps": num_steps, "curve": points, "link_bytes": sent, "seconds_synchronizing": synchronizing}
+    return result | {"longest_step": longest, "peak": figures.peak}
 
 
 class _Data:
     """Rows of this rank, [rows, LENGTH].
 
+    Args:
+        rank, num_ranks: of all that train.
+
     Attributes:
-        validation: its part of the validation text.
+        validation: the part of this rank in its world, of the validation text.
     """
 
-    def __init__(self, seed: int, options: argparse.Namespace) -> None:
+    def __init__(self, seed: int, options: argparse.Namespace, rank: int, num_ranks: int) -> None:
         text = read_corpus("stdlib")
-        self._text, self._seed, self._num_rows = text.train, seed, dist.get_world_size() * options.micro_batch
-        self.validation = self._of_rank(validation_rows(text.validation, options.validation, LENGTH))
+        self._text, self._seed, self._rows = text.train, seed, num_ranks * options.micro_batch
+        self._rank, self._num_ranks = rank, num_ranks
+        rows = validation_rows(text.validation, options.validation, LENGTH)
+        self.validation = rows[:, :LENGTH].chunk(dist.get_world_size())[dist.get_rank()]
 
     def training(self, step: int) -> torch.Tensor:
-        return self._of_rank(training_rows(self._text, self._seed, step, self._num_rows, LENGTH))
-
-    def _of_rank(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows[:, :LENGTH].chunk(dist.get_world_size())[dist.get_rank()]
+        rows = training_rows(self._text, self._seed, step, self._rows, LENGTH)
+        return rows[:, :LENGTH].chunk(self._num_ranks)[self._rank]
 
 
 def train(engine: Any, rows: torch.Tensor) -> None:
@@ -194,11 +281,19 @@ def _sent_over_link() -> int:
     return int(Path("/sys/class/net", os.environ["GLOO_SOCKET_IFNAME"], "statistics", "tx_bytes").read_text())
 
 
-def build(run: Run, seed: int, num_steps: int, options: argparse.Namespace) -> Any:
+def _synchronizing(engine: Any) -> float:
+    """Seconds of synchronizations so far, waiting for other nodes included."""
+    if (team := getattr(engine, "team", None)) is not None:
+        return float(team.seconds_waiting + team.seconds_exchanging)
+    return float(getattr(engine, "seconds_synchronizing", 0.0))
+
+
+def build(run: Run, seed: int, num_steps: int, options: argparse.Namespace, num_teams: int) -> Any:
     """An engine on a fresh model, the same on all ranks. Every rank calls it."""
     contestant, bucket = run.contestant, int(options.bucket)
     torch.manual_seed(seed)
-    with sdp_deepspeed.Init() if contestant.coverage < 1 else nullcontext():  # output projections start smaller
+    is_smaller = contestant.coverage < 1 and contestant.host != "teams"  # which reduce initialized models
+    with sdp_deepspeed.Init() if is_smaller else nullcontext():  # output projections start smaller
         model = LlamaForCausalLM(LlamaConfig(**SHAPE | {"num_hidden_layers": run.num_layers}))
     warm_up = {"total_num_steps": num_steps, "warmup_num_steps": max(2, num_steps // 20), "warmup_min_ratio": 0.0}
     plain: PlainEngine | None = None
@@ -219,6 +314,8 @@ def build(run: Run, seed: int, num_steps: int, options: argparse.Namespace) -> A
     }
     if contestant.coverage < 1:
         config[KEY]["coverage"] = [{"coverage": contestant.coverage, "whole_ends": 1}]
+    if contestant.host == "teams":
+        config[KEY]["local_steps"] = {"teams": num_teams, "every": contestant.every, "wait_timeout": 120.0}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine
 

@@ -24,7 +24,7 @@ from sdp_deepspeed.config import KEY, MODES, Mode
 from sdp_deepspeed.fsdp import clip_grad_norm_, param_groups, sharded_model_of
 from sdp_deepspeed.fsdp.sharded_model import is_sharded
 
-Host = Literal["DeepSpeed", "DDP", "DDP, activation checkpointing", "FSDP2", "DiLoCo"]
+Host = Literal["DeepSpeed", "DDP", "DDP, activation checkpointing", "FSDP2", "DiLoCo", "teams"]
 Batch = torch.Tensor | Mapping[str, torch.Tensor]  # tokens [sequences, length]; or what a model takes, by name
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 CLIPPING = 1.0
@@ -41,7 +41,7 @@ class Contestant:
         coverage: C, of those with a mode.
         subnetworks: k, if not the default.
         host: what trains.
-        every: DiLoCo's steps between two synchronizations, H.
+        every: steps of teams and DiLoCo between two synchronizations, H.
     """
 
     stage: int

@@ -49,14 +49,23 @@ def test_checkpoints_are_timed(tmp_path: Path) -> None:
 
 
 def test_time_to_a_loss(tmp_path: Path) -> None:
-    """DDP trains what ZeRO does, at rates that rise and fall: the same losses after the same steps."""
+    """DDP trains what ZeRO does, at rates that rise and fall, and teams at C = 1 what torchft's DiLoCo does: the same
+    losses after the same steps."""
     few = ("--steps", "6", "--every", "2", "--validation", "4", "--seeds", "0", "--only")
-    names = ("DDP", "ZeRO-1", "SDP + ZeRO-2, C = 1")
+    names = (
+        "DDP",
+        "ZeRO-1",
+        "SDP + ZeRO-2, C = 1",
+        "torchft's DiLoCo + FSDP2, H = 5",
+        "SDP teams + ZeRO-1, C = 1, H = 5",
+    )
     result = run(tmp_path, *RANKS, "benchmarks/time_to_loss.py", *few, *names)
-    ddp, *others = (row["curve"] for row in result["results"])
+    ddp, *others, diloco, teams = (row["curve"] for row in result["results"])
     assert [point[0] for point in ddp] == [2, 4, 6]
     for curve in others:
         assert [point[2] for point in ddp] == pytest.approx([point[2] for point in curve], rel=1e-4)
+    assert [point[0] for point in diloco] == [point[0] for point in teams] == [10, 15]
+    assert [point[2] for point in diloco] == pytest.approx([point[2] for point in teams], rel=1e-4)
     assert ddp[0][2] - ddp[-1][2] > 0.1, "it learns"
 
 
