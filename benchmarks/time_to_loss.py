@@ -119,7 +119,7 @@ SETS = {"runs": RUNS, "faults": FAULTS}
 def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--steps", type=int, default=300, help="of plain ZeRO and C = 1")
-    parser.add_argument("--every", type=int, default=15, help="steps between two evaluations")
+    parser.add_argument("--every", type=int, default=30, help="steps between two evaluations")
     parser.add_argument(
         "--limit", type=float, default=math.inf, help="seconds of training after which a run ends, of teams none"
     )
