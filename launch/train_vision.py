@@ -5,6 +5,9 @@
 
 `torchrun`, `accelerate launch` and `srun` work as well. The same command resumes a stopped run, and exports a finished
 one again. Checkpoints and the exported model (`hf`) are written to `training.output_dir`.
+
+The section `data` of a recipe is `Images` below. A model of timm is `model: {timm: vit_small_patch16_224, model_args:
+{img_size: 64}}`; its export, Transformers' wrapper, loads with `AutoModelForImageClassification`.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ class Images:
         path: fashion_mnist, cifar10, cifar100, svhn or digits; or the argument of `load_dataset` (the name of a dataset
             on the hub, a folder of images or parquet files).
         size: height and width of the model's input, in pixels.
-        folder: with the published files of the first four. By default they are loaded from the hub.
+        folder: with the published files of the first four (CIFAR's for Python, packed or not). By default they are from
+            the hub.
         name: configuration of another dataset on the hub.
         padding: black pixels added on each side before a random crop. None: a random resized crop, as for ImageNet.
         flip: whether to mirror half of the training images.

@@ -1,7 +1,18 @@
 """torchtitan's debug Llama, by its own trainer: `torchrun --nproc-per-node 4 launch/examples/with_torchtitan.py
 --hf_assets_path TOKENIZER --dataloader.dataset_path TEXT`. All of torchtitan's options follow.
 
-`parallelize` takes the place of torchtitan's function; `Optimizers` has one param group for each mesh.
+    pip install --no-deps torchtitan==0.3.0    # its requirements exclude the version of datasets that is needed here
+    pip install torchdata torch_checkpointing spmd_types==0.2.3 tyro einops tensorboard    # and triton, without a GPU
+
+`parallelize` takes the place of torchtitan's function; `Optimizers` has one param group for each mesh, and the gradient
+norm is `sdp_deepspeed.fsdp.clip_grad_norm_`. torchtitan sums gradients and divides losses by the tokens of all ranks;
+here gradients are means over holders, so they are multiplied by the number of ranks. Validation runs the dense model,
+which is also exported. Use `CrossEntropyLoss`: the chunked loss runs the head outside the model's forward pass.
+torchtitan's checkpoints are refused, since a rank's state dict is partial: use `CheckpointManager`.
+
+Run on two CPU ranks, with `scaled_dot_product_attention` in place of FlexAttention, never on a GPU. At C = 1 in fp32
+losses and gradient norms of the first steps are those of torchtitan's own FSDP (`partial_dtensor`). Tensor, context and
+pipeline parallelism, and `--compile.enable`, were not tried.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def test_lightning_trains_resumes_and_saves_the_dense_model(tmp_path: Path) -> N
 
 @pytest.mark.slow  # torchtitan is not among the tests' requirements
 def test_torchtitan_trains_and_saves_the_dense_model(tmp_path: Path) -> None:
-    pytest.importorskip("torchtitan", reason="needs torchtitan, installed as in docs/guide.md")
+    pytest.importorskip("torchtitan", reason="needs torchtitan, installed as the example says")
     text, assets, output = Path(re.__file__).read_text(), tmp_path / "assets", tmp_path / "output"
     for folder in (assets, tmp_path / "text"):
         folder.mkdir()
