@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -67,17 +66,13 @@ See [the guide](guide.md#over-slow-links).
 
 ## What is refused
 
-Keys of the block:
+Errors say why, and what to do. Keys of the block:
 
 {combinations}
 
-Settings of DeepSpeed, with the refused value:
+Settings of DeepSpeed: {deepspeed}.
 
-{deepspeed}
-
-Keys of the block with FSDP2, which supports the forward regime and a fixed plan:
-
-{fsdp}
+Keys of the block with FSDP2, which supports the forward regime and a fixed plan: {fsdp}.
 """
 
 
@@ -92,12 +87,12 @@ def _keys(model: type[BaseModel]) -> str:
     return "\n".join(lines)
 
 
-def _refusals(rows: Iterable[tuple[str, str]]) -> str:
-    """List of keys, each with its text; keys with the same text share a line."""
+def _combinations() -> str:
+    """Keys and problems; keys with the same problem share a line."""
     keys: dict[str, list[str]] = {}
-    for key, text in rows:
-        keys.setdefault(text, []).append(f"`{key}`")
-    return "\n".join(f"- {', '.join(names)}{text}." for text, names in keys.items())
+    for row in REFUSED_COMBINATIONS:
+        keys.setdefault(row.problem, []).append(f"`{row.key}`")
+    return "\n".join(f"- {', '.join(names)}: {problem}." for problem, names in keys.items())
 
 
 def document() -> str:
@@ -109,9 +104,9 @@ def document() -> str:
         phases=_keys(PhaseEnd),
         checkpoint=_keys(CheckpointOptions),
         local_steps=_keys(LocalSteps),
-        combinations=_refusals((row.key, f": {row.problem}; {row.action}") for row in REFUSED_COMBINATIONS),
-        deepspeed=_refusals((row.path, f" {row.values}: {row.why}") for row in REFUSED),
-        fsdp=_refusals((key, f": {why}") for key, why in REFUSED_KEYS.items()),
+        combinations=_combinations(),
+        deepspeed="; ".join(f"`{row.path}` {row.values}" for row in REFUSED),
+        fsdp=", ".join(f"`{key}`" for key in REFUSED_KEYS),
     )
 
 

@@ -1,5 +1,27 @@
 """The proposition of docs/theory.md, which has its notation: the masked average is unbiased, and as near to the full
-average as the spectral gap permits. On real gradients, and on made-up ones, of which some reach the bounds."""
+average as the spectral gap permits. On real gradients, and on made-up ones, of which some reach the bounds.
+
+Proof.
+
+(a) Let A = M diag(w) M^T with M_iu = 1 if i holds u, else 0, and L = diag(l). The row sums of A are p l_i, so W =
+L^-1 A / p. It is similar to the positive semidefinite L^-1/2 A L^-1/2 / p, and stochastic, so lambda_1 = 1. A_ii = l_i
+makes W_ii = 1/p and the trace k/p, hence k/p - 1 = lambda_2 + ... + lambda_k <= (k-1) lambda_2, with equality if and
+only if these are equal.
+
+(b) With d_j = g_ju - gbar_u, which sum to zero, ghat_u - gbar_u = sum_j c_j d_j for c_j = [j in H(u)]/p - 1/k. The
+sum of their squares is p (1/p - 1/k)^2 + (k-p)/k^2 = (k-p)/(pk), so by Cauchy-Schwarz |ghat_u - gbar_u|^2 <= (k-p)/(pk)
+k V_u. Sum over u, multiply by C, and use (a). Equality in the first step: d_j proportional to c_j.
+
+(c) H(u) then holds a uniform sample of p of the k batches without replacement. Its mean has variance (1/p)(1 - p/k)
+times the sample variance V_u k/(k-1), in all (k-p) / (p (k-1)) V_u. Sum over u, multiply by C, and use (a).
+
+(d) ghat_u - gbar_u = sqrt(w_u) E_u (1/p) sum_i M_iu x_i, so sum_u |ghat_u - gbar_u|^2 = x^T A x / p^2 (summed over
+the coordinates of x), and V = sum_u w_u mean|x|^2. Let m = sum_i l_i x_i / sum_i l_i and z_i = x_i - m. From A 1 = p l
+and sum_i l_i z_i = 0 follows x^T A x = z^T A z + p |m|^2 sum_i l_i. L^1/2 z is orthogonal to L^1/2 1, the first
+eigenvector of the symmetric form, so z^T A z <= p lambda_2 sum_i l_i |z_i|^2 = p lambda_2 (sum_i l_i |x_i|^2 - |m|^2
+sum_i l_i). With sum_i l_i = p sum_u w_u, sum_u |ghat_u - gbar_u|^2 <= sum_u w_u (lambda_2 mean((1+e_i) |x_i|^2) + rho
+|m|^2), and m = mean(e_i x_i) gives |m|^2 <= mean(e_i^2) mean|x|^2.
+"""
 
 from __future__ import annotations
 
