@@ -70,9 +70,7 @@ NARROW = {
 }
 FEW_DATA = {
     "dense 64x8": "data parallelism, 0.41M",
-    "dense 64x4": "data parallelism, 0.21M",
     "branch dropout 0.2": "data parallelism, branch dropout 0.2",
-    "C=1/2, scaled": "C = 1/2",
     "C=1/2, scaled, whole ends": "C = 1/2, whole ends",
     "C=3/4, scaled, drawn every 10 steps": "C = 3/4, re-drawn every 10 steps",
 }
