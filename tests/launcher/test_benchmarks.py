@@ -78,6 +78,17 @@ def test_host_time(tmp_path: Path) -> None:
     assert few["collectives"] < many["collectives"]
 
 
+def test_time_of_a_meeting(tmp_path: Path) -> None:
+    """At C = 1 each rank of a team of 8 sends 2 (K - 1) / K of its share to the K teams."""
+    result = run(tmp_path, "benchmarks/meeting_time.py", "--model", "tiny", "--repeats", "1")
+    rows = {(row["teams"], row["coverage"]): row for row in result["results"]}
+    for num_teams in (4, 64):
+        dense, half = rows[num_teams, 1.0], rows[num_teams, 0.5]
+        share = 4 * dense["parameters"] / result["ranks"]
+        assert dense["sent"] == pytest.approx(2 * (num_teams - 1) / num_teams * share, rel=1e-2)
+        assert half["sent"] < dense["sent"]
+
+
 def test_real_ranks_repeat_a_cell_of_the_image_study(tmp_path: Path) -> None:
     """Losses at first: later, whether an activation is above zero depends on rounding."""
     write_fashion_mnist(tmp_path, num_train=160, num_test=5)
