@@ -35,6 +35,8 @@ class Member:
         group: identity of the process group that it has from the last meeting, or "".
         store: "host:port" of the store in its rank 0.
         may_begin: whether it has waited long enough for teams that are missing at the start of the run.
+        is_back: whether this is its first call since it started. It cannot know whether the others, at the meeting at
+            which it came, fetch the dense model before their next step.
         agreed: what must be equal on all teams, by name.
     """
 
@@ -50,6 +52,7 @@ class Member:
     group: str
     store: str
     may_begin: bool
+    is_back: bool
     agreed: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
@@ -124,9 +127,15 @@ class Attendance:
     def next_steps(self) -> tuple[int, int]:
         """Steps of the run, and since its last meeting, at which teams go on that start or take anchors over: those of
         the others."""
-        current = [member for member in self.members if member.team in self.current]
+        current = [
+            member for member in self.members if member.team in self.current and not self.only_helps(member.call)
+        ]
         since = 0 if self.averages else max(member.steps_since for member in current)
         return max(member.num_steps for member in current), since
+
+    def only_helps(self, call: str) -> bool:
+        """Whether a team with this call takes part in that of others, and then repeats its own."""
+        return self.call != START and call not in (self.call, START)
 
     def follows(self, team: int) -> bool:
         """Whether a team goes on at the step of the others."""
@@ -175,13 +184,21 @@ def attend(members: Sequence[Member], me: str, plan: Plan) -> Attendance | Wait:
     if first[mine.team] is not mine:
         return Wait(f"another process is team {mine.team} already; end it, or set another SDP_TEAM")
     present = tuple(first.values())
-    calls = {member.call: member for member in reversed(present) if member.call != START}
+    calls = {
+        member.call: member for member in reversed(present) if member.call != START and not _is_early(member, present)
+    }
     if len(calls) > 1:
         text = " and ".join(f"team {member.team} calls {call}" for call, member in sorted(calls.items()))
         raise Refused(
             f"all teams must make the same calls: {text}; give all teams the same number of steps, or leave()"
         )
     return _with_holders(present, next(iter(calls), START), plan)
+
+
+def _is_early(member: Member, present: Sequence[Member]) -> bool:
+    """Whether a team that has come back has trained on, while others fetch the dense model before that."""
+    fetching = [other.num_steps for other in present if other.call not in (START, STEP)]
+    return member.is_back and member.call == STEP and any(steps < member.num_steps for steps in fetching)
 
 
 def _settled(members: Sequence[Member]) -> list[Member]:

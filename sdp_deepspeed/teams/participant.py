@@ -14,7 +14,7 @@ from sdp_deepspeed.checkpoint.exported_folder import tied_names
 from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.messages import KEY, announce, listed
-from sdp_deepspeed.teams.attendance import NO_STATE, STEP, Attendance, Member, Refused, Wait, attend
+from sdp_deepspeed.teams.attendance import NO_STATE, START, STEP, Attendance, Member, Refused, Wait, attend
 from sdp_deepspeed.teams.dense_model import DenseModel
 from sdp_deepspeed.teams.exchange import Exchange
 from sdp_deepspeed.teams.meeting_point import REMIND, RETRY, MeetingPoint
@@ -75,7 +75,7 @@ class Participant:
         self._last = ""  # identity of the meeting that the anchors are of
         self._pending: Result | None = None  # of a meeting that may count
         self._point: MeetingPoint | None = None
-        self._has_left = False
+        self._has_left = self._is_back = False  # the second: since the start, no call has been made
         self._attempts = 0
         self.present: tuple[int, ...] = ()
         self.joined: tuple[int, ...] = ()
@@ -120,7 +120,11 @@ class Participant:
             if error is None:
                 result.take_over()
                 self._log_meeting(call, attendance, waited, time.monotonic() - begin - waited, num_bytes)
-                return result
+                if not attendance.only_helps(call):
+                    self._is_back = call == START
+                    return result
+                deltas, begin = None, time.monotonic()
+                continue
             failing_since = failing_since or waited
             if waited - failing_since > limit:
                 self._give_up(f"no meeting has counted for {waited - failing_since:.0f} s: {error}")
@@ -151,6 +155,7 @@ class Participant:
                 group=self._point.group_name,
                 store=self._point.store,
                 may_begin=waited > self._settings.wait_timeout,
+                is_back=self._is_back,
                 agreed=self._agreed,
             )
             try:

@@ -95,7 +95,7 @@ PHASES: dict[str, tuple[Any, str]] = {
 
 def go_on(place: Place, settings: dict[str, Any], killed: int, num_returns: int) -> None:
     """Train until a team has come back so many times, and on for two meetings. While it is not there, fetch the dense
-    model, between two meetings."""
+    model, between two meetings, and once when it is."""
     run = Run(place, settings)
     run.team.start()
     returns = 0
@@ -107,6 +107,7 @@ def go_on(place: Place, settings: dict[str, Any], killed: int, num_returns: int)
             while killed not in run.team.present:
                 run.team.dense_state_dict()
         returns += killed in run.team.joined
+    run.team.dense_state_dict()  # the team that has come back cannot know
     run.meet_until(run.team.version + 2)
     assert run.num_steps == run.team.num_steps, "a local step was lost"
     run.save_dense()

@@ -20,7 +20,7 @@ EVERYONE = (0, 1, 2)
 
 def member(team: int, version: int = 5, call: str = STEP, **facts: Any) -> Member:
     last = "" if version == NO_STATE else f"meeting {version}"
-    first = Member(f"t{team}", team, version, last, "", call, 0, 0, 1, "", "host:1", False, AGREED)
+    first = Member(f"t{team}", team, version, last, "", call, 0, 0, 1, "", "host:1", False, False, AGREED)
     return replace(first, **facts)
 
 
@@ -129,6 +129,19 @@ def test_different_calls_are_refused_by_name() -> None:
     for me in ("t0", "t1", "t2"):
         with pytest.raises(Refused, match="team 0 calls save_pretrained and team 1 calls step"):
             attend([member(0, call="save_pretrained"), member(1), member(2, NO_STATE, START)], me, PLAN)
+
+
+def test_who_came_back_helps_others_that_fetch_the_dense_model_before_its_step() -> None:
+    """Also one that starts now goes on at the step of the others."""
+    others = [member(0, call="dense", num_steps=10), member(2, NO_STATE, START)]
+    ahead = member(1, num_steps=12, steps_since=2, is_back=True)
+    meeting = met([*others, ahead])
+    assert (meeting.call, meeting.receivers, meeting.next_steps) == ("dense", (0,), (10, 0))
+    assert [other.team for other in meeting.members if meeting.only_helps(other.call)] == [1]
+    assert not meeting.follows(1)
+    for early in (replace(ahead, num_steps=10), replace(ahead, is_back=False)):
+        with pytest.raises(Refused, match="team 0 calls dense and team 1 calls step"):
+            attend([*others, early], "t0", PLAN)
 
 
 def test_a_team_with_another_plan_is_refused_and_the_others_go_on() -> None:

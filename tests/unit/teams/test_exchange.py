@@ -56,7 +56,7 @@ class _Group:
 
 def meeting_of(versions: dict[int, int]) -> Attendance:
     members = [
-        Member(f"t{team}", team, version, f"meeting {version}", "", STEP, 0, 0, 1, "", "host:1", False, {})
+        Member(f"t{team}", team, version, f"meeting {version}", "", STEP, 0, 0, 1, "", "host:1", False, False, {})
         for team, version in versions.items()
     ]
     attendance = attend(members, "t0", PLAN)
