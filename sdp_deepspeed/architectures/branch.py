@@ -52,6 +52,9 @@ class Cut:
 class InnerLayers:
     """The layers that the neuron strategy may cut inside a branch. A cell is a hidden neuron or a head.
 
+    Such as `InnerLayers((Cut("up", dim=0), Cut("down", dim=1, is_output=True)))` for an MLP, whose linear layers store
+    weights as [out, in]; with `heads="num_heads"` attention is cut by key/value heads.
+
     Names are relative to the body, or to the layer if the body consists of several modules.
 
     Args:
