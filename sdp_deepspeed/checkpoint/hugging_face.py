@@ -190,14 +190,15 @@ def _stored_tensors(folder: Path, state: RankState) -> dict[str, torch.Tensor]:
         )
     if unknown:
         raise ValueError(f"{folder} is of another model: it has {quoted(unknown)}; build the model that was saved")
-    for dense, second in repeated if dist.get_rank() == 0 else ():
-        first = stored_of[dense]
-        values, again = stored[in_module[first]], stored[in_module[second]]
-        if values.dtype != again.dtype or not torch.equal(values, again):
-            raise ValueError(
-                f"{folder}: {first!r} and {second!r} differ, but the model ties them; build it with "
-                "tie_word_embeddings=false"
-            )
+    if dist.get_rank() == 0:
+        for dense, second in repeated:
+            first = stored_of[dense]
+            values, again = stored[in_module[first]], stored[in_module[second]]
+            if values.dtype != again.dtype or not torch.equal(values, again):
+                raise ValueError(
+                    f"{folder}: {first!r} and {second!r} differ, but the model ties them; build it with "
+                    "tie_word_embeddings=false"
+                )
     return {f"{WEIGHT}/{dense}": stored[in_module[name]] for dense, name in stored_of.items()}
 
 

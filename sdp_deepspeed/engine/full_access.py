@@ -133,9 +133,10 @@ def write_full(
     _prepare(optimizer, kind, key)
     for box, values in _values(optimizer, name, kind, key):
         values.copy_(box.of(value))
-    for piece, _ in optimizer.mask.pieces[name] if kind == "weight" else ():
-        if optimizer.mask.is_stored(piece):
-            optimizer.mask.view(piece).copy_(piece.narrow(value))
+    if kind == "weight":
+        for piece, _ in optimizer.mask.pieces[name]:
+            if optimizer.mask.is_stored(piece):
+                optimizer.mask.view(piece).copy_(piece.narrow(value))
 
 
 def _prepare(optimizer: ShardedOptimizer, kind: Quantity, key: str) -> None:

@@ -47,9 +47,10 @@ def patch_operators() -> None:
 
 
 def _explain(name: str) -> None:
-    for lock in find_locks() if os.environ.get("LOCAL_RANK", "0") == "0" else ():
-        if lock.parent.name == name:
-            logger.warning("DeepSpeed loads its operator %s: %s", name, describe_lock(lock))
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for lock in find_locks():
+            if lock.parent.name == name:
+                logger.warning("DeepSpeed loads its operator %s: %s", name, describe_lock(lock))
 
 
 def find_locks() -> list[Path]:

@@ -241,11 +241,14 @@ def _forecast_of_team(
                 tensors.append(
                     TensorInfo(name, tuple(parameter.shape), parameter.dtype, trainable=parameter.requires_grad)
                 )
-            for piece, _ in pieces if is_cut else ():
-                if mask.is_stored(piece) and not mask.is_held(piece):  # backward regime: beside the parameter
-                    tensors.append(
-                        TensorInfo(f"{name}, frozen", tuple(mask.view(piece).shape), parameter.dtype, trainable=False)
-                    )
+            if is_cut:
+                for piece, _ in pieces:
+                    if mask.is_stored(piece) and not mask.is_held(piece):  # backward regime: beside the parameter
+                        tensors.append(
+                            TensorInfo(
+                                f"{name}, frozen", tuple(mask.view(piece).shape), parameter.dtype, trainable=False
+                            )
+                        )
     subnetwork = replace(dense, tensors=tensors, parameters=stored, ignored=mask.tensors())
     columns = _plain_forecasts(model, config, subnetwork, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     settings, shares = read_settings(config), shares_of(mask, 0, num_ranks)

@@ -229,8 +229,9 @@ def micro_step(
             left[index].discard(name)
             if not left[index]:
                 counter.add(reduction.at_last)
-                for other in reduction.names if reduction.waits else ():
-                    counter.free_gradient(parameters[other])
+                if reduction.waits:
+                    for other in reduction.names:
+                        counter.free_gradient(parameters[other])
         if not any(reductions[index].waits for index in indices[name]):
             counter.free_gradient(parameters[name])
 

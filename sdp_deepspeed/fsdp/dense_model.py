@@ -170,9 +170,10 @@ class DenseModel:
         """Copy the buffers of units from the second tree to the model; other buffers are shared by both."""
         for name, module, copied, attribute in self._buffers:
             dense, live = copied._buffers[attribute], module._buffers[attribute]
-            for piece, _ in self._mask.buffer_pieces[name] if name in self._partial else ():
-                if self._mask.is_held(piece) and dense is not None:
-                    self._mask.view(piece, live).copy_(piece.narrow(dense))
+            if name in self._partial:
+                for piece, _ in self._mask.buffer_pieces[name]:
+                    if self._mask.is_held(piece) and dense is not None:
+                        self._mask.view(piece, live).copy_(piece.narrow(dense))
 
     @contextmanager
     def holding(self, state: Mapping[str, torch.Tensor]) -> Iterator[None]:

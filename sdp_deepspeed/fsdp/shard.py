@@ -260,9 +260,10 @@ def _apply_mask(call: CheckedCall, planned: PlannedModel, groups: Groups) -> Non
     here, others by FSDP2."""
     mask, deferred = planned.mask, planned.deferred
     absent = [mask.parameters.get(name, mask.buffers.get(name)) for name in _absent_names(mask)]
-    for tensor in absent if deferred is None else ():
-        if tensor is not None and tensor.is_meta:
-            move_in_place(tensor, torch.empty_like(tensor, device=call.device))  # `to_empty` skips it
+    if deferred is None:
+        for tensor in absent:
+            if tensor is not None and tensor.is_meta:
+                move_in_place(tensor, torch.empty_like(tensor, device=call.device))  # `to_empty` skips it
     mask.apply()
     if deferred is not None:
         seed = gather_objects(deferred.seed, call.control)[0]

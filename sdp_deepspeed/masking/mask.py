@@ -191,8 +191,9 @@ class Mask:
         self._gradients.clear()
         for name in self._frozen_later:
             self.parameters[name].requires_grad_(False)
-        for module in self.model.modules() if not self.plan.is_dense else ():
-            vars(module)[_MASKED] = self._partial.get(module, {})
+        if not self.plan.is_dense:
+            for module in self.model.modules():
+                vars(module)[_MASKED] = self._partial.get(module, {})
         self.is_applied = True
 
     @torch.inference_mode(False)

@@ -229,5 +229,6 @@ def set_sizes(layer: Any) -> None:
     """Set the size attributes of a layer from its weight, or from the statistics of a batch norm without weight."""
     weight = getattr(layer, "weight", None)
     weight = getattr(layer, "running_mean", None) if weight is None else weight
-    for name, size in sizes_of(layer, weight).items() if weight is not None else ():
-        setattr(layer, name, size)
+    if weight is not None:
+        for name, size in sizes_of(layer, weight).items():
+            setattr(layer, name, size)

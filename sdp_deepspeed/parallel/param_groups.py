@@ -115,9 +115,10 @@ def prefer_fused(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Use the fused kernels of PyTorch's Adam and AdamW, which are three times as fast on a CPU. Param groups for which
     the user chose a kernel are unchanged. Returns the other groups."""
     chosen = []
-    for group in optimizer.param_groups if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) else ():
-        is_open = group["fused"] is None and group["foreach"] is None
-        if is_open and not (group["capturable"] or group["differentiable"]):
-            group["fused"] = all(shard.device.type in ("cpu", "cuda") for shard in group["params"])
-            chosen.append(group)
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        for group in optimizer.param_groups:
+            is_open = group["fused"] is None and group["foreach"] is None
+            if is_open and not (group["capturable"] or group["differentiable"]):
+                group["fused"] = all(shard.device.type in ("cpu", "cuda") for shard in group["params"])
+                chosen.append(group)
     return chosen
