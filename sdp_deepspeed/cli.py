@@ -169,8 +169,8 @@ def _plan_of(
     model: nn.Module, block: SubnetworkConfig, ranks: int
 ) -> tuple[Plan, Sequence[UnitCost], Sequence[str], Sequence[LocatedBranch]]:
     from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
-    from sdp_deepspeed.plan.planner import plan_model
     from sdp_deepspeed.plan.strategies import unit_costs
+    from sdp_deepspeed.planner import plan_model
 
     branches = proven_branches(model, block.strategy)
     shown, warnings = plan_model(model, block, ranks, branches=branches)

@@ -17,7 +17,7 @@ from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.planner import plan_model
 
 Run = Callable[[nn.Module], list[Tensor]]
 WORKERS = 2
@@ -63,7 +63,7 @@ def judge(model: nn.Module, run: Run, strategy: str) -> Verdict:
         branches = proven_branches(model, strategy)
         by_type, uncut = _strategies(branches, strategy)
         plan, _ = plan_model(model, _block(by_type), WORKERS, branches=branches)
-        masks = [Mask(deepcopy(model), plan, rank, branches=branches) for rank in range(WORKERS)]
+        masks = [Mask(deepcopy(model), plan, rank, branches) for rank in range(WORKERS)]
         for mask in masks:
             mask.apply()
     except ValueError as refusal:

@@ -21,7 +21,7 @@ from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.estimate.forecast import forecast
 from sdp_deepspeed.masking.running_statistics import estimate_statistics, write_statistics
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.planner import plan_model
 from sdp_deepspeed.schedule import Schedule
 from sdp_deepspeed.small_image_resnet import (
     SmallImageResNetConfig,

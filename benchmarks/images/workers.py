@@ -42,8 +42,7 @@ class Workers:
             mask.undo()
         self.plan = plan
         self.masks = [
-            Mask(copy, plan, rank, branches=self.branches, is_scaled=self.is_scaled)
-            for rank, copy in enumerate(self.copies)
+            Mask(copy, plan, rank, self.branches, is_scaled=self.is_scaled) for rank, copy in enumerate(self.copies)
         ]
         self._weights: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # of each worker, and of the model
         self._trained: list[dict[Piece, torch.Tensor]] = []  # by worker: dense gradients

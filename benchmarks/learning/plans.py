@@ -22,7 +22,7 @@ from benchmarks.learning.subjects import Size, Study, Subject
 from benchmarks.learning.text import VOCABULARY
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.planner import plan_model
 from sdp_deepspeed.schedule import Schedule
 
 _ATTENTION = 1 + 2.5  # forward and backward, of the forward's

@@ -28,8 +28,8 @@ from sdp_deepspeed.masking.proof import replicated_layers, with_cells
 from sdp_deepspeed.messages import KEY, announce, quoted
 from sdp_deepspeed.parallel.consistency import check_same_plan, gather_objects, gather_results, run_on_all_ranks
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.strategies import unit_costs
+from sdp_deepspeed.planner import plan_model
 from sdp_deepspeed.schedule import FIXED, OF_SCHEDULE, Schedule, merge_blocks, with_stage
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def plan_and_mask(engine: SubnetworkEngine, block: SubnetworkConfig, *, logs: bo
         local = shards.local_plan(plan)
         rank = members.index(dist.get_rank())
         is_scaled = block.branch_scale == "training"
-        mask = Mask(engine.module, local, rank, branches=branches, is_scaled=is_scaled)
+        mask = Mask(engine.module, local, rank, branches, is_scaled=is_scaled)
         if logs:
             for warning in [*warnings, *replicated_layers(engine.module)]:
                 log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)

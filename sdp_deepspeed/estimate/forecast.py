@@ -38,9 +38,9 @@ from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.bucket_layouts import BucketLayout
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.strategies import unit_costs
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, named_tensors
+from sdp_deepspeed.planner import plan_model
 from sdp_deepspeed.teams.exchange import bytes_per_meeting
 from sdp_deepspeed.teams.shares import num_elements, shares_of
 
@@ -142,7 +142,7 @@ def forecast_of(
         coverage = plan.mean_coverage([cost.flops for cost in unit_costs(model.module, plan.units)])
         rank = busiest_rank(plan, model.module) if rank is None else rank
         inputs = model.inputs(micro)
-        mask = Mask(model.module, plan, rank, branches=branches, is_scaled=block.branch_scale == "training")
+        mask = Mask(model.module, plan, rank, branches, is_scaled=block.branch_scale == "training")
         mask.apply()
     memory: dict[str, Any] = {"ignored": mask.tensors(), "parameters": mask.parameters}
     if ranks_per_node is not None and num_ranks % ranks_per_node:
@@ -231,7 +231,7 @@ def _forecast_of_team(
         plan, warnings = plan_model(model.module, block, steps.teams, branches=branches)
         coverage = plan.mean_coverage([cost.flops for cost in unit_costs(model.module, plan.units)])
         team = busiest_rank(plan, model.module) if team is None else team
-        mask = Mask(model.module, plan, team, branches=branches, is_scaled=block.branch_scale == "training")
+        mask = Mask(model.module, plan, team, branches, is_scaled=block.branch_scale == "training")
         mask.apply()
         stored, tensors = {}, []
         for name, pieces in mask.pieces.items():

@@ -58,9 +58,9 @@ from sdp_deepspeed.parallel.consistency import (
 from sdp_deepspeed.parallel.groups import Groups, control_group
 from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.strategies import unit_costs
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
+from sdp_deepspeed.planner import plan_model
 
 logger = logging.getLogger("sdp_deepspeed")
 T = TypeVar("T", bound=nn.Module)
@@ -244,7 +244,7 @@ def _plan(call: CheckedCall) -> PlannedModel:
         column = next(index for index, ranks in enumerate(call.columns) if dist.get_rank() in ranks)
         local_plan = call.dtensors.shards(column).local_plan(plan)
     is_scaled = call.block.branch_scale == "training"
-    mask = Mask(module, local_plan, call.mesh.get_local_rank(), branches=branches, is_scaled=is_scaled)
+    mask = Mask(module, local_plan, call.mesh.get_local_rank(), branches, is_scaled=is_scaled)
     branch_modules = list(modules_by_branch(mask))
     if dist.get_rank() == 0:
         for warning in [*warnings, *replicated_layers(module)]:

@@ -205,7 +205,7 @@ def _plan(regime: str, branch: LocatedBranch) -> Plan:
 def _masked(replayed: ReplayedLayer, plan: Plan, branch: LocatedBranch, subnetwork: int) -> dict[str, torch.Tensor]:
     """Output and gradients of the masked layer; gradients are zero for what it lacks."""
     masked = replayed.copy()
-    mask = Mask(masked.holder, plan, subnetwork, branches=[branch], is_scaled=True)
+    mask = Mask(masked.holder, plan, subnetwork, [branch], is_scaled=True)
     mask.apply()
     results = masked.run()
     for name, pieces in mask.pieces.items():

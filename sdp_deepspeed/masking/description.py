@@ -181,7 +181,8 @@ def _compare(
     if plan.regime == "forward":
         absent = [unit for index, unit in enumerate(plan.units) if not plan.holds(index, rank)]
         _zero(expected_model, [piece for unit in absent for piece in unit.pieces])
-    mask = Mask(masked_model, plan, rank, is_scaled=scaled_model is not None)
+    branches = proven_branches(masked_model, plan.strategy)
+    mask = Mask(masked_model, plan, rank, branches, is_scaled=scaled_model is not None)
     mask.apply()
     expected = _backward(loss_of(expected_model, batch))
     try:

@@ -17,7 +17,6 @@ from sdp_deepspeed.masking.check import blocks_of_units, check_plan, refuse_cach
 from sdp_deepspeed.masking.experts import check_experts, router_refusal
 from sdp_deepspeed.masking.forwards import restore_forward, set_data
 from sdp_deepspeed.masking.head_arguments import select_heads
-from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.masking.scale import coverage_of_branches, scale_block, scale_outputs
 from sdp_deepspeed.masking.size_attributes import Sizes
 from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, parent_in_branch, set_sizes, split_layer
@@ -41,7 +40,8 @@ class Mask:
         model: whole, on its final device.
         plan: plan in coordinates of this model's tensors; with tensor parallelism, in those of this rank.
         rank: data-parallel index.
-        branches: residual branches of the model, with tensor parallelism as on this rank. Default: located here.
+        branches: residual branches of the model, with what the strategy cuts; with tensor
+            parallelism as on this rank.
         is_scaled: whether a subnetwork multiplies what its units add by 1 / C (`branch_scale`).
 
     Attributes:
@@ -62,14 +62,13 @@ class Mask:
         model: nn.Module,
         plan: Plan,
         rank: int,
+        branches: Sequence[LocatedBranch],
         *,
-        branches: Sequence[LocatedBranch] | None = None,
         is_scaled: bool = False,
     ) -> None:
         if is_masked(model):
             raise RuntimeError("the model is masked already; undo its mask, or use a new model")
-        self.model, self.plan, self.rank = model, plan, rank
-        self.branches = proven_branches(model, plan.strategy) if branches is None else branches
+        self.model, self.plan, self.rank, self.branches = model, plan, rank, branches
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.buffers: dict[str, torch.Tensor] = dict(model.named_buffers())
         tensors: dict[str, torch.Tensor] = {**self.parameters, **self.buffers}

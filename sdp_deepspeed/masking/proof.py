@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,11 +22,9 @@ from sdp_deepspeed.architectures.derivation import Derivation, derivation_of, kn
 from sdp_deepspeed.architectures.streams import Layer, is_inside, layer_of
 from sdp_deepspeed.architectures.trace import Node, Trace
 from sdp_deepspeed.masking.absent_blocks import skip_branch
+from sdp_deepspeed.masking.cell_proof import Cells, cells_of, cut_into
 from sdp_deepspeed.masking.replayed_layer import LAYER, ReplayedLayer, difference, first_line
 from sdp_deepspeed.masking.scale import scale_block
-
-if TYPE_CHECKING:
-    from sdp_deepspeed.masking.cell_proof import Cells
 
 _FACTOR = 3.0
 _CELLS: WeakKeyDictionary[Derivation, dict[str, Cells]] = WeakKeyDictionary()  # by name of a branch
@@ -70,7 +68,6 @@ def with_cells(
         model: whole, on any device, including meta.
         strategy: see `units_of_branches`.
     """
-    from sdp_deepspeed.masking.cell_proof import cells_of, cut_into  # imports Mask, which imports this file
 
     def is_cut(branch: LocatedBranch) -> bool:
         chosen = strategy if isinstance(strategy, str) else strategy.get(branch.description.name)

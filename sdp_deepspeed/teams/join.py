@@ -17,7 +17,7 @@ from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.messages import KEY
-from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.planner import plan_model
 from sdp_deepspeed.teams.dense_model import DenseModel
 from sdp_deepspeed.teams.ranks import TeamRanks
 from sdp_deepspeed.teams.team import Team
@@ -71,7 +71,7 @@ def make_team(
         plan, warnings = plan_model(model, config, settings.teams, branches=branches)
     except ValueError as error:
         raise ValueError(str(error).replace(" subnetworks", " teams")) from error
-    mask = Mask(model, plan, number, branches=branches, is_scaled=config.branch_scale == "training")
+    mask = Mask(model, plan, number, branches, is_scaled=config.branch_scale == "training")
     dense = DenseModel(mask)
     mask.apply()
     names = hide_absent(mask)

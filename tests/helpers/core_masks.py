@@ -101,9 +101,13 @@ def expected_of(dense: nn.Module, plan: Plan, rank: int) -> nn.Module:
     return model
 
 
+def mask_of(model: nn.Module, plan: Plan, rank: int, **options: Any) -> Mask:
+    return Mask(model, plan, rank, proven_branches(model, plan.strategy), **options)
+
+
 def masked(dense: nn.Module, plan: Plan, rank: int, **options: Any) -> tuple[Any, Mask]:
     model = deepcopy(dense)
-    mask = Mask(model, plan, rank, **options)
+    mask = mask_of(model, plan, rank, **options)
     mask.apply()
     return model, mask
 

@@ -16,7 +16,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from benchmarks.common.measured_step import watched_host_memory
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.init import DeferredWeights, Init
-from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.plan.tensors import named_tensors
 from tests.helpers import core_masks, mixtures, torchvision_models
 from tests.helpers.models import FAMILIES, family, llama
@@ -150,7 +149,7 @@ def test_ranks_have_pieces_of_one_dense_model(name: str) -> None:
     """In every mode; and the masked module computes what one that was built without Init does."""
     build = SPECIMENS[name]
     dense, weights = deferred(build)
-    whole = Mask(dense, core_masks.plan_of(dense, "forward", "block"), 0)
+    whole = core_masks.mask_of(dense, core_masks.plan_of(dense, "forward", "block"), 0)
     weights.materialize(whole, CPU, 3)
     dense.train()
     values = named_tensors(dense)
@@ -158,7 +157,7 @@ def test_ranks_have_pieces_of_one_dense_model(name: str) -> None:
         for rank in range(2):
             model, weights = deferred(build)
             plan = core_masks.plan_of(model, regime, core_masks.strategy_of(name, strategy))
-            mask = Mask(model.train(), plan, rank)
+            mask = core_masks.mask_of(model.train(), plan, rank)
             mask.apply()
             weights.materialize(mask, CPU, 3)
             assert not [t for t in mask.tensors() if t.is_meta]
@@ -182,7 +181,7 @@ def test_output_projections_start_smaller_where_branches_are_scaled(strategy: st
         values = []
         for is_scaled in (False, True):
             model, weights = deferred(build)
-            mask = Mask(model, core_masks.plan_of(model, "forward", strategy), rank, is_scaled=is_scaled)
+            mask = core_masks.mask_of(model, core_masks.plan_of(model, "forward", strategy), rank, is_scaled=is_scaled)
             mask.apply()
             weights.materialize(mask, CPU, 3)
             values.append(dict(model.named_parameters()))
@@ -202,7 +201,7 @@ def test_no_rank_has_the_dense_model(regime: str, strategy: str) -> None:
     core_masks.plan_of(deferred(wide)[0], regime, strategy)
     with watched_host_memory() as memory:
         model, weights = deferred(wide)
-        mask = Mask(model, core_masks.plan_of(model, regime, strategy), 0)
+        mask = core_masks.mask_of(model, core_masks.plan_of(model, regime, strategy), 0)
         mask.apply()
         at_most = sum(t.untyped_storage().nbytes() for t in mask.tensors())
         weights.materialize(mask, CPU, 3)
@@ -220,7 +219,7 @@ def materialized(build: Callable[[], nn.Module], change: Callable[[Any], object]
     change(model)
     weights = DeferredWeights(model)
     plan = core_masks.plan_of(model, "forward", "block")
-    weights.materialize(Mask(model, plan, 0), CPU, weights.seed)
+    weights.materialize(core_masks.mask_of(model, plan, 0), CPU, weights.seed)
     return model
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from sdp_deepspeed.config import KEY, MODES, parse
-from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.planner import plan_model
 from tests.helpers.collective_log import check_order, collectives_of_engines
 from tests.helpers.oracle import check_case
 from tests.helpers.oracle_grid import Case

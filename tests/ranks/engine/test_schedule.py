@@ -12,7 +12,7 @@ from torch import nn
 
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.planner import plan_model
 from tests.helpers.models import LENGTH, SPECIMENS, VOCABULARY, config, loss_of, two_groups
 from tests.helpers.oracle import make_optimizer
 from tests.helpers.ranks import Rank

@@ -21,7 +21,7 @@ from sdp_deepspeed.architectures import Branch, register
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.fsdp import sharded_model_of
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.planner import plan_model
 from tests.helpers.ranks import Rank
 from tests.helpers.sharded import sharded
 

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 import sdp_deepspeed
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.estimate.forecast import forecast
-from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.planner import plan_model
 from sdp_deepspeed.teams.team import Team
 from tests.helpers import more_models
 from tests.helpers.models import LENGTH, MIXED, batches, config, llama, loss_of

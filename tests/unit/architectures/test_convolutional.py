@@ -54,7 +54,7 @@ def test_a_plan_whose_block_is_bypassed_by_a_projection_is_refused() -> None:
     plan = plan_of(dense, "forward", "block")
     assert not branches[0].is_bypassed
     with pytest.raises(ValueError, match=r"plan: unit 'stem' is neither whole branches bypassed by an identity"):
-        Mask(dense, replace(plan, units=(Unit("stem", branches[0].pieces), *plan.units[1:])), 0)
+        Mask(dense, replace(plan, units=(Unit("stem", branches[0].pieces), *plan.units[1:])), 0, branches)
 
 
 @pytest.fixture

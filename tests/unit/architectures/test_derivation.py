@@ -377,7 +377,7 @@ def test_subnetworks_on_other_shapes_than_the_example(build: Any, shapes: list[t
     batch = [torch.randn(shape) for shape in shapes]
     for rank in (0, 1):
         masked, zeroed = copy.deepcopy(model), copy.deepcopy(model)
-        Mask(masked, plan, rank, branches=branches).apply()
+        Mask(masked, plan, rank, branches).apply()
         absent = [unit for unit, (holder,) in zip(units, holders, strict=True) if holder != rank]
         for piece in (piece for unit in absent for piece in unit.pieces):
             zeroed.get_parameter(piece.parameter).data.zero_()
@@ -587,9 +587,10 @@ def test_a_module_that_has_another_forward_since() -> None:
     """Other than that of a mask, which is no other model."""
     model = Stack(Layer(), Layer())
     sdp_deepspeed.trace(model, *stream())
-    units = units_of_branches(proven_branches(model))
+    branches = proven_branches(model)
+    units = units_of_branches(branches)
     known = derivation.derivation_of(model)
-    mask = Mask(model, Plan("forward", "block", 2, 1, 0, tuple(units), ((0,), (1,)) * 2, (0, 1)), 0)
+    mask = Mask(model, Plan("forward", "block", 2, 1, 0, tuple(units), ((0,), (1,)) * 2, (0, 1)), 0, branches)
     mask.apply()
     assert derivation.derivation_of(model) is known
     mask.undo()

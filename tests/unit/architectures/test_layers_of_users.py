@@ -12,9 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import registry
-from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
-from tests.helpers.core_masks import assert_masked, build, plan_of
+from tests.helpers.core_masks import assert_masked, build, mask_of, plan_of
 
 
 class Experts(nn.Module):
@@ -96,7 +95,7 @@ def test_a_branch_without_parameters_is_on_all_ranks() -> None:
     model = nn.Sequential(*layers)
     plan = plan_of(model, "forward", "block")
     assert [unit.name for unit in plan.units] == [f"{index}.mlp" for index in range(4)]
-    mask, x = Mask(model, plan, 0), torch.randn(2, 8)
+    mask, x = mask_of(model, plan, 0), torch.randn(2, 8)
     absent = [index for index in range(4) if not plan.holds_rank(index, 0)]
     assert absent
     mask.apply()

@@ -6,8 +6,8 @@ import pytest
 
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.masking.proof import proven_branches
-from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.strategies import unit_costs, units_of_branches
+from sdp_deepspeed.planner import plan_model
 from sdp_deepspeed.units import check_pieces
 from tests.helpers.mixtures import CUT_EVERYWHERE, MIXTURES, mixture
 

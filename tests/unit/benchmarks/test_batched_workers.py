@@ -17,7 +17,7 @@ from benchmarks.learning.held_rows import HeldRows, scaled_branches
 from sdp_deepspeed.config import KEY, MODES, parse
 from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.planner import plan_model
 from tests.helpers.mixtures import MIXTURES
 from tests.helpers.models import LENGTH, MIXED, SPECIMENS, VOCABULARY, batches, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS

@@ -9,8 +9,8 @@ from sdp_deepspeed.estimate.fsdp2_bytes import FSDP2Setup, fsdp2_estimate, fsdp2
 from sdp_deepspeed.fsdp.fsdp_groups import gathered_together
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors
+from sdp_deepspeed.planner import plan_model
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.models import llama
 

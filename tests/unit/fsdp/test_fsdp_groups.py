@@ -12,8 +12,8 @@ from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.fsdp.fsdp_groups import gathered_together
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors
+from sdp_deepspeed.planner import plan_model
 from tests.helpers.models import SPECIMENS, llama
 from tests.helpers.more_models import ALL_SPECIMENS
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.refused_arguments import check_call, check_plan, parse_block
-from sdp_deepspeed.plan.planner import plan_model
+from sdp_deepspeed.planner import plan_model
 from tests.helpers.models import llama
 
 HALF = {"coverage": 0.5}

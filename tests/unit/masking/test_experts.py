@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from sdp_deepspeed.config import MODES
-from sdp_deepspeed.masking import Mask
 from tests.helpers.core_masks import (
     Gradients,
     assert_close,
     assert_gradients,
     assert_masked,
     expected_of,
+    mask_of,
     masked,
     plan_of,
     run,
@@ -116,7 +116,7 @@ def test_a_subnetwork_without_routers_is_refused() -> None:
     dense = mixture("mixtral", **LOUD)
     plan = plan_of(dense, "forward", "block")
     with pytest.raises(ValueError, match=words):
-        Mask(dense, plan, 1)
+        mask_of(dense, plan, 1)
     for rank in (0, 1):
         model, mask = masked(mixture("mixtral"), plan, rank)
         model(tokens())
@@ -135,10 +135,10 @@ def test_neurons_whose_products_do_not_run_are_refused() -> None:
         dense = mixture("mixtral")
         plan = plan_of(dense, regime, "neuron", neuron_groups=6)
         with pytest.raises(ValueError, match=words):
-            Mask(dense, plan, 1)
+            mask_of(dense, plan, 1)
         dense.set_experts_implementation("batched_mm")
         masked(dense, plan, 1)[0](tokens())
         with pytest.raises(ValueError, match=r"mlp' cannot be cut: .* 16 bytes"):
             plan_of(mixture("mixtral", intermediate_size=14), regime, "neuron")
     with pytest.raises(ValueError, match="multiples of 8"):
-        Mask(mixture("mixtral").bfloat16(), plan_of(mixture("mixtral"), "forward", "neuron"), 0)
+        mask_of(mixture("mixtral").bfloat16(), plan_of(mixture("mixtral"), "forward", "neuron"), 0)

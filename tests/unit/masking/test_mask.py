@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from sdp_deepspeed.config import MODES
-from sdp_deepspeed.masking import Mask
 from tests.helpers import models
 from tests.helpers.core_masks import (
     NAMES,
@@ -18,6 +17,7 @@ from tests.helpers.core_masks import (
     assert_masked,
     build,
     families,
+    mask_of,
     plan_of,
     stored_bytes,
     strategy_of,
@@ -62,7 +62,7 @@ def test_parts_may_be_neurons_blocks_or_shared(name: str, regime: str) -> None:
             assert_masked(dense, plan, 1, attention_mask=padded, is_scaled=True)
         elif regime == "forward":
             with pytest.raises(ValueError, match=r"branch_scale.*0\.attention' have coverage \[0\.5, 1\.0\]"):
-                Mask(dense, plan, 1, is_scaled=True)
+                mask_of(dense, plan, 1, is_scaled=True)
 
 
 @pytest.mark.parametrize("option", ["reorder_and_upcast_attn", "scale_attn_by_inverse_layer_idx"])

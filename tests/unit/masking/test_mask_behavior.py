@@ -17,7 +17,6 @@ from transformers import DynamicCache
 from sdp_deepspeed import architectures, check_description
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry
 from sdp_deepspeed.config import MODES
-from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
@@ -28,6 +27,7 @@ from tests.helpers.core_masks import (
     build,
     expected_of,
     fetch,
+    mask_of,
     masked,
     plan_of,
     run,
@@ -62,7 +62,7 @@ def test_undo_gives_the_dense_model_back(name: str, regime: str, strategy: str) 
     plan = plan_of(dense, regime, strategy_of(name, strategy))
     model = deepcopy(dense)
     objects = dict(model.named_parameters())
-    mask = Mask(model, plan, 0, is_scaled=True)
+    mask = mask_of(model, plan, 0, is_scaled=True)
     mask.apply()
     assert [*model.state_dict()] == [*dense.state_dict()]
     assert all(p is objects[n] for n, p in model.named_parameters())
@@ -87,7 +87,7 @@ def test_undo_gives_the_dense_model_back(name: str, regime: str, strategy: str) 
 def test_a_loss_that_is_kept_does_not_break_the_next_backward(regime: str, strategy: str, dtype: torch.dtype) -> None:
     """At apply, undo and apply again: its graph knows the shapes from before."""
     model = build("llama").to(dtype)
-    mask = Mask(model, plan_of(model, regime, strategy), 0)
+    mask = mask_of(model, plan_of(model, regime, strategy), 0)
     losses = [models.loss_of(model, tokens())]
     losses[-1].backward()
     for change in (mask.apply, mask.undo, mask.apply):
@@ -204,9 +204,9 @@ def test_a_masked_model_is_not_masked_again() -> None:
     plan = plan_of(dense, "backward", "block")
     model, mask = masked(dense, plan, 0)
     with pytest.raises(RuntimeError, match="masked already"):
-        Mask(model, plan, 0)
+        mask_of(model, plan, 0)
     mask.undo()
-    Mask(model, plan, 1).apply()
+    mask_of(model, plan, 1).apply()
 
 
 def test_cut_ends_are_pointed_out() -> None:
@@ -214,7 +214,7 @@ def test_cut_ends_are_pointed_out() -> None:
     dense = replace(llama, options={**llama.options, "num_hidden_layers": 3}).build()
     for cut, is_hinted in ((r"\.0\.", True), (r"\.1\.", False)):
         plan = plan_of(dense, "forward", "block", shared=(rf"^(?!.*{cut})",))
-        mask = Mask(dense, plan, 0, is_scaled=True)
+        mask = mask_of(dense, plan, 0, is_scaled=True)
         assert mask.scaled
         assert ("whole_ends" in describe_scale(dense, mask.branches, mask.scaled, by_init=True)) is is_hinted
 
@@ -261,23 +261,23 @@ def of_another_head(piece: Piece) -> Piece:
 def test_units_that_are_not_whole_heads_are_refused(name: str, change: Callable[[Piece], Piece | None]) -> None:
     dense = build(name)
     with pytest.raises(ValueError, match=r"attention\.head_0' takes other neurons or heads"):
-        Mask(dense, with_pieces(plan_of(dense, "forward", "neuron"), change), 0)
+        mask_of(dense, with_pieces(plan_of(dense, "forward", "neuron"), change), 0)
 
 
 def test_plans_that_are_no_plan_of_the_model_are_refused() -> None:
     dense = build("llama")
     plan, blocks = plan_of(dense, "forward", "neuron"), plan_of(dense, "forward", "block")
     with pytest.raises(ValueError, match=r"neither whole branches.*left over"):
-        Mask(dense, with_pieces(blocks, without("o_proj")), 0)
+        mask_of(dense, with_pieces(blocks, without("o_proj")), 0)
     first, *others = plan.units
     other = next(unit for unit in others if "layers.1.attention" in unit.name)
     others.remove(other)
     both = replace(first, pieces=first.pieces + other.pieces)
     with pytest.raises(ValueError, match=r"takes other neurons or heads of .*layers\.1"):
-        Mask(dense, replace(plan, units=(both, *others), holders=plan.holders[: len(others) + 1]), 0)
+        mask_of(dense, replace(plan, units=(both, *others), holders=plan.holders[: len(others) + 1]), 0)
     holders = tuple((0,) if "0.mlp" in unit.name else (0, 1) for unit in plan.units)
     with pytest.raises(ValueError, match=r"subnetwork 1 has no unit of 'model\.layers\.0\.mlp'"):
-        Mask(dense, replace(plan, holders=holders, num_holders=None), 0)
+        mask_of(dense, replace(plan, holders=holders, num_holders=None), 0)
 
 
 # ---- layers of users ------------------------------------------------------------------------------------------------
@@ -518,7 +518,7 @@ def test_synchronized_batch_norms_of_units_are_refused() -> None:
     model = Model(lambda: nn.SyncBatchNorm(9))
     for strategy in ("block", "neuron"):
         with pytest.raises(ValueError, match=r"SyncBatchNorm in the unit.*use BatchNorm"):
-            Mask(model, plan_of(model, "forward", strategy), 0)
+            mask_of(model, plan_of(model, "forward", strategy), 0)
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.masking import Mask
-from tests.helpers.core_masks import build, masked, plan_of, tokens
+from tests.helpers.core_masks import build, mask_of, masked, plan_of, tokens
 from tests.helpers.measured import Saved
 
 modes = pytest.mark.parametrize(("regime", "strategy"), MODES)
@@ -36,7 +36,7 @@ def test_dense_tensors_of_what_is_cut_or_absent_are_gone(regime: str, strategy: 
 
     model = build("gpt2")
     arrays = {name: backed_by_array(parameter) for name, parameter in model.named_parameters()}
-    mask = Mask(model, plan_of(model, regime, strategy), 0)
+    mask = mask_of(model, plan_of(model, regime, strategy), 0)
     mask.apply()
     gc.collect()
     absent = {

@@ -11,8 +11,8 @@ import torch
 
 from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.parallel.bucket_layouts import BucketLayout, plan_buckets
-from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.tensors import dense_tensors, pieces_by_tensor
+from sdp_deepspeed.planner import plan_model
 from tests.helpers.models import llama
 
 SHAPES = {info.name: info.shape for info in dense_tensors(llama(4))}

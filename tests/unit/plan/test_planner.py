@@ -11,8 +11,8 @@ from torch import nn
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.strategies import unit_costs
+from sdp_deepspeed.planner import plan_model
 from tests.helpers.models import SPECIMENS, llama
 from tests.helpers.more_models import ALL_SPECIMENS
 

@@ -14,9 +14,9 @@ from sdp_deepspeed.architectures.cut_tensors import CutTensor
 from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.planner import plan_model
 from sdp_deepspeed.plan.strategies import units_of_branches
 from sdp_deepspeed.plan.tensor_parallel_shards import Division, TensorParallelShards
+from sdp_deepspeed.planner import plan_model
 from sdp_deepspeed.units import Piece, Unit
 from tests.helpers.models import family
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from sdp_deepspeed.architectures import CROSS_ATTENTION, LocatedBranch
 from sdp_deepspeed.config import SubnetworkConfig
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.plan.assign import MAX_SETS_PER_RANK, assign, num_components
 from sdp_deepspeed.plan.coverage import Given, default_subnetworks, describe_holders, holders_of_units, whole_holders
@@ -43,8 +44,6 @@ def plan_model(
         ValueError: the block, or its plan file, does not fit the model or the number of ranks.
     """
     if branches is None:
-        from sdp_deepspeed.masking.proof import proven_branches  # imports Plan
-
         branches = proven_branches(model, block.strategy)
     shards = shards or UNDIVIDED
     if block.plan_path is not None:
