@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -164,7 +165,7 @@ def measured_step(engine: Any, *, others: Iterable[torch.Tensor] = ()) -> Iterat
 
 
 def live_tensors() -> list[torch.Tensor]:
-    """All tensors, however they are reached; what was there before `gc.freeze()` is not found."""
+    """All tensors with memory, however they are reached; what was there before `gc.freeze()` is not found."""
     gc.collect()
     found = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
-    return [tensor for tensor in found if tensor.device.type != "meta"]  # which takes no memory
+    return [tensor for tensor in found if tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)]
