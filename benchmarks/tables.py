@@ -119,18 +119,40 @@ def label(name: str) -> str:
     return f"SDP {mode} C = {Fraction(coverage).limit_denominator(64)}, {host}{subnetworks or ''}"
 
 
-def compare(result: Result) -> str:
-    """The contestants by which a user decides."""
+def compare(result: Result, sizes: Result) -> str:
+    """The contestants by which a user decides, on CPU ranks and with 1B parameters on a GPU."""
     contestants, arguments = result["groups"]["main"]["contestants"], result["arguments"]
+    on_gpu = {_as_in_compare(cell["name"]): cell for cell in sizes["results"] if _is_shown(cell, "1B")}
     rows = []
     for name in (name for name in contestants if name not in LESS_SHOWN):
         peak, sent = most(contestants, name, "peak") / MIB, most(contestants, name, "sent") / 1e6
-        rows.append([label(name), f"{peak:.1f}", f"{sent:.1f}", spread(ratio_of_steps(contestants, name, "DDP"))])
+        cells = [f"{peak:.1f}", f"{sent:.1f}", spread(ratio_of_steps(contestants, name, "DDP"))]
+        cell = on_gpu.get(name)
+        cells += ["", ""] if cell is None else [_gib(cell["peak"]), f"{1e3 * cell['median']:.0f}"]
+        rows.append([label(name), *cells])
     milliseconds = 1e3 * statistics.median(contestants["DDP"]["seconds"])
     caption = f"{_place(result)}, batch {arguments['micro_batch']} x {arguments['sequence']} per rank; "
     caption += f"{arguments['repeats']} repeats, DDP's step takes {milliseconds:.0f} ms; "
-    caption += f"load before the run {result['groups']['main']['load']:.1f}; {_commit(result)}:"
-    return f"{caption}\n\n" + table(["", "peak, MiB", "sent, MB", "step / DDP's"], rows)
+    caption += (
+        f"load before the run {result['groups']['main']['load']:.1f}; {_commit(result)}. {_place_of_sizes(sizes)}:"
+    )
+    return f"{caption}\n\n" + table(["", "peak, MiB", "sent, MB", "step / DDP's", "1B: peak, GiB", "step, ms"], rows)
+
+
+def _as_in_compare(name: str) -> str:
+    """A contestant's name in compare.py, of that in on_gpu.py."""
+    match = re.fullmatch(r"SDP \+ (.*), (\w+ x \w+), (C=.*)", name)
+    return name if match is None else f"{match[2]} + {match[1]} {match[3]}"
+
+
+def _is_shown(cell: Result, size: str) -> bool:
+    return cell["size"] == size and not cell["checkpointing"] and "seconds" in cell
+
+
+def _place_of_sizes(sizes: Result) -> str:
+    first = sizes["results"][0]
+    place = f"{sizes['device']}, rank 3 of 8 without its peers, bf16, batch {first['rows']} x {first['sequence']}"
+    return f"{place}; PyTorch {sizes['provenance']['versions']['torch']}, commit {sizes['provenance']['commit'][:7]}"
 
 
 def compare_all(result: Result) -> str:
@@ -186,9 +208,7 @@ def time_to_loss(*results: Result) -> str:
     for name in dict.fromkeys(name for name, _ in first):
         runs = [first[name, seed] for seed in seeds]
         steps = [_reached(run["curve"], goal, axis=0) for run, goal in zip(runs, goals, strict=True)]
-        reached = [number for number in steps if number is not None]
-        cells = [f"{statistics.mean(reached):.0f}" if len(reached) == len(seeds) else "-"]
-        cells.append(f"{statistics.mean(run['curve'][-1][2] for run in runs):.3f} ({runs[0]['steps']})")
+        cells = [f"{statistics.mean(run['curve'][-1][2] for run in runs):.3f} ({runs[0]['steps']})"]
         cells.append(f"{max(max(run['peak']) for run in runs) / MIB:.1f}")
         cells.append(f"{max(max(run['link_bytes']) / run['curve'][-1][0] for run in runs) / 1e6:.2f}")
         for runs_of in everyone:
@@ -199,7 +219,7 @@ def time_to_loss(*results: Result) -> str:
     caption = f"{results[0]['ranks']} ranks on {results[0]['nodes']} nodes, {size:.2f}M parameters, seeds "
     caption += f"{', '.join(map(str, seeds))}; {_commit(results[0])}; load before a run at most "
     caption += " / ".join(f"{max(row['load'] for row in result['results']):.1f}" for result in results)
-    heads = ["steps to ZeRO-1's loss", "final loss (steps)", "peak, MiB", "over the link, MB per step"]
+    heads = ["final loss (steps)", "peak, MiB", "over the link, MB per step"]
     return f"{caption}:\n\n" + table(["", *heads, *(f"{result['link']}, s" for result in results)], rows)
 
 
@@ -281,30 +301,26 @@ def host_time(result: Result) -> str:
     return f"{result['model']['num_hidden_layers']} layers; {_commit(result)}:\n\n" + table(heads, rows)
 
 
-def gpu(models: Sequence[str], sizes: Result, values: Result, groups: Result) -> str:
+def gpu(sizes: Result, values: Result, groups: Result) -> str:
     """Step and peak of one rank of eight, without activation checkpointing."""
-    cells = {(cell["name"], cell["size"]): cell for cell in sizes["results"] if not cell["checkpointing"]}
+    models = list(dict.fromkeys(cell["size"] for cell in sizes["results"]))
     rows = []
-    for name in dict.fromkeys(name for name, _ in cells):
-        rows.append([name])
-        for cell in (cells.get((name, size), {}) for size in models):
-            is_there = "seconds" in cell
-            rows[-1] += [f"{1e3 * cell['median']:.0f}" if is_there else "", _gib(cell["peak"]) if is_there else ""]
-    first = next(iter(cells.values()))
-    caption = f"{sizes['device']}, rank 3 of 8 without its peers, bf16, batch {first['rows']} x {first['sequence']}; "
+    for name in dict.fromkeys(cell["name"] for cell in sizes["results"]):
+        rows.append([label(_as_in_compare(name))])
+        for size in models:
+            cell = next((cell for cell in sizes["results"] if cell["name"] == name and _is_shown(cell, size)), None)
+            rows[-1] += ["", ""] if cell is None else [f"{1e3 * cell['median']:.0f}", _gib(cell["peak"])]
     heads = ["", *(head for size in models for head in (f"{size}: step, ms", "peak, GiB"))]
     outcomes, each = values["outcomes"], statistics.median(groups["bytes_of_each"]) / MIB
     tests = f"Of the tests marked `gpu`, {outcomes['passed']} passed and {outcomes.get('failure', 0)} failed. "
     tests += f"A process group of NCCL takes {each:.0f} MiB of the GPU's memory."
-    return f"{caption}{_commit(sizes)}:\n\n{table(heads, rows)}\n\n{tests}"
+    return f"{_place_of_sizes(sizes)}:\n\n{table(heads, rows)}\n\n{tests}"
 
 
 def memory_readme(sizes: Result) -> str:
     """A sentence: SDP beside ZeRO-1 on one GPU."""
-    zero, ours = (
-        next(c for c in sizes["results"] if (c["name"], c["size"], c["checkpointing"]) == (name, "1B", False))
-        for name in ("ZeRO-1", "SDP + ZeRO-1, forward x block, C=0.5")
-    )
+    by_name = {_as_in_compare(cell["name"]): cell for cell in sizes["results"] if _is_shown(cell, "1B")}
+    zero, ours = by_name["ZeRO-1"], by_name[SDP]
     text = f"A 1B Llama, one of eight ranks on {sizes['device']}, {ours['rows']} x {ours['sequence']} tokens in bf16, "
     text += f"without communication: at C = 1/2 a peak of {_gib(ours['peak'])} GiB, not ZeRO-1's {_gib(zero['peak'])}, "
     text += f"and {1e3 * ours['median']:.0f} ms for a step, not {1e3 * zero['median']:.0f}; no layer was whole. "
@@ -326,8 +342,8 @@ def families_reasons(result: Result) -> str:
     return table(["", "why", "models"], [[word, why, f"{number}: {names}"] for word, why, number, names in reasons])
 
 
-def _gib(num_bytes: float | None) -> str:
-    return "" if num_bytes is None else f"{num_bytes / 2**30:.1f}"
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f}"
 
 
 def spread(values: Sequence[float]) -> str:
@@ -347,7 +363,7 @@ def _commit(result: Result) -> str:
 
 
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
-    "compare": (compare, ("compare_4_ranks",)),
+    "compare": (compare, ("compare_4_ranks", "gpu_sizes")),
     "compare-all": (compare_all, ("compare_4_ranks",)),
     "links": (links, ("links_1gbit", "links_100mbit")),
     "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_100mbit", "time_to_loss_20mbit")),
@@ -365,8 +381,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "memory-readme": (memory_readme, ("gpu_sizes",)),
     "families": (families, ("families",)),
     "families-reasons": (families_reasons, ("families",)),
-    "gpu": (partial(gpu, ["1B"]), ("gpu_sizes", "gpu_values", "gpu_groups")),
-    "gpu-all": (partial(gpu, ["134M", "500M", "1B"]), ("gpu_sizes", "gpu_values", "gpu_groups")),
+    "gpu": (gpu, ("gpu_sizes", "gpu_values", "gpu_groups")),
 }
 
 

@@ -96,8 +96,8 @@ class LocalSteps(BaseModel):
         gt=0,
         allow_inf_nan=False,
         title="seconds above 0",
-        description="How long a team waits for all teams at the start, after which it starts without them, or for the "
-        "last holder of a unit, after which it ends.",
+        description="How long a team waits for all at the start, then starting without them, or for the last holder of "
+        "a unit, then ending.",
     )
     exchange_timeout: float = Field(
         default=60.0,
@@ -203,9 +203,8 @@ class SubnetworkConfig(BaseModel):
     branch_scale: Literal["training", "none"] = Field(
         default="training",
         title='"training" or "none"',
-        description="Regime `forward`: `training` multiplies what a unit adds to the residual stream by 1 / C in "
-        "subnetworks, so that their branches add as much as the dense model's; all groups of a branch then need the "
-        "same coverage. `none`: the method of the paper.",
+        description="Regime `forward`: `training` multiplies what a unit adds by 1 / C, so that a subnetwork adds as "
+        "much as the dense model; all groups of a branch then need the same coverage. `none`: the paper's method.",
     )
     local_steps: LocalSteps | None = Field(
         default=None,

@@ -84,7 +84,6 @@ def test_a_run_that_ended_early_is_continued_with_its_own_seconds() -> None:
     facts: dict[str, Any] = {"ranks": 4, "nodes": 2, "link": "", "model": {"num_parameters": 1}}
     facts["provenance"] = {"cores": 2, "processor": "", "commit": ""}
     text = tables.time_to_loss(facts | {"results": fast}, facts | {"results": slow})
-    assert row_of(text, "ZeRO-1")[0] == "25"
     assert row_of(text, "ZeRO-1")[-2:] == ["2", "~125"]
     assert row_of(text, "SDP")[-2:] == ["2", "12 (50%)"]
 

@@ -1,6 +1,11 @@
 """The proposition of docs/theory.md, which has its notation: the masked average is unbiased, and as near to the full
 average as the spectral gap permits. On real gradients, and on made-up ones, of which some reach the bounds.
 
+Besides, (d): let the deviations be alike in all units up to their weights w_u, those of W: g_ju - gbar_u = sqrt(w_u)
+E_u x_j with linear isometries E_u and sum_j x_j = 0. Let l_i be the load of worker i (the sum of w_u over its units),
+and 1 + e_i = l_i / mean load. Then for any placement T <= C ((1-rho) (1 + max e_i) + rho mean(e_i^2)) V. For balanced
+loads this is C (1-rho) V, with equality where x is in the eigenspace of lambda_2.
+
 Proof.
 
 (a) Let A = M diag(w) M^T with M_iu = 1 if i holds u, else 0, and L = diag(l). The row sums of A are p l_i, so W =
