@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,6 @@ from benchmarks.common.device import backend, keep_freed_memory, take_device
 from benchmarks.common.ranks import gather, num_nodes
 from sdp_deepspeed.teams.join import LIGHTHOUSE, NUMBER
 
-os.environ.setdefault("RUST_LOG", "warn")  # read when torchft is imported
 _PROCESSES = multiprocessing.get_context("forkserver")  # children have imported everything when they start
 
 
@@ -36,6 +34,7 @@ def run_in_teams(measure: Callable[..., Any], *arguments: Any, back_after: float
     Returns:
         What each rank's last process returned, on all ranks; None from those that were killed.
     """
+    os.environ.setdefault("RUST_LOG", "warn")  # read when torchft is imported
     _PROCESSES.set_forkserver_preload(["benchmarks.common.contestants", "torchft.coordination"])
     with tempfile.TemporaryDirectory() as created:
         folder, address, lighthouse = Path(gather(created)[0]), "", None
@@ -79,7 +78,6 @@ def _call(
 def _run(
     sender: Any, rendezvous: Path, variables: dict[str, Any], measure: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= {name: str(value) for name, value in variables.items()}
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     take_device()
@@ -89,10 +87,3 @@ def _run(
     deepspeed.init_distributed(backend(), verbose=False)
     sender.send(measure(*arguments))
     dist.destroy_process_group()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

@@ -10,7 +10,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -20,7 +19,10 @@ from torch import nn
 
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.engine.earlier_engines import refuse_masked
+from sdp_deepspeed.engine.team_checkpoint import load_state, refuse_whole, written_together
 from sdp_deepspeed.messages import KEY
+from sdp_deepspeed.parallel.consistency import run_on_all_ranks
+from sdp_deepspeed.parallel.groups import control_group
 from sdp_deepspeed.teams.join import make_team
 from sdp_deepspeed.teams.team import Team
 from sdp_deepspeed.teams.weights import TorchHost
@@ -41,6 +43,9 @@ class DeepSpeedHost(TorchHost):
             return parameter.detach()
         with _gathered(parameter):
             return parameter.detach().clone()
+
+    def local(self) -> list[torch.Tensor]:
+        return [value for value in super().local() if not hasattr(value, "ds_id")]  # stage 3 frees and gathers those
 
     def write(self, name: str, values: torch.Tensor) -> None:
         parameter = self.parameter(name)
@@ -98,6 +103,7 @@ class TeamEngine(DeepSpeedEngine):
             args, model, optimizer, _without(model_parameters, absent), *arguments, config=config, **options
         )
         self.team: Team = team
+        self._control = control_group()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As in DeepSpeed. Outside `dense` it runs the subnetwork, in evaluation as well, which is warned of once."""
@@ -142,29 +148,32 @@ class TeamEngine(DeepSpeedEngine):
         """`Team.save_pretrained`: collective in all teams."""
         self.team.save_pretrained(folder, **options)
 
-    def save_checkpoint(self, save_dir: str, tag: Any = None, *arguments: Any, **options: Any) -> Any:
-        """Save DeepSpeed's checkpoint of this team, in a folder of the team's own, with the team's state."""
-        tag = f"global_step{self.global_steps}" if tag is None else tag
-        file = _state_file(Path(save_dir, str(tag)))
-        file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(self.team.state_dict(), file)  # first, since `latest` is written at the end
-        return super().save_checkpoint(save_dir, tag, *arguments, **options)
+    def save_checkpoint(
+        self, save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True, **options: Any
+    ) -> Any:
+        """Save DeepSpeed's checkpoint of this team, in a folder of the team's own, with the team's state.
 
-    def load_checkpoint(self, load_dir: str, *arguments: Any, **options: Any) -> Any:
-        """Load DeepSpeed's checkpoint and the team's state, before the first step. Without that state, the team takes
-        the others' weights over."""
+        Raises:
+            OSError, RuntimeError: on all ranks of the team, if one cannot write. `latest` names the checkpoint before.
+        """
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        is_later = self.checkpoint_engine.is_decoupled()  # writes in the background
+        latest = save_latest and not is_later
+        with written_together(self, Path(save_dir), tag, latest=latest, control=self._control):
+            return super().save_checkpoint(save_dir, tag, client_state or {}, save_latest and is_later, **options)
+
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, *arguments: Any, **options: Any) -> Any:
+        """Load DeepSpeed's checkpoint and the team's state, before the first step. If that state is damaged or missing,
+        the team takes the others' weights over."""
         if self.team.has_started:
             raise RuntimeError(
                 "load_checkpoint: the team trains already; load before the first step, with a new engine"
             )
-        path, client_state = super().load_checkpoint(load_dir, *arguments, **options)
-        if path is not None and (file := _state_file(Path(path).parent)).is_file():
-            self.team.load_state_dict(torch.load(file, map_location="cpu"))
+        run_on_all_ranks(lambda: refuse_whole(Path(load_dir), tag), self._control)
+        path, client_state = super().load_checkpoint(load_dir, tag, *arguments, **options)
+        if path is not None:
+            load_state(self, Path(path).parent, self._control)
         return path, client_state
-
-
-def _state_file(folder: Path) -> Path:
-    return folder / f"team_rank_{dist.get_rank()}.pt"
 
 
 def _refuse(model: nn.Module, config: Mapping[str, Any], mpu: Any) -> None:

@@ -18,6 +18,7 @@ from sdp_deepspeed.teams.attendance import NO_STATE, START, STEP, Attendance, Me
 from sdp_deepspeed.teams.dense_model import DenseModel
 from sdp_deepspeed.teams.exchange import Exchange
 from sdp_deepspeed.teams.meeting_point import REMIND, RETRY, MeetingPoint
+from sdp_deepspeed.teams.outside_changes import OutsideChanges
 from sdp_deepspeed.teams.ranks import TeamRanks
 from sdp_deepspeed.teams.shares import Range, buckets, num_elements, shares_of
 from sdp_deepspeed.teams.weights import TorchHost, Weights
@@ -69,6 +70,7 @@ class Participant:
         self._tied = tied_names(mask.model)
         self._shares = shares_of(mask, ranks.rank, ranks.size)
         self._weights, self._model = Weights(host, mask, ranks), model
+        self._changes = OutsideChanges(lambda: [] if self.is_dense else host.local())
         self._anchors = torch.zeros(num_elements(self._shares))
         self._momentum = torch.zeros(len(self._anchors) if settings.outer_momentum else 0)
         self.num_steps = self._steps_since = 0  # the second: since the last meeting
@@ -100,7 +102,7 @@ class Participant:
 
     def _take_part(self, call: str) -> Result:
         """Meet until a meeting counts, and take its result over."""
-        deltas = self._finite_deltas() if call == STEP else None
+        deltas = self._checked_deltas() if call == STEP else None
         limit, begin = self._settings.wait_timeout, time.monotonic()
         reminded = failing_since = 0.0  # seconds since the begin
         while True:
@@ -228,10 +230,15 @@ class Participant:
         pending.take_over()
         return True
 
-    def _finite_deltas(self) -> torch.Tensor:
+    def _checked_deltas(self) -> torch.Tensor:
         deltas = self._deltas()
         advice = "the other teams go on, start it again to take over their weights"
         self._check_finite([deltas], f"weights are not finite at step {self.num_steps}; {advice}")
+        if not self._ranks.all(not self._changes.found()):
+            self._give_up(
+                "weights were changed by other than the optimizer after start() or step(), of which the other teams do "
+                "not know; change them before start(), or between the optimizer's step and step()"
+            )
         return deltas
 
     def _check_finite(self, vectors: Iterable[torch.Tensor], problem: str) -> None:
@@ -328,6 +335,7 @@ class Result:
         team._anchors, team._momentum = self._anchors, self._momentum
         if are_new:
             team._weights.write(team._shares, team._anchors)
+            team._changes.note()
         if self.attendance.averages or self.attendance.follows(team.number):
             team.num_steps, team._steps_since = self.attendance.next_steps
         team.version = self.attendance.next_version

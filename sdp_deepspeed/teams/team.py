@@ -42,26 +42,28 @@ class Team(Participant):
             raise RuntimeError(f"team {self.number} has started already; call start() once")
         state = (self.version, self._last, self.num_steps, self._steps_since)
         if not self._ranks.all(self._ranks.broadcast(state) == state):
-            self._log("ranks have different states, or none: takes over the weights of the others", is_warning=True)
-            self.version, self._last, self.num_steps, self._steps_since = NO_STATE, "", 0, 0
-            self._momentum.zero_()
+            self.drop_state("ranks have different states, or none")
         if self.version == NO_STATE:
             self._weights.read(self._shares, self._anchors)
         self._check_finite([self._anchors, self._momentum], "its first weights are not finite; the other teams go on")
         is_first, timeout = self._ranks.rank == 0, self._settings.exchange_timeout
         self._point = MeetingPoint(self._address, self.number, is_first=is_first, exchange_timeout=timeout)
         self._take_part(START)
+        self._changes.note()
 
     def step(self) -> bool:
         """Call after each step of the optimizer. Every H-th time the teams meet; collective then.
+
+        From here to the optimizer's next step nothing else may change weights.
 
         Returns:
             Whether they have met.
 
         Raises:
-            RuntimeError: weights are not finite, which ends this team, or a wait is too long.
+            RuntimeError: weights are not finite or were changed, which ends this team, or a wait is too long.
         """
         self._check_started("step")
+        self._changes.note()
         self.num_steps += 1
         self._steps_since += 1
         if self._steps_since < self._settings.every:
@@ -96,13 +98,12 @@ class Team(Participant):
             RuntimeError: on the ranks of the team that writes, if it cannot.
         """
         dense = self._state_dict_of(SAVE)
-        problem = ""
+        problem, model = "", self._mask.model
         if dense:
-            model = self._mask.model
             try:
                 with replaced_export(Path(folder)) as written:
                     save_tensors(dense, model_facts(model), self._tied, written, max_shard_size)
-            except OSError as error:
+            except Exception as error:  # safetensors has a kind of its own
                 problem = f"save_pretrained: cannot write {folder}: {error}"
         if problem := self._ranks.broadcast(problem):
             raise RuntimeError(problem)
@@ -179,6 +180,12 @@ class Team(Participant):
             "anchors": self._anchors.clone(),
             "momentum": self._momentum.clone(),
         }
+
+    def drop_state(self, reason: str) -> None:
+        """Start without a state, in place of `load_state_dict`, and log why."""
+        self._log(f"{reason}: takes over the weights of the others", is_warning=True)
+        self.version, self._last, self.num_steps, self._steps_since = NO_STATE, "", 0, 0
+        self._momentum.zero_()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of the same rank, before `start`. H, the outer optimizer, the dtype of communication and the

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sdp_deepspeed.masking import Mask
@@ -18,7 +19,7 @@ from sdp_deepspeed.units import Piece
 class TorchHost:
     """Reads and writes parameters of a bare module, of DistributedDataParallel, and of `fully_shard`.
 
-    Other hosts have the same two methods. All ranks of a team call them.
+    Other hosts have the same methods. All ranks of a team call them.
 
     Args:
         model: masked, before the host changes it. Hosts that replace Parameters keep modules and names of attributes.
@@ -29,11 +30,17 @@ class TorchHost:
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
-        self._places, self.shapes = {}, {}
+        self._model, self._places, self.shapes = model, {}, {}
         for name in names:
             path, _, attribute = name.rpartition(".")
             self._places[name] = (model.get_submodule(path), attribute)
             self.shapes[name] = model.get_parameter(name).shape
+
+    def prepare(self) -> None:
+        """Call it first: a forward pass without a backward pass leaves modules of FSDP2 with copies of weights."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def read(self, name: str) -> torch.Tensor:
         """The team's whole tensor, detached."""
@@ -49,6 +56,12 @@ class TorchHost:
             values = distribute_tensor(values, mesh, placements, src_data_rank=None).to_local()
             parameter = parameter.to_local()
         parameter.copy_(values)
+
+    def local(self) -> list[torch.Tensor]:
+        """What this rank has of each parameter."""
+        self.prepare()
+        parameters = [self.parameter(name) for name in self.shapes]
+        return [value.to_local() if isinstance(value, DTensor) else value for value in parameters]
 
     def parameter(self, name: str) -> torch.Tensor:
         """The Parameter as it is in its module now."""
@@ -71,6 +84,7 @@ class Weights:
     @torch.no_grad()
     def read(self, shares: Iterable[Share], target: torch.Tensor) -> None:
         """Read this rank's shares, fp32, into a vector; collective in the team."""
+        self._host.prepare()
         for share, values in self._pieces(shares):
             assert share.offset is not None
             target[share.offset : share.offset + share.length] = share.of(values)
@@ -78,6 +92,7 @@ class Weights:
     @torch.no_grad()
     def write(self, shares: Iterable[Share], source: torch.Tensor) -> None:
         """Set weights to this rank's shares in a vector; collective in the team."""
+        self._host.prepare()
         for name, of_name in shares_by_name(_stored(shares)).items():
             pieces = {share.piece: self._whole(share, source) for share in of_name}
             if name in self._mask.buffers:
@@ -98,6 +113,7 @@ class Weights:
 
     def whole(self, name: str) -> torch.Tensor:
         """A tensor that every team has whole; collective in the team."""
+        self._host.prepare()
         return self._host.read(name)
 
     def _pieces(self, shares: Iterable[Share]) -> Iterator[tuple[Share, torch.Tensor]]:

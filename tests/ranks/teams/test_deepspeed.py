@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from contextlib import ExitStack
+import resource
+import shutil
+import signal
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
+from sdp_deepspeed.checkpoint.files import CHECKSUMS
+from sdp_deepspeed.teams.attendance import NO_STATE
 from tests.helpers.fp16_runs import fp16_is_supported
 from tests.helpers.hosts import deepspeed_config, rows
+from tests.helpers.kills import kill_at
 from tests.helpers.models import LENGTH, VOCABULARY, batches, config, llama, loss_of
 from tests.helpers.teams import NEVER_MISSED, Place, teams
 
@@ -57,6 +66,36 @@ def evaluate(engine: Any) -> None:
     engine.train()
 
 
+def fill_the_disk(place: Place, engine: Any, folder: Path) -> None:
+    """On the last rank, for the team's state, and for what DeepSpeed writes."""
+    is_full = place.rank == place.size - 1
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000 if is_full else limits[0], limits[1]))
+    with pytest.raises(RuntimeError, match=r"\[on rank 1\]"):
+        engine.save_checkpoint(str(folder), "full")
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    full = mock.patch.object(TorchCheckpointEngine, "save", side_effect=OSError(28, "No space left on device"))
+    with pytest.raises(OSError, match=r"No space left on device \[on rank 1\]"), full if is_full else nullcontext():
+        engine.save_checkpoint(str(folder), "full")
+    assert (folder / "latest").read_text() == f"global_step{SAVED_AFTER}"
+
+
+def load_damaged(place: Place, engine: Any, folder: Path) -> None:
+    """A state that is damaged on one rank is loaded on none; a checkpoint of the dense model is refused."""
+    other = folder.with_name(f"{folder.name}-damaged")
+    if place.rank == 0:
+        shutil.copytree(folder, other)
+        file = other / f"global_step{SAVED_AFTER}" / "team_rank_1.pt"
+        file.write_bytes(file.read_bytes()[:-100])
+        (other / "whole").mkdir()
+        (other / "whole" / CHECKSUMS).touch()
+    torch.distributed.barrier()
+    assert engine.load_checkpoint(str(other))[0] is not None
+    assert (engine.team.version, engine.team.num_steps) == (NO_STATE, 0)
+    with pytest.raises(ValueError, match="a checkpoint of the dense model, without teams"):
+        engine.load_checkpoint(str(other), "whole")
+
+
 def resume(place: Place, stages: list[int], lighthouses: list[str]) -> None:
     addresses = iter(lighthouses)
     for stage in stages:
@@ -67,6 +106,7 @@ def resume(place: Place, stages: list[int], lighthouses: list[str]) -> None:
         engine.save_checkpoint(str(folder))
         with pytest.raises(RuntimeError, match="load before the first step"):
             engine.load_checkpoint(str(folder))
+        fill_the_disk(place, engine, folder)
         evaluate(engine)
         train(place, engine, range(SAVED_AFTER, STEPS))
         expected = engine.team.dense_state_dict()
@@ -74,6 +114,7 @@ def resume(place: Place, stages: list[int], lighthouses: list[str]) -> None:
 
         os.environ["TORCHFT_LIGHTHOUSE"] = next(addresses)
         again = engine_of(stage)
+        load_damaged(place, again, folder)
         path, _ = again.load_checkpoint(str(folder))
         assert path is not None
         assert again.team.num_steps == SAVED_AFTER
@@ -91,6 +132,38 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
         for number in range(2):
             runs[0].start(resume, number, 2, stages, [run.address for run in runs])
         runs[0].finish()
+
+
+def save_or_die(place: Place, die_at: int) -> None:
+    """Go on from the last checkpoint, and die in the next one. Team 0 goes on until the other has finished."""
+    engine, folder = engine_of(1), place.folder / f"team-{place.team}"
+    done, data = place.folder / "done", batches(1, 1)
+    engine.load_checkpoint(str(folder))
+    steps = itertools.count() if place.team == 0 else range(4)
+    for _ in itertools.takewhile(lambda _: place.team or not done.exists(), steps):
+        engine.backward(loss_of(engine, next(data)[0][0]))
+        engine.step()
+    if place.team == 1:
+        if (folder / "latest").exists():
+            assert engine.team.num_steps > 4
+        if die_at:
+            kill_at(die_at)
+        engine.save_checkpoint(str(folder))
+    engine.team.leave()
+
+
+@pytest.mark.slow
+def test_a_rank_is_killed_in_a_save(tmp_path: Path) -> None:
+    """The last complete checkpoint is loaded, and the other team goes on."""
+    with teams(tmp_path) as run:
+        other = run.start(save_or_die, 0, 1, 0)
+        for die_at in (0, 1, 2, 3, 4, 0):
+            codes = run.start(save_or_die, 1, 1, die_at).wait()
+            assert codes == [-signal.SIGKILL if die_at else 0], (die_at, run.started[-1].error())
+            named = (tmp_path / "team-1" / "latest").read_text()
+            assert (tmp_path / "team-1" / named / "team_rank_0.pt").exists()
+        (tmp_path / "done").touch()
+        run.finish(other)
 
 
 HALF: dict[str, dict[str, Any]] = {

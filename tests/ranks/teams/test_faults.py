@@ -83,7 +83,7 @@ def assert_equal(folder: Path, numbers: range) -> None:
 # ---- killed, and back -----------------------------------------------------------------------------------------------
 
 PHASES: dict[str, tuple[Any, str]] = {
-    "before a meeting": (participant.Participant, "_finite_deltas"),
+    "before a meeting": (participant.Participant, "_checked_deltas"),
     "when it is here": (MeetingPoint, "connect"),
     "in the exchange": (Exchange, "average"),
     "in the second exchange": (Exchange, "copy"),
@@ -152,8 +152,7 @@ def killed_in(run: Teams, phases: list[str], killed: int, num_teams: int, size: 
         assert all(process.is_alive() for team in started for process in team.processes)
         time.sleep(0.1)
     started.append(run.start(come_back, killed, size, settings))
-    for each in started:
-        each.finish()
+    run.finish(*started)
     assert_equal(run.folder, range(num_teams))
 
 
@@ -267,7 +266,7 @@ def test_values_that_are_not_finite_end_their_team_alone(tmp_path: Path) -> None
         first, second = (run.start(lose_values, number, 1, block(2)) for number in range(2))
         assert second.wait() == [1]
         assert "team 1: weights are not finite at step 6" in second.error()
-        first.finish()
+        run.finish(first)
 
 
 @pytest.mark.slow
@@ -380,6 +379,10 @@ def restore(place: Place) -> None:
     if place.team == 2:
         run.spoil()
         with pytest.raises(RuntimeError, match="team 2: weights are not finite at step 10"):
+            run.meet()
+    if place.team == 1:
+        run.model.load_state_dict({name: value * 0.9 for name, value in run.model.state_dict().items()})
+        with pytest.raises(RuntimeError, match="team 1: weights were changed"):
             run.meet()
 
 
