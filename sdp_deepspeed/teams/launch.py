@@ -67,7 +67,7 @@ def run_teams(num_teams: int, num_ranks: int, command: Sequence[str]) -> int:
     os.environ.setdefault("RUST_LOG", "warn")  # read when torchft is imported
     from torchft.coordination import LighthouseServer
 
-    lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=1, join_timeout_ms=60_000, quorum_tick_ms=100)
+    lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=1, join_timeout_ms=600_000, quorum_tick_ms=100)
     address = f"http://127.0.0.1:{urlsplit(lighthouse.address()).port}"
     print(f"sdp teams: {LIGHTHOUSE}={address}, {num_teams} teams of {num_ranks} ranks", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the teams, too

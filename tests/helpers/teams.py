@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.util
+import multiprocessing.connection
 import os
 import signal
 import sys
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,10 +44,11 @@ class StartedTeam:
     processes: list[Any]
     errors: list[Path]
 
-    def wait(self) -> list[int]:
+    def wait(self, timeout: float = TIMEOUT) -> list[int]:
         """Exit codes; ranks that do not end are killed, after they have written their stacks."""
+        end = time.monotonic() + timeout
         for process in self.processes:
-            process.join(TIMEOUT)
+            process.join(max(end - time.monotonic(), 0))
         for process in self.processes:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
@@ -54,14 +57,10 @@ class StartedTeam:
                 process.join()
         return [process.exitcode for process in self.processes]
 
-    def finish(self) -> None:
-        """Wait, and fail with the first error of a rank."""
-        codes = self.wait()
-        assert codes == [0] * len(codes), self.error()
-
     def error(self) -> str:
-        """What the ranks have written."""
-        return "\n".join(file.read_text() for file in self.errors if file.exists())
+        """What the ranks have written, and stacks of those that did not end."""
+        files = [*self.errors, *(file.with_suffix(".stack") for file in self.errors)]
+        return "\n".join(file.read_text() for file in files if file.exists())
 
     def kill(self) -> None:
         for process in self.processes:
@@ -101,10 +100,15 @@ class Teams:
         self.started.append(StartedTeam(processes, errors))
         return self.started[-1]
 
-    def finish(self) -> None:
-        """Wait for all teams, and fail with the first error."""
-        for team in self.started:
-            team.finish()
+    def finish(self, *started: StartedTeam) -> None:
+        """Wait for these teams, or all; fail with the errors of all once one fails, as others may wait for it."""
+        waited = started or tuple(self.started)
+        alive, end = [process for team in waited for process in team.processes], time.monotonic() + TIMEOUT
+        while alive and time.monotonic() < end and not any(process.exitcode for process in alive):
+            multiprocessing.connection.wait([process.sentinel for process in alive], end - time.monotonic())
+            alive = [process for process in alive if process.exitcode != 0]
+        codes = [team.wait(5.0 if alive else TIMEOUT) for team in waited]
+        assert not any(map(any, codes)), (codes, *(team.error() for team in waited))
 
 
 @contextmanager
