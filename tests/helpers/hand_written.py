@@ -1,6 +1,7 @@
 """Small models of plain PyTorch that belong to no library, with what must be derived of each.
 
-Each is one way of writing residual layers. `HAND_WRITTEN` has an example of inputs and the expected branches of each.
+Each is a way of writing residual layers that no family in branches.json has. `HAND_WRITTEN` has an example of inputs
+and the expected branches of each.
 """
 
 from __future__ import annotations
@@ -26,13 +27,11 @@ class HandWritten:
         example: positional arguments of its forward.
         branches: names of the submodules and parameters of each branch, in the order of the additions, by name of the
             layer. Whatever is named nowhere is shared. Empty: no layer adds to a stream, and the model is refused.
-        is_random: whether its training forward draws random numbers.
     """
 
     make: Callable[[], nn.Module]
     example: Callable[[], tuple[Any, ...]]
     branches: Mapping[str, tuple[Names, ...]] = field(default_factory=dict)
-    is_random: bool = False
 
     def build(self) -> Any:
         """The same weights each time; no bias is zero and no norm is one."""
@@ -59,34 +58,32 @@ def images() -> tuple[Tensor]:
 class Attention(nn.Module):
     """Causal, with fused queries, keys and values."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.resid_dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.c_attn(x).split(WIDTH, dim=-1))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.resid_dropout(self.c_proj(out.transpose(1, 2).flatten(2)))
+        return self.c_proj(out.transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.c_fc, self.gelu, self.c_proj = nn.Linear(WIDTH, NEURONS), nn.GELU(), nn.Linear(NEURONS, WIDTH)
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+        return self.c_proj(self.gelu(self.c_fc(x)))
 
 
 class Layer(nn.Module):
     """Pre-norm; the others differ in their forward."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(WIDTH), Attention(dropout)
-        self.ln_2, self.mlp = nn.LayerNorm(WIDTH), Mlp(dropout)
+        self.ln_1, self.attn = nn.LayerNorm(WIDTH), Attention()
+        self.ln_2, self.mlp = nn.LayerNorm(WIDTH), Mlp()
 
     def forward(self, x: Tensor) -> Any:
         x = x + self.attn(self.ln_1(x))
@@ -115,24 +112,21 @@ def in_each(*branches: Names, layers: int = 3, prefix: str = "h") -> dict[str, t
     return {f"{prefix}.{index}": branches for index in range(layers)}
 
 
-def stacked(layer: Callable[..., nn.Module], *branches: Names, is_random: bool = False) -> HandWritten:
+def stacked(layer: Callable[..., nn.Module], *branches: Names) -> HandWritten:
     """Three layers of a class that adds these branches to its input."""
-    return HandWritten(
-        lambda: Stack(*(layer() for _ in range(3))), stream, in_each(*branches) if branches else {}, is_random
-    )
+    return HandWritten(lambda: Stack(*(layer() for _ in range(3))), stream, in_each(*branches) if branches else {})
 
 
 class NanoGPT(nn.Module):
     """Embeddings, a dict of modules, and tied weights; returns logits and a loss that may be None."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(VOCABULARY, WIDTH),
                 "wpe": nn.Embedding(TOKENS, WIDTH),
-                "drop": nn.Dropout(dropout),
-                "h": nn.ModuleList([Layer(dropout) for _ in range(3)]),
+                "h": nn.ModuleList([Layer() for _ in range(3)]),
                 "ln_f": nn.LayerNorm(WIDTH),
             }
         )
@@ -141,7 +135,6 @@ class NanoGPT(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         x = self.transformer["wte"](idx) + self.transformer["wpe"](torch.arange(idx.shape[1]))
-        x = self.transformer["drop"](x)
         for block in self.transformer["h"]:  # type: ignore[attr-defined]  # a ModuleList
             x = block(x)
         logits = self.lm_head(self.transformer["ln_f"](x))
@@ -191,31 +184,6 @@ def residual_net() -> nn.Module:
 
 
 RESIDUAL: tuple[Names, ...] = (("conv1", "bn1", "conv2", "bn2"),)
-
-
-class Parallel(Layer):
-    """Both branches read the stream before either is added, through one norm: neither's own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.ln_1(x)
-        return x + self.attn(normed) + self.mlp(normed)
-
-
-class ParallelWithNorms(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + (self.attn(self.ln_1(x)) + self.mlp(self.ln_2(x)))
-
-
-class Sandwich(Layer):
-    """A norm before and after each branch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.post_1, self.post_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.post_1(self.attn(self.ln_1(x)))
-        return x + self.post_2(self.mlp(self.ln_2(x)))
 
 
 class LayerScale(Layer):
@@ -279,45 +247,6 @@ class AddsInside(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.attn(self.ln_1(x), x)
         return self.mlp(self.ln_2(x), residual=x)
-
-
-class BertOutput(nn.Module):
-    """Adds what its module's caller got, then a norm, if it has one."""
-
-    def __init__(self, width: int, *, is_post_norm: bool) -> None:
-        super().__init__()
-        self.dense = nn.Linear(width, WIDTH)
-        self.LayerNorm = nn.LayerNorm(WIDTH) if is_post_norm else None
-
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        x = self.dense(x) + residual
-        return x if self.LayerNorm is None else self.LayerNorm(x)
-
-
-class BertAttention(nn.Module):
-    def __init__(self, *, is_post_norm: bool) -> None:
-        super().__init__()
-        self.ln = nn.Identity() if is_post_norm else nn.LayerNorm(WIDTH)
-        self.self, self.output = Attention(), BertOutput(WIDTH, is_post_norm=is_post_norm)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.output(self.self(self.ln(x)), x)
-
-
-class Bert(nn.Module):
-    """BERT's modules: both branches end inside an output module, one of them two levels below the layer. The norms are
-    after the additions, or before the branches as in Megatron's."""
-
-    def __init__(self, *, is_post_norm: bool) -> None:
-        super().__init__()
-        self.attention = BertAttention(is_post_norm=is_post_norm)
-        self.ln = nn.Identity() if is_post_norm else nn.LayerNorm(WIDTH)
-        self.intermediate = nn.Linear(WIDTH, NEURONS)
-        self.output = BertOutput(NEURONS, is_post_norm=is_post_norm)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.attention(x)
-        return self.output(F.gelu(self.intermediate(self.ln(x))), x)
 
 
 class AttentionWithWeights(nn.Module):
@@ -394,18 +323,6 @@ class StateSpace(nn.Module):
             state = torch.exp(-torch.exp(self.A_log)) * state + token
             states.append(state + self.D * token)
         return self.out_proj(self.norm(torch.stack(states, 1)) * F.silu(gate))
-
-
-class StateSpaceLayer(nn.Module):
-    """One branch per layer; the stream is kept in another dtype (`residual_in_fp32`)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mixer = nn.RMSNorm(WIDTH), StateSpace()
-
-    def forward(self, x: Tensor) -> Tensor:
-        residual = x.to(torch.float64)
-        return (residual + self.mixer(self.norm(x))).to(x.dtype)
 
 
 class Forms(nn.Module):
@@ -556,14 +473,10 @@ class Plain(Layer):
 
 
 _TORCH_MLP = ("linear1", "linear2")
-_SANDWICH = (("ln_1", "attn", "post_1"), ("ln_2", "mlp", "post_2"))
 _SCALED = (("ln_1", "attn", "gamma_1"), ("ln_2", "mlp", "gamma_2"))
-_MEGATRON = (("attention.ln", "attention.self", "attention.output"), ("ln", "intermediate", "output"))
-_NANO_GPT = in_each(*PRE_NORM, prefix="transformer.h")
 
 HAND_WRITTEN: dict[str, HandWritten] = {
-    "nano_gpt": HandWritten(NanoGPT, tokens, _NANO_GPT),
-    "nano_gpt_with_dropout": HandWritten(lambda: NanoGPT(0.3), tokens, _NANO_GPT, is_random=True),
+    "nano_gpt": HandWritten(NanoGPT, tokens, in_each(*PRE_NORM, prefix="transformer.h")),
     "encoder_pre_norm": HandWritten(
         lambda: torch_encoder(norm_first=True),
         stream,
@@ -578,27 +491,19 @@ HAND_WRITTEN: dict[str, HandWritten] = {
         in_each(("norm1", "self_attn"), ("norm2", "multihead_attn"), ("norm3", *_TORCH_MLP), prefix="layers"),
     ),
     "resnet": HandWritten(residual_net, images, dict.fromkeys(("1.0", "1.1", "1.3"), RESIDUAL)),
-    "parallel": stacked(Parallel, ("attn",), ("mlp",)),
-    "parallel_with_norms": stacked(ParallelWithNorms, *PRE_NORM),
-    "sandwich": stacked(Sandwich, *_SANDWICH),
     "layer_scale": stacked(LayerScale, *_SCALED),
     "deep_norm": stacked(DeepNorm, ("attn",), ("mlp",)),
     "raw_parameters": stacked(RawParameters),
     "adds_inside": stacked(AddsInside, *PRE_NORM),
-    "bert": stacked(
-        lambda: Bert(is_post_norm=True), ("attention.self", "attention.output.dense"), ("intermediate", "output.dense")
-    ),
-    "bert_pre_norm": stacked(lambda: Bert(is_post_norm=False), *_MEGATRON),
     "tuples": HandWritten(lambda: StackOfTuples(*(ReturnsTuples() for _ in range(3))), stream, in_each(*PRE_NORM)),
     "mixture": stacked(MixtureLayer, *PRE_NORM),
-    "state_space": stacked(StateSpaceLayer, ("norm", "mixer")),
     "forms": HandWritten(stack_of_forms, stream, FORMS),
     "skipping": HandWritten(
         lambda: StackThatSkips(*(Skipping() for _ in range(3))),
         stream,
         {"h.0": PRE_NORM, "h.1": PRE_NORM[:1], "h.2": PRE_NORM},
     ),
-    "stochastic_depth": stacked(StochasticDepth, *PRE_NORM, is_random=True),
+    "stochastic_depth": stacked(StochasticDepth, *PRE_NORM),
     "common_mlp": HandWritten(lambda: Stack(*(CommonMlp() for _ in range(3))), stream),
     "one_mlp_for_all": HandWritten(one_mlp_for_all, stream, in_each(PRE_NORM[0])),
     "recurrent": HandWritten(lambda: Recurrent(Layer()), stream, in_each(*PRE_NORM, layers=1)),

@@ -2,7 +2,7 @@
 PyTorch for CPUs, and Transformers, which imports it where it is installed, would not either. To run its tests there:
 
     pip install --no-deps --target FOLDER torchvision==0.28.0
-    pytest tests/unit/architectures/test_torchvision_models.py --torchvision FOLDER
+    pytest tests/unit/architectures/test_image_libraries.py --torchvision FOLDER
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,39 +33,25 @@ def load(folder: str | None) -> Any:
         pytest.skip(f"torchvision: {problem}")
 
 
-class Classifier(nn.Module):
-    """One of its models, called as one of Transformers."""
-
-    main_input_name = "pixel_values"
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.config = SimpleNamespace(image_size=SIZE, num_labels=NUM_CLASSES)
-
-    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> Any:
-        logits = self.model(pixel_values)
-        return SimpleNamespace(logits=logits, loss=nn.functional.cross_entropy(logits, labels))
-
-
-def _vit(models: Any, **options: Any) -> Any:
+def _vit(models: Any) -> Any:
     sizes = {"image_size": SIZE, "patch_size": 4, "num_layers": 2, "num_heads": 3, "hidden_dim": 12, "mlp_dim": 27}
-    return models.VisionTransformer(**sizes, num_classes=NUM_CLASSES, **options)
+    return models.VisionTransformer(**sizes, num_classes=NUM_CLASSES)
 
 
-def _swin(models: Any, *, v2: bool = False, **options: Any) -> Any:
+def _swin(models: Any, *, v2: bool = False) -> Any:
     """The second stage is padded, and its second layer shifts windows."""
     swin = models.swin_transformer
     sizes = {"patch_size": [2, 2], "embed_dim": 12, "depths": [1, 2], "num_heads": [3, 6], "window_size": [2, 2]}
+    options = {"mlp_ratio": 2.25, "stochastic_depth_prob": 0.0, "num_classes": NUM_CLASSES}
     if v2:
         options |= {"block": swin.SwinTransformerBlockV2, "downsample_layer": swin.PatchMergingV2}
-    return swin.SwinTransformer(**sizes, **{"mlp_ratio": 2.25, "stochastic_depth_prob": 0.0, **options}, num_classes=5)
+    return swin.SwinTransformer(**sizes, **options)
 
 
-def _convnext(models: Any, **options: Any) -> Any:
+def _convnext(models: Any) -> Any:
     config = models.convnext.CNBlockConfig
-    given = {"stochastic_depth_prob": 0.0, "layer_scale": 0.5, **options}
-    return models.ConvNeXt([config(9, 12, 1), config(12, None, 2)], num_classes=NUM_CLASSES, **given)
+    options = {"stochastic_depth_prob": 0.0, "layer_scale": 0.5, "num_classes": NUM_CLASSES}
+    return models.ConvNeXt([config(9, 12, 1), config(12, None, 2)], **options)
 
 
 def _resnet(models: Any, *, block: str) -> Any:
@@ -80,6 +65,6 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet": lambda models: _resnet(models, block="BasicBlock"),
     "resnet_bottleneck": lambda models: _resnet(models, block="Bottleneck"),
     "swin": _swin,
-    "swin_v2": lambda models, **options: _swin(models, v2=True, **options),
+    "swin_v2": lambda models: _swin(models, v2=True),
     "vit": _vit,
 }

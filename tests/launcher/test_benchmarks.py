@@ -39,15 +39,6 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
     return result
 
 
-def test_checkpoints_are_timed(tmp_path: Path) -> None:
-    few = ("--model", "small", "--repeats", "1", "--folder", str(tmp_path / "checkpoints"))
-    result = run(tmp_path, *RANKS, "benchmarks/checkpoints.py", *few)
-    for name, seconds in result["seconds"].items():
-        assert all(len(times) == 1 and times[0] > 0 for times in seconds.values())
-        assert ("asynchronous save blocks" in seconds) == ("forward" in name)
-    assert not (tmp_path / "checkpoints/ZeRO-1").exists()
-
-
 def test_time_to_a_loss(tmp_path: Path) -> None:
     """DDP trains what ZeRO does, at rates that rise and fall, and teams at C = 1 what torchft's DiLoCo does: the same
     losses after the same steps."""

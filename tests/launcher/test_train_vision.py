@@ -94,15 +94,3 @@ def test_images_of_a_folder_are_trained_and_the_export_has_the_accuracy_and_loss
     assert measured["eval_top1"] == pytest.approx((logits.argmax(-1) == labels).float().mean().item())
     assert measured["eval_loss"] == pytest.approx(cross_entropy(logits, labels).item(), rel=1e-3), "not times the ranks"
     assert model.config.id2label == dict(enumerate(test.features["label"].names))
-
-
-@pytest.mark.slow  # the oracle has C = 1 beside data parallelism
-def test_sdp_off_trains_as_full_coverage(tmp_path: Path) -> None:
-    off, full = (
-        run(command(tmp_path, name, 2, override), tmp_path / f"{name}.log")
-        for name, override in (("off", "sdp=off"), ("full", "sdp.coverage=1.0"))
-    )
-    assert "coverage" in full
-    assert "coverage" not in off
-    losses = [[entry["loss"] for entry in trainer_log(tmp_path / name)] for name in ("off", "full")]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)  # rounding: the gradients are summed in another order

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 import pytest
@@ -59,20 +58,6 @@ def test_contestants_hold_and_send_what_they_must(rank: Rank) -> None:
         assert mine["peak"] > mine["weights"] + mine["gradients"] + mine["optimizer"]
         assert mine["collectives"] >= mine["process_groups"] >= 1
     assert all(len(row["seconds"]) == 2 and len(row["splits"]) == 1 for row in found.values())
-
-
-def test_a_run_goes_on(rank: Rank) -> None:
-    """What is in the file is not measured again; a file of another run is refused."""
-    few = {"only": ["^forward x neuron, stage 1"], "modes": [str(MODES[1])], "output": str(rank.folder / "raw.json")}
-    result = compare.measure_groups(options(**few, coverages=[1, 0.75, 0.5]))
-    names = list(result["groups"]["forward x neuron, stage 1"]["contestants"])
-    assert names == ["DDP", "ZeRO-1", "forward x neuron + ZeRO-1 C=1", "forward x neuron + ZeRO-1 C=0.5"]
-    dist.barrier()
-    assert json.dumps(compare.measure_groups(options(**few, coverages=[1, 0.75, 0.5]))) == json.dumps(result)
-    with pytest.raises(ValueError, match="is of a run with another stages; name another file"):
-        compare.measure_groups(options(**few, coverages=[1, 0.75, 0.5], stages=[2]))
-    with pytest.raises(ValueError, match="finds none of the groups main, hosts, forward x neuron, stage 1"):
-        compare.measure_groups(options(**few | {"only": ["nobody"], "output": f"{few['output']}.new"}))
 
 
 def test_collectives_are_counted(rank: Rank) -> None:

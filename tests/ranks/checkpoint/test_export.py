@@ -23,7 +23,6 @@ from tests.helpers.training import assert_identical, dense_state, engine_of, ref
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"strategy": "neuron"}),
     "gpt2_bf16": ("gpt2", {"strategy": "neuron"}),
-    "gpt_neox_bf16": ("gpt_neox", {}),
 }
 
 

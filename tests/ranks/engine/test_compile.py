@@ -76,15 +76,6 @@ def test_engine_compile(rank: Rank) -> None:
 
 
 @pytest.mark.slow
-def test_inductor(rank: Rank) -> None:
-    """What users take on a GPU; it fuses, which a compiler on the CPU would take minutes for."""
-    for number, mode in enumerate(MODES):
-        engines = [start(SPECIMENS["llama"].build(), (2, 1, 0, 2)[number], mode) for _ in range(2)]
-        engines[0].compile()
-        compare(*engines)
-
-
-@pytest.mark.slow
 def test_wrapped_before(rank: Rank) -> None:
     """`torch.compile(model)` given to `deepspeed.initialize`: names stay those of the model."""
     model = SPECIMENS["llama"].build()

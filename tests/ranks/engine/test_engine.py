@@ -323,17 +323,6 @@ def test_unfrozen_in_mid_run(rank: Rank) -> None:
             train(engine, num_steps=1)
 
 
-def test_destroyed_engines_leave_room(rank: Rank) -> None:
-    """A second engine on the same ranks after `destroy` trains as the first did."""
-    states = []
-    for _ in range(2):
-        engine = engine_of(sgd())
-        train(engine, num_steps=2)
-        states.append(dense_state(engine))
-        engine.destroy()
-    assert_identical(*states)
-
-
 def test_no_operator_is_loaded(rank: Rank) -> None:
     """DeepSpeed's all-reduce for inference on CPUs, which each environment would compile for minutes."""
     micro_step(engine_of(sgd()), own_batches(rank, 1)[0])

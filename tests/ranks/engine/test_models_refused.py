@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -59,18 +58,6 @@ def test_plain_engines_of_what_only_ours_can_train(rank: Rank) -> None:
     with sdp_deepspeed.Init():
         deferred = llama()
     refusal(NotImplementedError, partial(engine_of, plain, deferred), "meta tensor")
-
-
-def test_ties_by_memory(rank: Rank) -> None:
-    """Whatever the stage, the coverage and the dtype, which would untie them in silence."""
-    for stage, holders, half in ((0, 1, False), (1, 2, True), (2, 2, False)):
-        for make in (nullcontext, sdp_deepspeed.Init):
-            with make():
-                model: Any = llama()
-                model.lm_head.weight.data = model.model.embed_tokens.weight.data
-            settings = config(holders=holders) | {"zero_optimization": {"stage": stage}, "bf16": {"enabled": half}}
-            words = ("'model.embed_tokens.weight' and 'lm_head.weight'", "assign the Parameter itself")
-            refusal(ValueError, partial(engine_of, settings, model), *words)
 
 
 def test_memory_that_nobody_trains_twice(rank: Rank) -> None:

@@ -202,12 +202,3 @@ def test_resident_and_frozen(rank: Rank) -> None:
         assert all(torch.equal(state[name], value.cpu()) for name, value in frozen.items())
         dense.load_state_dict(state)
     compare_evaluation(model, dense, step[rank.rank][0])
-
-
-def test_refuses(rank: Rank) -> None:
-    """On all ranks, before anything is changed."""
-    model = SPECIMENS["llama"].build()
-    ignored = model.get_parameter("model.layers.0.mlp.up_proj.weight")
-    with pytest.raises(ValueError, match=r"ignored_params: .*up_proj.weight.*must be averaged"):
-        sharded(model, NEURON, ignored_params=[ignored])
-    assert model.get_parameter("model.layers.0.mlp.up_proj.weight") is ignored

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,14 +12,12 @@ import torch
 from torch import nn
 
 from benchmarks.learning.batched_workers import BatchedReference
-from benchmarks.learning.held_rows import HeldRows, scaled_branches
+from benchmarks.learning.held_rows import scaled_branches
 from sdp_deepspeed.config import KEY, MODES, parse
 from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.planner import plan_model
-from tests.helpers.mixtures import MIXTURES
 from tests.helpers.models import LENGTH, MIXED, SPECIMENS, VOCABULARY, batches, loss_of
-from tests.helpers.more_models import ALL_SPECIMENS
 from tests.reference.virtual_workers import Reference
 
 pytestmark = pytest.mark.slow
@@ -141,27 +138,3 @@ def test_scaled_branches(block: Block) -> None:
         assert {name.split(".")[-2] for name in changed} == {"o_proj", "down_proj"}
         assert any("bias" in name for name in changed) == ("strategy" not in block)  # that of neurons is shared
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_what_only_runs_one_by_one_is_refused() -> None:
-    rows = torch.arange(4)
-    model = SPECIMENS["llama"].build()
-    plan = plan_of(model, SMALL, 4)
-    model.norm = nn.BatchNorm1d(3)
-    with pytest.raises(ValueError, match="norm: a BatchNorm1d mixes the rows"):
-        HeldRows.of(model, plan, rows)
-    with pytest.raises(ValueError, match="mixes the rows"):
-        HeldRows.of(model, replace(plan, holders=((0, 1, 2, 3),) * len(plan.units), num_holders=4), rows)
-    mixture, config, settings = MIXTURES["mixtral"]
-    model = mixture(config(**settings))
-    with pytest.raises(ValueError, match="mlp: it has further outputs"):
-        HeldRows.of(model, plan_of(model, SMALL, 4), rows)
-    model.lm_head.forward = nn.Identity().forward
-    with pytest.raises(ValueError, match="lm_head: its forward is not that of Linear"):
-        HeldRows.of(model, plan, rows)
-    model = ALL_SPECIMENS["swin"].build()
-    with pytest.raises(ValueError, match="relative_position_bias_table is not of a linear layer"):
-        HeldRows.of(model, plan_of(model, SMALL | {"strategy": "neuron"}, 2), rows)
-    model = ALL_SPECIMENS["convnext"].build()
-    with pytest.raises(ValueError, match="layer_scale_parameter is a parameter of the layer"):
-        HeldRows.of(model, plan_of(model, SMALL | {"regime": "backward"}, 2), rows)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from benchmarks import image_study
 from benchmarks.image_study import Store, cells
 from benchmarks.images.cell import Cell, Data, Settings, Training, identity
 from benchmarks.images.pictures import Augmented, Examples, read_examples
@@ -109,18 +108,3 @@ def test_a_learning_rate_is_the_best_of_shorter_runs_on_held_out_images_and_not_
     assert asked[:-2] == [(4_000, 60, TUNING_SEED, rate) for rate in (0.1, 0.2, 0.05, 0.4, 0.8)]
     assert asked[-2:] == [(20_000, 120, seed, 0.4) for seed in (0, 1)]
     assert not [*cells(stage, Store(tmp_path))], "read again: nothing is left to do"
-
-
-@pytest.mark.slow  # the program as a user runs it
-def test_the_program_does_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_fashion_mnist(tmp_path / "data", num_train=160, num_test=5)
-    arguments = ["--data", str(tmp_path / "data"), "--output", str(tmp_path / "cells")]
-    arguments += ["--only", "6 blocks, stochastic depth 0.5", "--images", "128", "--epochs", "1"]
-    image_study.main(arguments)
-    written = {path.name: path.read_text() for path in (tmp_path / "cells").iterdir()}
-    assert all(json.loads(text)["curve"][-1]["test_loss"] > 0 for text in written.values())
-    assert len(written) >= 4
-    capsys.readouterr()
-    image_study.main(arguments)
-    assert capsys.readouterr().out == ""
-    assert {path.name: path.read_text() for path in (tmp_path / "cells").iterdir()} == written

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import study as study_program
 from benchmarks.learning import cell as cell_module
 from benchmarks.learning import text
 from benchmarks.learning.cell import Cell, Resources, _Training, rate_share, run
@@ -130,24 +128,6 @@ def test_late_decay_keeps_the_rate_until_its_share_begins() -> None:
     assert [rate_share(step, 100, 0.05) for step in (4, 5, 52)] == [1.0, 1.0, 48 / 95]
 
 
-def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, ran = tmp_path / "study.json", list[str]()
-
-    def recorded(cell: Cell, *rest: Any) -> dict[str, Any] | None:
-        ran.append(cell.subject)
-        return run(cell, *rest)
-
-    monkeypatch.setattr(study_program, "run", recorded)
-    assert done(path, 0, "--only", "dense") == []  # out of time
-    first = done(path, 9, "--only", "dense")
-    both = done(path, 9, "--only", "dense", "half")
-    assert ran == ["dense", "half"]
-    assert first[0] in both
-    monkeypatch.setitem(SUBJECTS, "half", Subject(SIZE, {"coverage": 0.5}))  # changed: done again, in its place
-    assert len(done(path, 9, "--only", "dense", "half")) == 2
-    assert ran == ["dense", "half", "half"]
-
-
 def test_rates_are_tuned_on_a_seed_that_no_figure_has(tmp_path: Path) -> None:
     path = tmp_path / "study.json"
     tried = done(path, 9, "--only", "dense", "--tune")
@@ -186,10 +166,3 @@ def test_rows_depend_on_step_and_seed_alone() -> None:
     assert torch.equal(rows, text.training_rows(content, 1, 5, 3, 8))
     assert not torch.equal(rows, text.training_rows(content, 1, 6, 3, 8))
     assert not torch.equal(rows, text.training_rows(content, 2, 5, 3, 8))
-
-
-def test_the_file_of_something_else_is_not_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "raw.json"
-    path.write_text(json.dumps({"what": "compare"}), encoding="utf-8")
-    with pytest.raises(ValueError, match="has figures of 'compare'; name another file"):
-        Store(path)

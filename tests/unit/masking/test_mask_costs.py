@@ -15,7 +15,6 @@ from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.masking import Mask
 from tests.helpers.core_masks import build, mask_of, masked, plan_of, tokens
-from tests.helpers.measured import Saved
 
 modes = pytest.mark.parametrize(("regime", "strategy"), MODES)
 NUM_TOKENS = tokens().numel()
@@ -82,10 +81,18 @@ def test_layers_are_stock_modules_that_say_how_wide_they_are(name: str, regime: 
 
 
 def saved_of(model: Any, own: Any = None) -> int:
-    """Bytes; without a key/value cache, which would copy values."""
-    with Saved([*model.parameters()] if own is None else own.tensors()) as saved:
+    """Bytes that autograd keeps beside the model's own tensors; without a key/value cache, which would copy values."""
+    ignored = {tensor.untyped_storage().data_ptr() for tensor in (model.parameters() if own is None else own.tensors())}
+    kept: list[torch.Tensor] = []  # so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(input_ids=tokens(), labels=tokens(), use_cache=False)
-    return saved.num_bytes
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    return sum(size for address, size in sizes.items() if address not in ignored)
 
 
 @pytest.mark.parametrize("name", ["llama_odd", "gpt2"])

@@ -1,4 +1,5 @@
-"""timm's models in all modes, where timm 1.0.31 is installed or in the folder of `--torchvision FOLDER`."""
+"""Models of torchvision, timm 1.0.31 and Diffusers 0.42.1 in all modes, where these are installed or in the folder of
+`--torchvision FOLDER`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from sdp_deepspeed import check_description
 from sdp_deepspeed.architectures.derivation import flops_per_element
 from sdp_deepspeed.masking.proof import proven_branches
 from tests.helpers import models
-from tests.helpers.torchvision_models import load
+from tests.helpers.torchvision_models import MODELS, NUM_CLASSES, SIZE, load
 
 _VIT: dict[str, Any] = {"img_size": 12, "patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 3, "mlp_ratio": 2.25}
 # The second stage is padded, and its second layer shifts windows.
@@ -39,7 +40,7 @@ def _vit(timm: Any, **options: Any) -> nn.Module:
     return timm.vision_transformer.VisionTransformer(**_VIT, num_classes=5, **options)
 
 
-MODELS: dict[str, Callable[[Any], nn.Module]] = {
+TIMM: dict[str, Callable[[Any], nn.Module]] = {
     "convnext": lambda timm: timm.convnext.ConvNeXt(**_CONVNEXT, num_classes=5),
     "convnext_convolutions": lambda timm: timm.convnext.ConvNeXt(**_CONVNEXT, num_classes=5, conv_mlp=True),
     "deit": lambda timm: timm.deit.VisionTransformerDistilled(**_VIT, num_classes=5),
@@ -56,26 +57,49 @@ MODELS: dict[str, Callable[[Any], nn.Module]] = {
 
 
 @pytest.fixture
-def timm(pytestconfig: pytest.Config) -> Any:
-    load(pytestconfig.getoption("--torchvision"))
-    pytest.importorskip("timm")
-    return importlib.import_module("timm.models")
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_all_modes(timm: Any, name: str) -> None:
+def torchvision(pytestconfig: pytest.Config) -> Any:
     torch.manual_seed(0)
-    model = models.scrambled(MODELS[name](timm)).double().train()
-    size = 32 if name.startswith(("convnext", "resnet")) else 12
+    return load(pytestconfig.getoption("--torchvision"))
+
+
+def check(model: nn.Module, size: int, *, heads_are_cut: bool) -> None:
+    model = models.scrambled(model).double().train()
     images = torch.randn(3, 3, size, size, dtype=torch.float64)
 
     def loss_of(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
         logits = model(images)
         logits = torch.stack(logits).sum(0) if isinstance(logits, tuple) else logits  # of both heads of DeiT
-        return nn.functional.cross_entropy(logits, torch.arange(3))
+        return nn.functional.cross_entropy(logits, torch.arange(3) % NUM_CLASSES)
 
     assert len(check_description(model, images, loss_of)) == 4
     branches = proven_branches(model, "neuron")
     uncut = {branch.description.name for branch in branches if branch.uncuttable_reason}
-    assert uncut == ({"attention"} if name in ("swin_v2", "vit_norm_over_heads") else set())
+    assert uncut == (set() if heads_are_cut else {"attention"})
     assert flops_per_element(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_torchvision(torchvision: Any, name: str) -> None:
+    check(MODELS[name](torchvision), SIZE, heads_are_cut=name not in ("swin", "swin_v2", "vit"))
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_timm(torchvision: Any, name: str) -> None:
+    pytest.importorskip("timm")
+    size = 32 if name.startswith(("convnext", "resnet")) else 12
+    model = TIMM[name](importlib.import_module("timm.models"))
+    check(model, size, heads_are_cut=name not in ("swin_v2", "vit_norm_over_heads"))
+
+
+def test_the_diffusion_transformer(torchvision: Any) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    sizes = {"num_layers": 2, "num_attention_heads": 3, "attention_head_dim": 4, "in_channels": 4, "patch_size": 2}
+    options = {"sample_size": 8, "num_embeds_ada_norm": 5, "norm_num_groups": 1}
+    model = models.scrambled(diffusers.DiTTransformer2DModel(**sizes, **options)).double().eval()
+    images = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+
+    def loss_of(model: Any, images: torch.Tensor) -> torch.Tensor:
+        noise = model(images, timestep=torch.tensor([3, 500]), class_labels=torch.tensor([1, 4])).sample
+        return nn.functional.mse_loss(noise[:, :4], images)
+
+    assert len(check_description(model, images, loss_of)) == 4
