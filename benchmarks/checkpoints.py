@@ -1,5 +1,4 @@
-"""How long do saving and loading a checkpoint take, beside ZeRO-1's, how long does an asynchronous save block, and how
-long does a re-plan take, beside a step?
+"""How long do saving and loading a checkpoint take, beside ZeRO-1's, and how long does an asynchronous save block?
 
     deepspeed --num_gpus 4 benchmarks/checkpoints.py --output benchmarks/results/checkpoints_4_ranks.json
 
@@ -13,7 +12,6 @@ import argparse
 import gc
 import os
 import shutil
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,18 +23,12 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.contestants import PRECISIONS, Contestant, build_engine, train
 from benchmarks.common.device import seconds as now
-from benchmarks.common.models import LARGE, LLAMAS, SEQUENCE_LENGTH, SMALL, Shape
+from benchmarks.common.models import LARGE, LLAMAS, SMALL, Shape
 from benchmarks.common.ranks import option_parser, run
 from sdp_deepspeed.config import KEY, Mode
 
 MODELS = {"small": SMALL, "large": LARGE, "134M": LLAMAS["134M"]}
 MODE = Mode("forward", "block")
-REPLANS: dict[str, dict[str, Any]] = {  # one after another, from forward x block, C = 1/2
-    "another seed": {"seed": 1},
-    "neuron": {"strategy": "neuron"},
-    "C = 1": {"coverage": 1.0},
-    "back": {"coverage": 0.5, "strategy": "block", "seed": 0},
-}
 CONTESTANTS = (Contestant(1), Contestant(1, MODE, 1.0), Contestant(1, MODE, 0.5))
 
 
@@ -61,7 +53,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             for what, value in times.items() if repeat else ():
                 seconds[contestant.name].setdefault(what, []).append(value)
     facts = {"what": "checkpoints", "ranks": dist.get_world_size(), "model": model, "baseline": CONTESTANTS[0].name}
-    facts |= {"replans": measure_replans(model, arguments.precision, arguments.repeats)}
     return facts | {"arguments": vars(arguments) | {"folder": ""}, "seconds": seconds, "bytes": sizes}
 
 
@@ -88,22 +79,6 @@ def measure_one(contestant: Contestant, model: Shape, precision: str, folder: Pa
         shutil.rmtree(folder)
     dist.barrier()
     return seconds, size
-
-
-def measure_replans(model: Shape, precision: str, repeats: int) -> dict[str, list[dict[str, float]]]:
-    """Each re-plan: its seconds, the median of ten steps' before it, and the bytes that a rank sent at most."""
-    engine = build_engine(model, CONTESTANTS[-1].config(precision, bucket=20_000_000))
-    batch = torch.randint(0, model["vocab_size"], (1, SEQUENCE_LENGTH))
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in REPLANS}
-    for repeat in range(repeats + 1):  # the first warms up
-        for name, block in REPLANS.items():
-            train(engine, batch)
-            step = statistics.median(timed(lambda: train(engine, batch)) for _ in range(10))
-            cost = engine.replan(block)
-            if repeat:
-                found[name].append({"seconds": cost.seconds, "step": step, "sent_bytes": cost.sent_bytes})
-    engine.destroy()
-    return found
 
 
 def trained_engine(model: Shape, config: dict[str, Any]) -> Any:

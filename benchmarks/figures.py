@@ -1,13 +1,12 @@
-"""The figures of docs/, which tables.py writes: what SDP is with its measured bars, and losses of runs."""
+"""The figure of the README, which tables.py writes: what SDP is, with its measured bars."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.quality import Figures
-from benchmarks.svg import Axes, Drawing, ticks
+from benchmarks.svg import Drawing
 
 MIB = 2**20
 SDP = "forward x block + ZeRO-1 C=0.5"
@@ -89,39 +88,4 @@ def overview(result: Mapping[str, Any]) -> str:
     source = f"Bars: measured on {result['ranks']} {result['device']} ranks, {size:.1f}M parameters, "
     source += f"{result['arguments']['precision']}, relative to data parallelism (docs/results.md). "
     draw.text(470, 432, source + "The exported model is dense.", color="muted", size=11, anchor="middle")
-    return str(draw)
-
-
-def quality(figures: Figures, rows: Sequence[tuple[str, str, str]]) -> str:
-    """Final dense losses over the length of the run.
-
-    Args:
-        rows: subject, label, color.
-    """
-    lines: list[tuple[str, str, list[tuple[float, float, float]]]] = []
-    for subject, label, color in rows:
-        points = []
-        for budget in figures.budgets:
-            losses = list(figures.losses(subject, budget).values())
-            if losses and budget >= 250:
-                points.append((float(budget), statistics.mean(losses), figures.error(losses)))
-        if points:
-            lines.append((label, color, points))
-    every = [point for _, _, points in lines for point in points]
-    budgets = sorted({x for x, _, _ in every})
-    low, high = min(y - error for _, y, error in every), max(y + error for _, y, error in every)
-    draw = Drawing(860, 400, "Validation loss of the dense model over the length of the run, at equal FLOPs")
-    panel = (budgets[0] / 1.1, budgets[-1] * 1.1), (low - 0.03, high + 0.03)
-    axes = Axes(draw, 70, 50, 470, 280, *panel, log_x=True)
-    words = "FLOPs, as steps of data parallelism with 0.41M parameters"
-    axes.frame(budgets, ticks(*panel[1]), words, "validation loss of the dense model, nats per byte")
-    for row, (label, color, points) in enumerate(lines):
-        dashes = "5 4" if label.startswith("data parallelism") else ""
-        axes.curve([(x, y) for x, y, _ in points], color, dashes=dashes)
-        for x, y, error in points:
-            draw.line([axes.at(x, y - error), axes.at(x, y + error)], color, width=1.5)
-        y = 70 + 26 * row
-        draw.line([(564, y - 4), (592, y - 4)], color, dashes=dashes)
-        draw.dot(578, y - 4, color)
-        draw.text(600, y, label)
     return str(draw)

@@ -37,10 +37,7 @@ def main() -> None:
 def costs_of(subject: Subject, study: Study) -> list[dict[str, Any]]:
     """Of each phase of a run: its share of the steps, and of a step peak bytes, sent bytes and FLOPs of a rank."""
     rows = subject.rows or study.rows
-    if subject.grown_from:
-        phases = [(0.5, subject.ends, {"coverage": 1.0}), (0.5, subject.size, {"coverage": 1.0})]
-    else:
-        phases = [(share, subject.size, block) for share, block in _blocks(subject)]
+    phases = [(share, subject.size, block) for share, block in _blocks(subject)]
     return [{"share": share, **_step(size, block, rows, study.num_workers)} for share, size, block in phases]
 
 

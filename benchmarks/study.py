@@ -3,12 +3,9 @@
     python benchmarks/study.py --output benchmarks/results/learning.json --set recipes --rates 0.006 --workers 2
     python benchmarks/study.py --output benchmarks/results/learning.json --only "dense 64x8" "C=1/[24].*" --seeds 0 1
 
-Virtual workers on one device (tests/reference). Cells (study, subject, seed, budget, learning rate) are in one
-JSON file, written after each; existing cells are not repeated. With --keep a call may end within a cell, and the next
-one continues there, bit for bit. A subject's learning rate is tuned on a seed of its own (--tune), and is the study's
-until then. On a GPU, a larger study in calls of nine minutes:
-
-    python benchmarks/study.py --output study.json --study "text 30M" --budgets 9155 --minutes 9 --keep kept
+Virtual workers in one process. Cells (study, subject, seed, budget, learning rate) are in one JSON file, written after
+each; existing cells are not repeated. With --keep a call may end within a cell, and the next one continues there, bit
+for bit. A subject's learning rate is tuned on a seed of its own (--tune), and is the study's until then.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.provenance import provenance
 from benchmarks.learning.cell import Cell, Resources, identity, run
-from benchmarks.learning.subjects import SETS, STUDIES, SUBJECTS
+from benchmarks.learning.subjects import SETS, STUDIES, SUBJECTS, Study, Subject
 from benchmarks.quality import TUNING_SEED, tuned_rate
 from sdp_deepspeed.atomic_files import write_text
 
@@ -49,10 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.list:
             print("\n".join(_named(options.only)))
             return
-        torch.zeros(1, device=options.device)
         store = Store(options.output)
         end = datetime.now(tz=UTC) + timedelta(minutes=min(options.minutes, 1e6))
-        resources = Resources(options.device, end, options.keep)
+        resources = Resources(end, options.keep)
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(options.workers, mp_context=context, initializer=_start_worker) as pool:
             work(list(cells(options, store)), store, pool, num_processes=options.workers, resources=resources)
@@ -70,14 +66,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--set", choices=sorted(SETS), help="cells by one name, in place of --only, --seeds and --budgets")
     add("--only", nargs="+", default=[".*"], help="regular expressions of whole names of subjects, in this order")
     add("--seeds", type=int, nargs="+", default=[0], help="(default: 0)")
-    size = "of the study's reference size, 0.41M parameters unless its name says another"
-    add("--budgets", type=int, nargs="+", default=[1000], help=f"in dense steps {size} (default: 1000)")
+    add("--budgets", type=int, nargs="+", default=[1000], help="in dense steps of 0.41M parameters (default: 1000)")
     add("--tune", action="store_true", help=f"learning rates, on seed {TUNING_SEED}")
     add("--rates", type=float, nargs="+", help="highest learning rates, in place of the tuned ones, or of the grid")
     add("--minutes", type=float, default=math.inf, help="time after which no cell begins (default: none)")
     add("--keep", type=Path, help="a folder for cells within which the minutes end (default: they are finished)")
-    device = "cuda" if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu" else "cpu"
-    add("--device", default=device, help="cpu, cuda or cuda:1 (default: here %(default)s)")
     add("--workers", type=int, default=1, help="processes of one thread each (default: 1)")
     add("--list", action="store_true", help="list the names of subjects and exit")
     return parser.parse_args(arguments)
@@ -144,10 +137,8 @@ def work(cells: Sequence[Cell], store: Store, pool: Executor, *, num_processes: 
         print(f"out of time with {len(todo)} cells to do", flush=True)
 
 
-def _parts(cell: Cell) -> tuple[Any, Any]:
-    """A cell's study, and its subject at the sizes of that."""
-    study = STUDIES[cell.study]
-    return study, study.scaled(SUBJECTS[cell.subject])
+def _parts(cell: Cell) -> tuple[Study, Subject]:
+    return STUDIES[cell.study], SUBJECTS[cell.subject]
 
 
 def _start_worker() -> None:

@@ -1,6 +1,6 @@
-"""Make the tables of docs/results.md and the figures of docs/ from the raw figures in benchmarks/results.
+"""Make the tables of docs/results.md and the figure and tables of the README from raw figures in benchmarks/results.
 
-    python benchmarks/tables.py           # writes docs/results.md, README.md and docs/*.svg
+    python benchmarks/tables.py           # writes docs/results.md, README.md and docs/figure.svg
     python benchmarks/tables.py --check   # only check whether they are current
     python benchmarks/tables.py --print quality-all families-reasons  # tables, also those of no document
 
@@ -65,19 +65,7 @@ def outputs(root: Path) -> dict[Path, str]:
     found = {path: filled(path.read_text(encoding="utf-8"), results) for path in documents}
     if compared := results.get("compare_4_ranks"):
         found[docs / "figure.svg"] = figures.overview(compared)
-    if learned := results.get("learning"):
-        lines = [(name, LABELS[name], color) for name, color in _COLORS.items()]
-        found[docs / "quality.svg"] = figures.quality(Figures.of(learned, "text"), lines)
     return found
-
-
-_COLORS = {
-    "dense 64x8": "gray",
-    "dense 64x4": "brown",
-    "C=1/2, whole ends, scaled in training": "green",
-    "C=1/4, whole ends, scaled in training": "blue",
-    "C=1/4, whole ends": "red",
-}
 
 
 def filled(document: str, results: Mapping[str, Result]) -> str:

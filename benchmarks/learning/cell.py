@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -17,12 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from benchmarks.learning.batched_workers import BatchedReference
 from benchmarks.learning.dropping import dropped, with_dropout
-from benchmarks.learning.growth import add_layers, ends_alone
-from benchmarks.learning.held_rows import scale_outputs, scaled_branches
+from benchmarks.learning.held_rows import scale_outputs
 from benchmarks.learning.plans import Planner, build, dense_flops
 from benchmarks.learning.subjects import Study, Subject
 from benchmarks.learning.text import Corpus, digest_of, read_corpus, training_rows, validation_rows
@@ -48,15 +46,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Resources:
-    """Where and for how long cells run.
+    """For how long cells run.
 
     Args:
-        device: of the model and its data, as torch names it.
         end: no cell begins later, and no step but a first one if there is a folder; a time of UTC, None for any.
         folder: of cells that are not over; None finishes each that has begun.
     """
 
-    device: str = "cpu"
     end: datetime | None = None
     folder: Path | None = None
 
@@ -69,26 +65,22 @@ class Resources:
         """Whether a cell is to stop before its next step."""
         return self.folder is not None and self.is_time_over
 
-    @property
-    def device_name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if torch.device(self.device).type == "cuda" else "CPU"
-
 
 @cache
-def corpus_of(name: str, train_bytes: int | None, device: str = "cpu") -> Corpus:
-    return read_corpus(name, train_bytes).to(torch.device(device))
+def corpus_of(train_bytes: int | None) -> Corpus:
+    return read_corpus("stdlib", train_bytes)
 
 
 def identity(cell: Cell, study: Study, subject: Subject) -> dict[str, Any]:
     """All that decides a cell's figures, but for the code: a cell of another one has to be done again."""
-    corpus = corpus_of(study.corpus, study.train_bytes)
+    corpus = corpus_of(study.train_bytes)
     text = {"bytes": len(corpus.train), "sha256": digest_of(corpus)}
     return {**asdict(cell), "described": subject.described(), "settings": study.described(), "text": text}
 
 
 def run(cell: Cell, study: Study, subject: Subject, resources: Resources = Resources()) -> dict[str, Any] | None:
     """What came of a cell; None if its time is over before it is. Pieces give the same bits as one run."""
-    facts = identity(cell, study, subject) | {"device": resources.device_name}
+    facts = identity(cell, study, subject) | {"device": "CPU"}
     training = _Training(cell, study, subject, resources)
     path = None
     if resources.folder is not None:
@@ -114,7 +106,6 @@ def run(cell: Cell, study: Study, subject: Subject, resources: Resources = Resou
         "curve": curve,
         "loss": curve[-1]["loss"],
         "best_loss": min(point["loss"] for point in curve),
-        "averaged_loss": training.averaged_loss(),
         "cpu_seconds": round(cpu, 1),
         "seconds": round(wall, 1),
     }
@@ -123,8 +114,8 @@ def run(cell: Cell, study: Study, subject: Subject, resources: Resources = Resou
 class _Training:
     def __init__(self, cell: Cell, study: Study, subject: Subject, resources: Resources) -> None:
         self.cell, self.study, self.subject, self.resources = cell, study, subject, resources
-        self.corpus = corpus_of(study.corpus, study.train_bytes, resources.device)
-        self.model = build(subject.size, cell.seed).to(resources.device)
+        self.corpus = corpus_of(study.train_bytes)
+        self.model = build(subject.size, cell.seed)
         self.planner = Planner(subject, study, cell.seed)
         self.num_steps = self.planner.num_steps(cell.budget * study.tokens() * dense_flops(study.reference))
         self.step, self.flops = 0, 0.0
@@ -134,23 +125,19 @@ class _Training:
             _, plan = next(self.planner.plans(self.num_steps))
             scale_outputs(self.model, plan)
         self.reference = self._make_reference()
-        self.average = AveragedModel(self.model)  # of the last tenth of the steps
         torch.manual_seed(cell.seed)  # of dropout
 
     def save(self, path: Path, cpu_seconds: float, seconds: float) -> None:
         """All that a step changes; the file is whole at any moment."""
-        on_gpu = torch.device(self.resources.device).type == "cuda"
         state = {
             "step": self.step,
             "flops": self.flops,
             "curve": self.curve,
             "weights": self.model.state_dict(),
             "optimizer": self.reference.optimizer.state_dict(),
-            "average": self.average.state_dict(),
             "cpu_seconds": cpu_seconds,
             "seconds": seconds,
             "random": torch.get_rng_state(),
-            "random_on_gpu": torch.cuda.get_rng_state(self.resources.device) if on_gpu else None,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         staging = path.with_suffix(".writing")
@@ -168,61 +155,40 @@ class _Training:
         self.model.load_state_dict(state["weights"])
         self.reference.reset_masters()
         self.reference.optimizer.load_state_dict(state["optimizer"])
-        self.average.load_state_dict(state["average"])
         torch.set_rng_state(state["random"])
-        if state["random_on_gpu"] is not None:
-            torch.cuda.set_rng_state(state["random_on_gpu"], self.resources.device)
         return state["cpu_seconds"], state["seconds"]
 
     def train(self) -> bool:
         """To the end, with validation losses of the dense model on the way; False if the time is over before."""
         ends = {max(1, round(self.num_steps * (i + 1) / self.study.points)) for i in range(self.study.points)}
         known, first, num_tokens = None, self.step, self.study.tokens(self.subject)
-        for config, plan in islice(self.planner.plans(self.num_steps), self.step, None):
+        for _, plan in islice(self.planner.plans(self.num_steps), self.step, None):
             if self.step > first and self.resources.ends_cells:  # each piece gets on
                 return False
-            is_grown = self.step >= self._growth
-            if (plan, is_grown) != known:
-                known, step_flops = (plan, is_grown), self.planner.step_flops(plan, is_grown=is_grown)
-            if self._growth and self.step == self._growth:
-                add_layers(
-                    self.model, self.reference, self.subject.grown_from, build(self.subject.size, self.cell.seed)
-                )
+            if plan is not known:
+                known, step_flops = plan, self.planner.step_flops(plan)
             self.train_step(plan)
             self.flops += num_tokens * step_flops
             self.step += 1
-            if self.step > 0.9 * self.num_steps:
-                self.average.update_parameters(self.model)
             if self.step in ends:
-                losses = {"loss": self._dense_loss(self.model)}
-                if not plan.is_dense and (config.regime, config.branch_scale) == ("forward", "none"):
-                    with scaled_branches(self.model, plan):
-                        losses["scaled_loss"] = self._dense_loss(self.model)
-                tokens = self.step * num_tokens
-                self.curve.append({"step": self.step, "tokens": tokens, "flops": self.flops, **losses})
+                tokens, loss = self.step * num_tokens, self._dense_loss()
+                self.curve.append({"step": self.step, "tokens": tokens, "flops": self.flops, "loss": loss})
         return True
 
     def train_step(self, plan: Plan) -> None:
         step, seed = self.step, self.cell.seed
         self.reference.plan = plan
         for group in self.reference.optimizer.param_groups:
-            group["lr"] = self.cell.rate * rate_share(step, self.num_steps, self.study.warm_up, self.subject.decay)
+            group["lr"] = self.cell.rate * rate_share(step, self.num_steps, self.study.warm_up)
         num_rows = self.study.tokens(self.subject) // self.study.reference.length
         rows = training_rows(self.corpus.train, seed, step, num_rows, self.subject.size.length)
         with ExitStack() as stack:
-            if step < self._growth:
-                stack.enter_context(ends_alone(self.model, self.subject.grown_from))
             if self.subject.dropping:
                 draw = seed * 1_000_003 + step
                 stack.enter_context(dropped(self.model, self.subject.dropping, num_rows, draw))
             if self.subject.dropout:
                 stack.enter_context(with_dropout(self.model, self.subject.dropout))
             self.reference.step([[own] for own in rows.chunk(self.study.num_workers)])
-
-    @property
-    def _growth(self) -> int:
-        """The step from which all layers train; 0 for all steps."""
-        return self.num_steps // 2 if self.subject.grown_from else 0
 
     def _make_reference(self) -> BatchedReference:
         config, plan = next(self.planner.plans(self.num_steps))
@@ -240,32 +206,20 @@ class _Training:
 
     def _losses(self, model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
         """Nats per byte of each row [rows, length + 1], [rows]."""
-        in_bf16 = self.study.precision == "bf16"
-        with torch.autocast(rows.device.type, torch.bfloat16) if in_bf16 else nullcontext():
-            logits = model(input_ids=rows[:, :-1]).logits
-            losses = nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
+        logits = model(input_ids=rows[:, :-1]).logits
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
         return losses.view(len(rows), -1).mean(1)
 
-    def averaged_loss(self) -> float:
-        """Of the dense model with its weights averaged over the last tenth of the steps."""
-        return self._dense_loss(self.average.module)
-
     @torch.no_grad()
-    def _dense_loss(self, model: nn.Module) -> float:
-        model.eval()
-        is_small = 0 < self.step <= self._growth  # the other layers are added before the next step
-        with ends_alone(model, self.subject.grown_from) if is_small else nullcontext():
-            losses = torch.cat([self._losses(model, own) for own in self._validation.split(32)])
-        model.train()
+    def _dense_loss(self) -> float:
+        self.model.eval()
+        losses = torch.cat([self._losses(self.model, own) for own in self._validation.split(32)])
+        self.model.train()
         return float(losses.double().mean())
 
 
-def rate_share(step: int, num_steps: int, warm_up: float, decay: float | None = None) -> float:
-    """Of the highest learning rate: up in a line for the share `warm_up` of the steps, then down to zero in a line.
-
-    Args:
-        decay: share of the steps, at the end, in which it falls; None for all after the warm-up.
-    """
+def rate_share(step: int, num_steps: int, warm_up: float) -> float:
+    """Of the highest learning rate: up in a line for the share `warm_up` of the steps, then down to zero in a line."""
     rising = max(1, round(warm_up * num_steps))
-    falling = num_steps - rising if decay is None else round(decay * num_steps)
+    falling = num_steps - rising
     return min((step + 1) / rising, 1.0, (num_steps - step) / max(1, falling))

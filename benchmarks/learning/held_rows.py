@@ -61,23 +61,6 @@ class HeldRows:
             yield
 
 
-@contextmanager
-def scaled_branches(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Context in which each branch of the dense model is multiplied by its coverage.
-
-    Raises:
-        ValueError: a branch without described output projection.
-    """
-    names = {name for branch in proven_branches(model, "neuron") for name in _outputs(model, branch)}
-    kept = {model.get_parameter(name): model.get_parameter(name).detach().clone() for name in names}
-    scale_outputs(model, plan)
-    try:
-        yield
-    finally:
-        for parameter, value in kept.items():
-            parameter.detach().copy_(value)
-
-
 def scale_outputs(model: nn.Module, plan: Plan) -> None:
     """Multiply the output projections of each unit by its coverage, in place.
 

@@ -8,9 +8,8 @@ has two.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.learning.subjects import Size, Study, Subject
+from benchmarks.learning.subjects import HEAD_WIDTH, Size, Study, Subject
 from benchmarks.learning.text import VOCABULARY
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.plan.plan import Plan
@@ -38,8 +37,8 @@ def build(size: Size, seed: int) -> nn.Module:
             hidden_size=size.width,
             intermediate_size=size.num_neurons,
             num_hidden_layers=size.depth,
-            num_attention_heads=size.width // size.head_width,
-            num_key_value_heads=size.width // size.head_width,
+            num_attention_heads=size.width // HEAD_WIDTH,
+            num_key_value_heads=size.width // HEAD_WIDTH,
             max_position_embeddings=size.length,
             tie_word_embeddings=True,
             use_cache=False,
@@ -74,27 +73,6 @@ def _scores(size: Size) -> float:
     return 4 * size.length * size.width
 
 
-def by_bands(plan: Plan, seed: int) -> Plan:
-    """The plan with each subnetwork in one unit of each kind in every band of 1/C adjacent layers, by a draw per band.
-
-    Args:
-        plan: of block units with one C = 1/m, beside units that all subnetworks have; m divides the others' layers.
-    """
-    random_ = random.Random(seed)
-    of_kind: dict[str, list[int]] = {}
-    for index, unit in enumerate(plan.units):
-        if plan.coverage_of(index) < 1:
-            of_kind.setdefault(unit.name.rpartition(".")[2], []).append(index)
-    holders = list(plan.holders)
-    for indices in of_kind.values():
-        size = round(1 / plan.coverage_of(indices[0]))
-        for first in range(0, len(indices), size):
-            drawn = random_.sample(range(plan.num_subnetworks), plan.num_subnetworks)
-            for place, index in enumerate(indices[first : first + size]):
-                holders[index] = tuple(sorted(drawn[place::size]))
-    return replace(plan, holders=tuple(holders))
-
-
 @dataclass(frozen=True)
 class Planner:
     """The plans of one subject.
@@ -110,15 +88,10 @@ class Planner:
     def num_steps(self, flops: float) -> int:
         """As many as cost that much, at least one in each phase."""
         phases = (self.subject.block or {}).get("schedule", [{}])
-        per_step = self._mean_flops()
-        if self.subject.grown_from:
-            per_step = (per_step + dense_flops(self.subject.ends)) / 2
-        return max(len(phases), round(flops / (self.study.tokens(self.subject) * per_step)))
+        return max(len(phases), round(flops / (self.study.tokens(self.subject) * self._mean_flops())))
 
-    def step_flops(self, plan: Plan, *, is_grown: bool = True) -> float:
-        """Of a step under a plan; without a block of a dense step, or of one of the ends alone."""
-        if not is_grown:
-            return dense_flops(self.subject.ends)
+    def step_flops(self, plan: Plan) -> float:
+        """Of a step under a plan; without a block of a dense step."""
         if self.subject.block is not None:
             return plan_flops(self._model, self.subject.size, plan)
         size, dropping = self.subject.size, self.subject.dropping
@@ -179,6 +152,5 @@ class Planner:
     def _plan(self, config: SubnetworkConfig) -> Plan:
         key = repr(config)
         if key not in self._plans:
-            plan = plan_model(self._model, config, self.study.num_workers)[0]
-            self._plans[key] = by_bands(plan, self.seed) if self.subject.is_banded else plan
+            self._plans[key] = plan_model(self._model, config, self.study.num_workers)[0]
         return self._plans[key]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from benchmarks.learning.dropping import Dropping
-from sdp_deepspeed.config import MODES
 
 Block = Mapping[str, Any]
-HEAD_WIDTH = 16
+HEAD_WIDTH = 16  # of an attention head
 UNSCALED = {"branch_scale": "none"}  # the paper's method
 
 
@@ -24,13 +23,11 @@ class Size:
         width: of the residual stream.
         depth: layers.
         length: bytes of a row.
-        head_width: of an attention head.
     """
 
     width: int
     depth: int
     length: int = 128
-    head_width: int = HEAD_WIDTH
 
     @property
     def num_neurons(self) -> int:
@@ -45,8 +42,6 @@ class Size:
 
 
 REFERENCE = Size(64, 8)  # 0.41M parameters, of which each budget is a number of dense steps
-LARGER = Size(128, 8)  # 1.6M
-ON_A_GPU = Size(384, 16, length=512, head_width=48)  # 28.4M, and as many heads as there are workers
 
 
 @dataclass(frozen=True)
@@ -60,9 +55,6 @@ class Subject:
         weight_decay: of matrices.
         rows: of a worker in a step; None for the study's.
         small_outputs: whether weights of output projections start C times smaller.
-        grown_from: layers at each end that train alone in the first half of the steps; 0 for all layers throughout.
-        is_banded: whether each subnetwork has one layer's unit of each kind in every band of 1/C adjacent layers.
-        decay: share of the steps, at the end, in which the learning rate falls to zero; None for all after the warm-up.
     """
 
     size: Size = REFERENCE
@@ -72,21 +64,11 @@ class Subject:
     weight_decay: float = 0.1
     rows: int | None = None
     small_outputs: bool = False
-    grown_from: int = 0
-    is_banded: bool = False
-    decay: float | None = None
-
-    @property
-    def ends(self) -> Size:
-        """The size of the ends alone."""
-        return replace(self.size, depth=2 * self.grown_from)
 
     def described(self) -> dict[str, Any]:
         """As JSON, without defaults; cells of a subject that has changed are done again."""
         usual = {item: value for item, value in asdict(Subject()).items() if item != "size"}
         found = {key: value for key, value in asdict(self).items() if key not in usual or value != usual[key]}
-        if self.size.head_width == HEAD_WIDTH:
-            del found["size"]["head_width"]
         if self.block is not None:  # cells from before the key existed are of "none"
             found["block"] = {
                 key: value for key, value in self.block.items() if (key, value) != ("branch_scale", "none")
@@ -106,33 +88,18 @@ def _dense_tail(coverage: float | list[dict[str, float]], share: float, **block:
 
 
 def _sizes() -> dict[str, Subject]:
-    shapes = [(32, 2), (48, 2), (64, 2), (32, 4), (32, 8), (64, 4), (96, 4), (128, 4), (64, 8), (128, 8)]
-    return {f"dense {width}x{depth}": Subject(Size(width, depth)) for width, depth in shapes}
+    shapes = [(32, 4), (32, 8), (64, 4), (64, 8)]
+    sizes = {f"dense {width}x{depth}": Subject(Size(width, depth)) for width, depth in shapes}
+    return sizes | {"dense 64x8, 2 rows": Subject(rows=2)}
 
 
-def _modes() -> dict[str, Subject]:
-    static = {
-        f"{mode}, C={coverage:g}": Subject(block={**mode._asdict(), "coverage": coverage, **UNSCALED})
-        for mode in MODES
-        for coverage in (0.75, 0.5, 0.25)
-    }
-    tails = {
-        f"{mode}, C={coverage:g}, dense tail {share:.0%}": Subject(
-            block=_dense_tail(coverage, share, **mode._asdict(), **UNSCALED)
-        )
-        for mode in MODES
-        for coverage, share in ((0.5, 0.3), (0.5, 0.5), (0.25, 0.5))
-    }
-    return static | tails
-
-
-def _whole_end_variants() -> dict[str, Subject]:
+def _unscaled() -> dict[str, Subject]:
+    """The paper's method."""
     found = {}
-    for size, prefix in ((REFERENCE, ""), (LARGER, "128x8, ")):
-        for name, coverage in (("C=1/2", 0.5), ("C=1/4", 0.25)):
-            ends = _whole_ends(coverage)
-            found[f"{prefix}{name}, whole ends"] = Subject(size, {"coverage": ends, **UNSCALED})
-            found[f"{prefix}{name}, dense tail 50%, whole ends"] = Subject(size, _dense_tail(ends, 0.5, **UNSCALED))
+    for name, coverage in (("C=1/2", 0.5), ("C=1/4", 0.25)):
+        ends = _whole_ends(coverage)
+        found[f"{name}, whole ends"] = Subject(block={"coverage": ends, **UNSCALED})
+        found[f"{name}, dense tail 50%, whole ends"] = Subject(block=_dense_tail(ends, 0.5, **UNSCALED))
     return found
 
 
@@ -158,11 +125,8 @@ def _axes() -> dict[str, Subject]:
         "C=1/4, re-drawn every 100 steps": (0.25, {"redraw_interval": 100}, {}),
         "C=1/2, re-drawn every 10 steps": (0.5, {"redraw_interval": 10}, {}),
         "C=1/4, four subnetworks": (0.25, {"subnetworks": 4}, {}),
-        "C=1/2, by depth bands": (0.5, {}, {"is_banded": True}),
         "C=1/4, 2 rows": (0.25, {}, {"rows": 2}),
-        "C=1/4, 1 row": (0.25, {}, {"rows": 1}),
         "C=1/2, 2 rows": (0.5, {}, {"rows": 2}),
-        "C=1/4, late decay": (0.25, {}, {"decay": 0.2}),
         "C=1/2, neurons": (0.5, {"strategy": "neuron", "coverage": 0.5}, {}),
     }
     found = {}
@@ -174,18 +138,6 @@ def _axes() -> dict[str, Subject]:
             block = _dense_tail(_whole_ends(coverage), share, branch_scale="training")
             found[f"{name}, dense tail {share:.0%}, whole ends, scaled"] = Subject(block=block, small_outputs=True)
     return found
-
-
-def _rivals() -> dict[str, Subject]:
-    """Data parallelism with other rows or learning rates, and layers that are added between the ends halfway."""
-    return {
-        "dense 64x8, 1 row": Subject(rows=1),
-        "dense 64x8, 2 rows": Subject(rows=2),
-        "dense 64x8, 8 rows": Subject(rows=8),
-        "dense 64x8, late decay": Subject(decay=0.2),
-        "64x8, grown from the ends": Subject(grown_from=1),
-        "64x8, grown from the ends, late decay": Subject(grown_from=1, decay=0.2),
-    }
 
 
 def _for_few_data() -> dict[str, Subject]:
@@ -201,16 +153,15 @@ def _for_few_data() -> dict[str, Subject]:
     }
 
 
-SUBJECTS = _sizes() | _modes() | _whole_end_variants() | _scales() | _axes() | _rivals() | _for_few_data()
+SUBJECTS = _sizes() | _unscaled() | _scales() | _axes() | _for_few_data()
 
 # For `study.py --set`: budgets in dense steps of 0.41M, subjects, seeds. On two cores "recipes"
-# takes about five hours.
+# takes about four hours.
 _RECIPES = (
     "dense 64x8",
     "C=1/4, whole ends, scaled in training",
     "C=1/2, whole ends, scaled in training",
     "dense 64x4",
-    "64x8, grown from the ends",
     "dense 64x8, 2 rows",
     "C=1/4, whole ends",
     "C=1/4, whole ends, scaled in training, usual start",
@@ -232,8 +183,7 @@ class Study:
     """What all of its cells have in common.
 
     Args:
-        corpus: of `text.read_corpus`.
-        train_bytes: of its start; None for all of the training text.
+        train_bytes: of the start of the training text; None for all.
         num_workers: k.
         rows: of a worker in a step.
         num_validation_rows: at each point of the curve.
@@ -243,11 +193,8 @@ class Study:
         warm_up: a share of the steps.
         betas: of AdamW.
         clip: the norm to which gradients are cut.
-        times: what the widths and depths of all subjects are multiplied by.
-        precision: "bf16" is autocast, with weights and everything else in fp32.
     """
 
-    corpus: str = "stdlib"
     train_bytes: int | None = None
     num_workers: int = 8
     rows: int = 4
@@ -258,15 +205,6 @@ class Study:
     warm_up: float = 0.05
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
-    times: tuple[int, int] = (1, 1)
-    precision: Literal["fp32", "bf16"] = "fp32"
-
-    def scaled(self, subject: Subject) -> Subject:
-        """At this study's sizes, with rows and heads as its reference has them."""
-        if self.times == (1, 1):
-            return subject
-        width, depth = subject.size.width * self.times[0], subject.size.depth * self.times[1]
-        return replace(subject, size=replace(self.reference, width=width, depth=depth))
 
     def tokens(self, subject: Subject | None = None) -> int:
         """Of a step of a subject, or as the study has it."""
@@ -283,17 +221,5 @@ class Study:
 
 STUDIES: dict[str, Study] = {
     "text": Study(learning_rate=3e-3),
-    "headers": Study(corpus="headers", learning_rate=3e-3),
     "few data": Study(train_bytes=200_000, points=20),
-    # For a GPU: 9,155 dense steps are 600M bytes, four epochs or fewer where Transformers and its like are installed.
-    "text 30M": Study(
-        corpus="python",
-        rows=16,
-        num_validation_rows=1024,
-        points=10,
-        reference=ON_A_GPU,
-        learning_rate=2e-3,
-        times=(6, 2),
-        precision="bf16",
-    ),
 }

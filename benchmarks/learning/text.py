@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 VOCABULARY = 256
 _VALIDATION_IN = 20  # one file in so many
-_PACKAGES = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,40 +25,19 @@ class Corpus:
     train: torch.Tensor
     validation: torch.Tensor
 
-    def to(self, device: torch.device) -> Corpus:
-        return Corpus(self.train.to(device), self.validation.to(device))
-
 
 def source_files(name: str) -> Iterator[tuple[str, Path]]:
     """Files of a corpus with their names in it.
 
     Args:
-        name: "stdlib" (the running interpreter's Python files, packages that were installed left out), "headers"
-            (C++ of PyTorch) or "python" (the standard library and all Python files of packages that are installed).
+        name: "stdlib": the running interpreter's Python files, without packages that were installed.
     """
-    if name == "python":
-        yield from source_files("stdlib")
-        yield from _installed_files()
-        return
-    if name == "stdlib":
-        folder, ending = Path(sysconfig.get_paths()["stdlib"]), ".py"
-    elif name == "headers":
-        spec = find_spec("torch")
-        assert spec is not None
-        assert spec.origin is not None
-        folder, ending = Path(spec.origin).parent / "include", ".h"
-    else:
-        raise ValueError(f'corpus: got {name!r}, expected "stdlib", "headers" or "python"')
-    for path in sorted(folder.rglob(f"*{ending}")):
-        if not _PACKAGES & {*path.parts[len(folder.parts) :]}:
+    if name != "stdlib":
+        raise ValueError(f'corpus: got {name!r}, expected "stdlib"')
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(folder.rglob("*.py")):
+        if not {"site-packages", "dist-packages"} & {*path.parts[len(folder.parts) :]}:
             yield path.relative_to(folder).as_posix(), path
-
-
-def _installed_files() -> Iterator[tuple[str, Path]]:
-    """Of all folders that hold packages; which ones there are is a matter of the environment."""
-    folders = dict.fromkeys(Path(entry) for entry in sys.path)
-    for folder in (folder for folder in folders if folder.name in _PACKAGES):
-        yield from ((path.relative_to(folder).as_posix(), path) for path in sorted(folder.rglob("*.py")))
 
 
 def is_validation(name: str) -> bool:
@@ -94,7 +70,7 @@ def read_corpus(name: str, train_bytes: int | None = None) -> Corpus:
 @cache
 def digest_of(corpus: Corpus) -> str:
     """Of both sides: another environment has other files."""
-    sides = (side.cpu().numpy().tobytes() for side in (corpus.train, corpus.validation))
+    sides = (side.numpy().tobytes() for side in (corpus.train, corpus.validation))
     return hashlib.sha256(b"".join(sides)).hexdigest()
 
 
@@ -109,8 +85,8 @@ def _as_tensor(content: bytes) -> torch.Tensor:
 
 
 def windows(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
-    """Rows of `length` bytes and the one after them, int64 [rows, length + 1], where the text is."""
-    return text[starts.to(text.device).unsqueeze(1) + torch.arange(length + 1, device=text.device)].long()
+    """Rows of `length` bytes and the one after them, int64 [rows, length + 1]."""
+    return text[starts.unsqueeze(1) + torch.arange(length + 1)].long()
 
 
 def training_rows(text: torch.Tensor, seed: int, step: int, num_rows: int, length: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.learning import cell as cell_module
 from benchmarks.learning import text
-from benchmarks.learning.cell import Cell, Resources, _Training, rate_share, run
+from benchmarks.learning.cell import Cell, Resources, _Training, run
 from benchmarks.learning.dropping import Dropping
 from benchmarks.learning.plans import Planner, dense_flops
 from benchmarks.learning.subjects import SETS, STUDIES, SUBJECTS, Size, Study, Subject
@@ -108,24 +108,6 @@ def done(path: Path, minutes: float, *arguments: str) -> list[dict[str, Any]]:
         end = datetime.now(tz=UTC) + timedelta(minutes=minutes)
         work(list(cells(options, store)), store, pool, num_processes=1, resources=Resources(end=end))
     return Store(path).cells
-
-
-def test_depth_bands_give_each_subnetwork_one_unit_of_each_kind() -> None:
-    size = Size(width=64, depth=6, length=16)
-    block = {"coverage": [{"coverage": 0.5, "whole_ends": 1}]}
-    _, plan = next(Planner(Subject(size, block, is_banded=True), STUDY).plans(1))
-    assert [len(holders) for holders in plan.holders] == [4, 4, *[2] * 8, 4, 4]
-    for subnetwork in range(4):
-        layers = [plan.units[unit].name for unit in plan.units_of(subnetwork)][2:-2]
-        bands = sorted(((int(name.split(".")[2]) - 1) // 2, name.split(".")[3]) for name in layers)
-        assert bands == [(band, kind) for band in range(2) for kind in ("attention", "mlp")]
-
-
-def test_late_decay_keeps_the_rate_until_its_share_begins() -> None:
-    shares = [rate_share(step, 100, 0.05, decay=0.2) for step in range(100)]
-    assert shares[4:81] == [1.0] * 77
-    assert shares[90] == 0.5
-    assert [rate_share(step, 100, 0.05) for step in (4, 5, 52)] == [1.0, 1.0, 48 / 95]
 
 
 def test_rates_are_tuned_on_a_seed_that_no_figure_has(tmp_path: Path) -> None:
