@@ -9,7 +9,8 @@ from torch import nn
 
 from sdp_deepspeed.architectures import CROSS_ATTENTION, LocatedBranch
 from sdp_deepspeed.config import SubnetworkConfig
-from sdp_deepspeed.masking.proof import proven_branches
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.masking.proof import proven_branches, with_cells
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.plan.assign import MAX_SETS_PER_RANK, assign, num_components
 from sdp_deepspeed.plan.coverage import Given, default_subnetworks, describe_holders, holders_of_units, whole_holders
@@ -73,6 +74,28 @@ def plan_model(
     uncut = uncut_branches(branches, plan.strategy)
     shared = [f"{len(uncut)} branches are replicated, such as {b.name!r}: {b.uncuttable_reason}" for b in uncut[:1]]
     return plan, shared + _warnings(plan)
+
+
+def plan_and_mask(
+    model: nn.Module,
+    block: SubnetworkConfig,
+    data_parallel_size: int,
+    rank: int,
+    branches: Sequence[LocatedBranch],
+    shards: TensorParallelShards = UNDIVIDED,
+) -> tuple[Plan, Mask, list[str]]:
+    """Compute the plan, the mask of a data-parallel rank, which is not applied, and warnings about the plan.
+
+    Args:
+        model, branches, shards: as for `plan_model`; neurons and heads of derived branches are proven here.
+
+    Raises:
+        ValueError: the block does not fit the model or the number of ranks.
+    """
+    branches = with_cells(model, branches, block.strategy)
+    plan, warnings = plan_model(model, block, data_parallel_size, branches=branches, shards=shards)
+    is_scaled = block.branch_scale == "training"
+    return plan, Mask(model, shards.local_plan(plan), rank, branches, is_scaled=is_scaled), warnings
 
 
 def _crossing(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> list[int]:

@@ -41,7 +41,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from deepspeed import comm as deepspeed_comm  # so that its comms logger records averages and gathered weights
-from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+from deepspeed.runtime.engine import ZERO_OPTIMIZATION
 from deepspeed.utils import log_dist, logger
 from torch import nn
 
@@ -74,15 +74,10 @@ from sdp_deepspeed.engine.refused_settings import (
 )
 from sdp_deepspeed.engine.save_engine import load_engine, save_engine
 from sdp_deepspeed.engine.tensor_parallel import (
-    TensorParallel,
-    UndividedModel,
-    check_autotp,
+    DividedEngine,
     check_mpu,
-    explained_autotp,
-    find_tensor_parallel,
     refuse_stage,
 )
-from sdp_deepspeed.engine.whole_state_dicts import WholeStateDicts
 from sdp_deepspeed.engine.zero_optimizer import SubnetworkOptimizer
 from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.masking.mask import Mask
@@ -116,7 +111,7 @@ from sdp_deepspeed.schedule import Schedule
 _numbers = itertools.count()  # of engines; all ranks build them together, so the counts agree
 
 
-class SubnetworkEngine(DeepSpeedEngine):
+class SubnetworkEngine(DividedEngine):
     """The engine that `deepspeed.initialize` returns for a config with the block `subnetwork_data_parallel`.
 
     Attributes:
@@ -125,7 +120,6 @@ class SubnetworkEngine(DeepSpeedEngine):
         coverage: C of the plan, weighted by FLOPs.
         mask: this rank's subnetwork.
         groups: process groups.
-        tensor_parallel: this rank's part of the model under tensor parallelism.
         schedule: the plans over time; None if the plan is fixed.
         phase, draw: current phase of the schedule, and number of re-drawn assignments.
         stage_of_config: ZeRO stage at the beginning of the run.
@@ -136,12 +130,10 @@ class SubnetworkEngine(DeepSpeedEngine):
     coverage: float
     mask: Mask
     groups: Groups
-    tensor_parallel: TensorParallel
     checkpoints: Checkpointer
     optimizer: SubnetworkOptimizer
     schedule: Schedule | None
     phase = draw = stage_of_config = 0
-    _before_autotp: UndividedModel | None = None
     _deferred: DeferredWeights | None = None  # of a model built under `Init`
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **options: Any) -> None:
@@ -176,18 +168,9 @@ class SubnetworkEngine(DeepSpeedEngine):
 
     # ---- construction -------------------------------------------------------------------------------------------
 
-    def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
-        check_autotp(int(self.autotp_size()), is_deferred=self._deferred is not None)
-        self._before_autotp = run_on_all_ranks(lambda: UndividedModel.of(model), self._control)
-        with explained_autotp(model):
-            return super()._configure_tensor_parallel(model, tp_config)
-
     def _configure_distributed_model(self, model: nn.Module) -> None:
         super()._configure_distributed_model(model)
-        self.tensor_parallel = find_tensor_parallel(
-            self.module, self.mpu, self._before_autotp, self.seq_data_parallel_group, self._control
-        )
-        self._state_dicts = WholeStateDicts(self.module, self.tensor_parallel.shards, self.tensor_parallel.group)
+        self._find_tensor_parallel()
         self.stage_of_config = int(self.zero_optimization_stage())
         refuse_stage(self.stage_of_config, self.tensor_parallel)
         if self.stage_of_config == 0:
@@ -281,14 +264,6 @@ class SubnetworkEngine(DeepSpeedEngine):
         self.optimizer.sharded = self._shard(block, plan, mask, self.optimizer.optimizer)
         # A backward pass through a graph of the earlier plan would be silently incomplete: let autograd refuse it.
         torch.autograd.graph.increment_version(list(mask.parameters.values()))
-
-    def data_parallel_ranks(self) -> list[int]:
-        """Global ranks of this rank's data-parallel group."""
-        return dist.get_process_group_ranks(self.seq_data_parallel_group)
-
-    def _data_parallel_groups(self) -> list[tuple[int, ...]]:
-        """Global ranks of the data-parallel group of each tensor-parallel rank; collective."""
-        return sorted({tuple(ranks) for ranks in gather_objects(self.data_parallel_ranks(), self._control)})
 
     # ---- training -----------------------------------------------------------------------------------------------
 

@@ -18,18 +18,18 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import log_dist, logger
 
+from sdp_deepspeed import planner
 from sdp_deepspeed.checkpoint.rank_state import RankState
 from sdp_deepspeed.checkpoint.state_transfer import collect_state, load_state
 from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.engine.refused_settings import refuse_config
 from sdp_deepspeed.engine.tensor_parallel import refuse_stage
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.masking.proof import replicated_layers, with_cells
+from sdp_deepspeed.masking.proof import replicated_layers
 from sdp_deepspeed.messages import KEY, announce, quoted
 from sdp_deepspeed.parallel.consistency import check_same_plan, gather_objects, gather_results, run_on_all_ranks
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import unit_costs
-from sdp_deepspeed.planner import plan_model
 from sdp_deepspeed.schedule import FIXED, OF_SCHEDULE, Schedule, merge_blocks, with_stage
 
 if TYPE_CHECKING:
@@ -68,21 +68,17 @@ def plan_and_mask(engine: SubnetworkEngine, block: SubnetworkConfig, *, logs: bo
     Raises:
         ValueError: on all ranks, if the block does not fit the model or the number of ranks.
     """
-    shards = engine.tensor_parallel.shards
     members = engine.data_parallel_ranks()
 
     def make() -> tuple[Plan, Mask]:
-        branches = with_cells(engine.module, engine.tensor_parallel.branches, block.strategy)
-        plan, warnings = plan_model(engine.module, block, len(members), branches=branches, shards=shards)
-        local = shards.local_plan(plan)
+        branches, shards = engine.tensor_parallel.branches, engine.tensor_parallel.shards
         rank = members.index(dist.get_rank())
-        is_scaled = block.branch_scale == "training"
-        mask = Mask(engine.module, local, rank, branches, is_scaled=is_scaled)
+        plan, mask, warnings = planner.plan_and_mask(engine.module, block, len(members), rank, branches, shards)
         if logs:
             for warning in [*warnings, *replicated_layers(engine.module)]:
                 log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
             if dist.get_rank() == 0:
-                announce(f"{KEY}\n{plan.table(unit_costs(engine.module, local.units))}", logger)
+                announce(f"{KEY}\n{plan.table(unit_costs(engine.module, mask.plan.units))}", logger)
         return plan, mask
 
     plan, mask = run_on_all_ranks(make, engine._control)

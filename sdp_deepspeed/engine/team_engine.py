@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger, safe_get_full_fp32_param, safe_set_full_fp32_param
-from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
 
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.engine.earlier_engines import refuse_masked
 from sdp_deepspeed.engine.team_checkpoint import load_state, refuse_whole, written_together
+from sdp_deepspeed.engine.tensor_parallel import DividedEngine, check_mpu
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.consistency import run_on_all_ranks
 from sdp_deepspeed.parallel.groups import control_group
@@ -63,7 +60,7 @@ def _gathered(parameter: torch.Tensor) -> Any:
     return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
 
 
-class TeamEngine(DeepSpeedEngine):
+class TeamEngine(DividedEngine):
     """DeepSpeed's engine, at any stage, of a model that is reduced to the subnetwork of this team.
 
     It starts with the first forward pass in training, after any `load_checkpoint`, unless `team.start()` was called.
@@ -74,36 +71,44 @@ class TeamEngine(DeepSpeedEngine):
     """
 
     block: SubnetworkConfig
+    team: Team
     _has_warned = False
 
     def __init__(
         self,
         args: Any,
         model: nn.Module,
-        optimizer: Any = None,
-        model_parameters: Any = None,
         *arguments: Any,
         config: Any = None,
         **options: Any,
     ) -> None:
         refuse_masked(model)
-        _refuse(model, config, options.get("mpu"))
-        if isinstance(model_parameters, Iterable):
-            model_parameters = list(model_parameters)
-        device = get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0")))
-        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        model.to(device=device, dtype=next((dtype for name, dtype in dtypes.items() if _is_on(config, name)), None))
-        before = {id(parameter) for parameter in model.parameters()}
-        team = make_team(model, config[KEY], DeepSpeedHost, _WIRE[config.get("communication_data_type")])
-        absent = before - {id(parameter) for parameter in model.parameters()}
-        if isinstance(optimizer, torch.optim.Optimizer):
-            for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if id(p) not in absent]
-        super().__init__(
-            args, model, optimizer, _without(model_parameters, absent), *arguments, config=config, **options
-        )
-        self.team: Team = team
+        _refuse(model, config)
+        check_mpu(options.get("mpu"))
         self._control = control_group()
+        super().__init__(args, model, *arguments, config=config, **options)
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        super()._configure_distributed_model(model)
+        self._find_tensor_parallel()
+        dense = dict(model.named_parameters())
+        self.team = make_team(
+            model,
+            self.config[KEY],
+            DeepSpeedHost,
+            _WIRE[self.config.get("communication_data_type")],
+            branches=self.tensor_parallel.branches,
+            shards=self.tensor_parallel.shards,
+            data_parallel=self._data_parallel_groups(),
+        )
+        self._absent = {id(p) for p in dense.values()} - {id(p) for p in model.parameters()}
+        self.tensor_parallel.sum_partial_gradients(dense)
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        if isinstance(client_optimizer, torch.optim.Optimizer):
+            for group in client_optimizer.param_groups:
+                group["params"] = _without(group["params"], self._absent)
+        super()._configure_optimizer(client_optimizer, _without(model_parameters, self._absent))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As in DeepSpeed. Outside `dense` it runs the subnetwork, in evaluation as well, which is warned of once."""
@@ -136,9 +141,16 @@ class TeamEngine(DeepSpeedEngine):
         for _ in range(ahead if self.lr_scheduler is not None else 0):
             self.lr_scheduler.step()
 
-    def dense(self) -> AbstractContextManager[None]:
-        """`Team.dense`: at stage 3, too, each rank has the whole dense model inside. Collective in all teams."""
-        return self.team.dense()
+    @contextmanager
+    def dense(self) -> Iterator[None]:
+        """`Team.dense`: at stage 3, too, each rank has the whole dense model inside. Collective in all teams.
+
+        With tensor parallelism each rank has its part of it; `state_dict` of the module returns whole tensors.
+        """
+        with self.team.dense(), self._state_dicts.whole():
+            if self.autotp_size() > 1:  # its check of the first batch removes itself from the subnetwork's hooks only
+                self.module._forward_pre_hooks.pop(self.first_dataloader_check.id, None)
+            yield
 
     def _refuse_dense(self, call: str) -> None:
         if self.team.is_dense:
@@ -176,9 +188,9 @@ class TeamEngine(DeepSpeedEngine):
         return path, client_state
 
 
-def _refuse(model: nn.Module, config: Mapping[str, Any], mpu: Any) -> None:
+def _refuse(model: nn.Module, config: Mapping[str, Any]) -> None:
     """Raise ValueError for what would not train, or differ between ranks of the team."""
-    wire, size = config.get("communication_data_type"), (config.get("tensor_parallel") or {}).get("autotp_size", 0)
+    wire = config.get("communication_data_type")
     if wire not in _WIRE:
         raise ValueError(f"communication_data_type: got {wire!r}, expected fp32 or bf16 with {KEY}.local_steps")
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
@@ -186,8 +198,6 @@ def _refuse(model: nn.Module, config: Mapping[str, Any], mpu: Any) -> None:
             f"{KEY}.local_steps: build the model outside deepspeed.zero.Init, whole on each rank; with the Trainer at "
             "stage 3, before TrainingArguments"
         )
-    if size > 1 or (mpu is not None and bwc_tensor_model_parallel_world_size(mpu) > 1):
-        raise ValueError(f"tensor_parallel: not supported with {KEY}.local_steps; use stage 3, which divides weights")
     if any(map(is_moe_param, model.parameters())):
         raise ValueError(f"DeepSpeed's MoE layers are not supported with {KEY}.local_steps; use a model's own experts")
     if _is_on(config, "fp16") and not (config.get("zero_optimization") or {}).get("stage"):
@@ -198,11 +208,9 @@ def _is_on(config: Mapping[str, Any], name: str) -> bool:
     return str(config.get(name, {}).get("enabled", False)).lower() == "true"
 
 
-def _without(parameters: Any, absent: set[int]) -> Any:
+def _without(parameters: Sequence[Any], absent: set[int]) -> list[Any]:
     """Parameters, or param groups, without absent ones."""
-    if not isinstance(parameters, list):
-        return parameters
-    kept = []
+    kept: list[Any] = []
     for item in parameters:
         if isinstance(item, Mapping):
             kept.append({**item, "params": [p for p in item["params"] if id(p) not in absent]})

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.bwc import (
     bwc_pipeline_parallel_world_size,
     bwc_tensor_model_parallel_group,
@@ -31,6 +32,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.engine.whole_state_dicts import WholeStateDicts
+from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.messages import KEY, listed, quoted
 from sdp_deepspeed.parallel.consistency import gather_objects, run_on_all_ranks
@@ -103,6 +106,39 @@ class TensorParallel:
             )
 
 
+class DividedEngine(DeepSpeedEngine):
+    """DeepSpeed's engine of a model that tensor-parallel ranks may divide, before a mask reduces it.
+
+    Attributes:
+        tensor_parallel: this rank's part of the model under tensor parallelism.
+    """
+
+    tensor_parallel: TensorParallel
+    _control: dist.ProcessGroup  # of all ranks
+    _before_autotp: UndividedModel | None = None
+
+    def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:
+        _check_autotp(int(self.autotp_size()), model)
+        self._before_autotp = run_on_all_ranks(lambda: UndividedModel.of(model), self._control)
+        with _explained_autotp(model):
+            return super()._configure_tensor_parallel(model, tp_config)
+
+    def _find_tensor_parallel(self) -> None:
+        """Find this rank's part of the model, which is not masked yet. Collective."""
+        self.tensor_parallel = _tensor_parallel_of(
+            self.module, self.mpu, self._before_autotp, self.seq_data_parallel_group, self._control
+        )
+        self._state_dicts = WholeStateDicts(self.module, self.tensor_parallel.shards, self.tensor_parallel.group)
+
+    def data_parallel_ranks(self) -> list[int]:
+        """Global ranks of this rank's data-parallel group."""
+        return dist.get_process_group_ranks(self.seq_data_parallel_group)
+
+    def _data_parallel_groups(self) -> list[tuple[int, ...]]:
+        """Global ranks of the data-parallel group of each tensor-parallel rank; collective."""
+        return sorted({tuple(ranks) for ranks in gather_objects(self.data_parallel_ranks(), self._control)})
+
+
 def check_mpu(mpu: Any) -> None:
     """Raise ValueError for an `mpu` object with pipeline or sequence parallelism."""
     sizes = {"pipeline": 1 if mpu is None else bwc_pipeline_parallel_world_size(mpu)}
@@ -114,18 +150,18 @@ def check_mpu(mpu: Any) -> None:
             )
 
 
-def check_autotp(size: int, *, is_deferred: bool) -> None:
-    """Raise ValueError for an AutoTP size that does not fit the ranks, or a model built under `Init`."""
+def _check_autotp(size: int, model: nn.Module) -> None:
+    """Raise ValueError for an AutoTP size that does not fit the ranks, or a model built under an `Init`."""
     if dist.get_world_size() % size:
         raise ValueError(
             f"tensor_parallel.autotp_size: got {size}, which does not divide the {dist.get_world_size()} ranks"
         )
-    if is_deferred:
+    if DeferredWeights.are_in(model):
         raise ValueError("tensor_parallel needs initialized weights; build the model without sdp_deepspeed.Init")
 
 
 @contextmanager
-def explained_autotp(model: nn.Module) -> Iterator[None]:
+def _explained_autotp(model: nn.Module) -> Iterator[None]:
     """Context that turns AutoTP's assertions into ValueErrors."""
     try:
         yield
@@ -136,7 +172,7 @@ def explained_autotp(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def find_tensor_parallel(
+def _tensor_parallel_of(
     model: nn.Module,
     mpu: Any,
     before_autotp: UndividedModel | None,

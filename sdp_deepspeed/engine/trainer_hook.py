@@ -149,8 +149,8 @@ def _follow_team(trainer: Any) -> None:
 
 def _dense_model_of_teams(trainer: Any) -> AbstractContextManager[Any]:
     """Context in which the module of a team's engine is the dense model; of other engines it becomes that by itself."""
-    team = team_of(trainer.model_wrapped)
-    return nullcontext() if team is None else team.dense()
+    engine = trainer.model_wrapped
+    return nullcontext() if team_of(engine) is None else engine.dense()
 
 
 def team_of(model: Any) -> Any:

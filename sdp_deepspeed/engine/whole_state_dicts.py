@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sdp_deepspeed.plan.tensor_parallel_shards import Division, TensorParallelShards
+from sdp_deepspeed.plan.tensor_parallel_shards import TensorParallelShards
 
 
 class WholeStateDicts:
@@ -50,19 +50,13 @@ class WholeStateDicts:
                 state[key] = self._whole(name, state[key].detach())
 
     def _whole(self, name: str, shard: torch.Tensor) -> torch.Tensor:
-        division = self._shards.divisions[name]
-        whole = shard.new_zeros(division.shape)
-        self._shard_of(division, whole).copy_(shard)
+        whole = shard.new_zeros(self._shards.divisions[name].shape)
+        self._shards.part(name, whole).copy_(shard)
         dist.all_reduce(whole, group=self._group)  # exact, since other ranks add zeros; shards may have different sizes
         return whole
 
     def _narrow(self, divided: Mapping[str, str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
         for attribute, name in divided.items() if self._are_whole else ():
             key = prefix + attribute
-            division = self._shards.divisions[name]
-            if key in state and tuple(state[key].shape) == division.shape:
-                state[key] = self._shard_of(division, state[key])
-
-    def _shard_of(self, division: Division, whole: torch.Tensor) -> torch.Tensor:
-        index = self._shards.index
-        return whole.narrow(division.dim, sum(division.lengths[:index]), division.lengths[index])
+            if key in state and tuple(state[key].shape) == self._shards.divisions[name].shape:
+                state[key] = self._shards.part(name, state[key])

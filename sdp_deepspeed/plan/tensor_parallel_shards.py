@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.branch import Zeros
@@ -16,6 +17,9 @@ from sdp_deepspeed.architectures.cut_tensors import CutTensor
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,11 @@ class TensorParallelShards:
     index: int
     size: int
     divisions: Mapping[str, Division]
+
+    def part(self, name: str, dense: torch.Tensor) -> torch.Tensor:
+        """View of this rank's part in a dense tensor with the shape of a divided parameter."""
+        division = self.divisions[name]
+        return dense.narrow(division.dim, sum(division.lengths[: self.index]), division.lengths[self.index])
 
     def division_of(self, piece: Piece) -> Division | None:
         """Division of the piece's tensor; None if it is not divided."""

@@ -6,18 +6,20 @@ import hashlib
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 from torch import nn
 
+from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.messages import KEY
-from sdp_deepspeed.planner import plan_model
+from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
+from sdp_deepspeed.planner import plan_and_mask
 from sdp_deepspeed.teams.dense_model import DenseModel
 from sdp_deepspeed.teams.ranks import TeamRanks
 from sdp_deepspeed.teams.team import Team
@@ -52,26 +54,39 @@ def join(model: nn.Module, block: Mapping[str, Any], *, communication_dtype: tor
 
 
 def make_team(
-    model: nn.Module, block: Mapping[str, Any], host: type[TorchHost], communication_dtype: torch.dtype
+    model: nn.Module,
+    block: Mapping[str, Any],
+    host: type[TorchHost],
+    communication_dtype: torch.dtype,
+    *,
+    branches: Sequence[LocatedBranch] | None = None,
+    shards: TensorParallelShards = UNDIVIDED,
+    data_parallel: Sequence[Sequence[int]] = (),
 ) -> Team:
-    """As `join`, for any host."""
+    """As `join`, for any host.
+
+    Args:
+        branches: under tensor parallelism, as on this rank. Default: derived and proven here.
+        shards: what tensor-parallel ranks have divided.
+        data_parallel: ranks with the same shards, a list for each tensor-parallel rank.
+    """
     config = _parse(block)
     settings = config.local_steps
     assert settings is not None
     number, address = _environment(settings.teams)
     if communication_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"communication_dtype: got {communication_dtype}, expected torch.float32 or torch.bfloat16")
-    ranks = TeamRanks(settings.wait_timeout + settings.exchange_timeout)
+    ranks = TeamRanks(settings.wait_timeout + settings.exchange_timeout, shards, data_parallel)
     if not ranks.all(ranks.broadcast(number) == number):
         raise ValueError(
             f"{NUMBER}: got {number}, and another number on other ranks; set the same on all ranks of a team"
         )
-    branches = proven_branches(model, config.strategy)
+    if branches is None:
+        branches = proven_branches(model, config.strategy)
     try:
-        plan, warnings = plan_model(model, config, settings.teams, branches=branches)
+        plan, mask, warnings = plan_and_mask(model, config, settings.teams, number, branches, shards)
     except ValueError as error:
         raise ValueError(str(error).replace(" subnetworks", " teams")) from error
-    mask = Mask(model, plan, number, branches, is_scaled=config.branch_scale == "training")
     dense = DenseModel(mask)
     mask.apply()
     names = hide_absent(mask)
@@ -80,12 +95,14 @@ def make_team(
         logger.warning("%s: %s", KEY, warning.replace(" subnetworks", " teams"))
     agreed = {
         "version of sdp_deepspeed": __version__,
+        "tensor-parallel ranks": shards.size,
         "plan": plan.hash[:12],
         "model": _hash(mask, config),
         "local_steps": f"every {settings.every}, outer_lr {settings.outer_lr}, momentum {settings.outer_momentum}",
         "communication_dtype": str(communication_dtype).removeprefix("torch."),
     }
     return Team(
+        plan,
         mask,
         settings,
         host(model, names),

@@ -14,6 +14,7 @@ from sdp_deepspeed.checkpoint.exported_folder import tied_names
 from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.messages import KEY, announce, listed
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.teams.attendance import NO_STATE, START, STEP, Attendance, Member, Refused, Wait, attend
 from sdp_deepspeed.teams.dense_model import DenseModel
 from sdp_deepspeed.teams.exchange import Exchange
@@ -32,6 +33,7 @@ class Participant:
     """What a rank knows of its team, and how it meets the others.
 
     Args:
+        plan: of one worker for each team, in coordinates of the dense model.
         mask: applied.
         host: reads and writes the weights.
         model: shows the dense model.
@@ -53,6 +55,7 @@ class Participant:
 
     def __init__(
         self,
+        plan: Plan,
         mask: Mask,
         settings: LocalSteps,
         host: TorchHost,
@@ -63,12 +66,12 @@ class Participant:
         agreed: Mapping[str, Any],
         communication_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.number, self.plan, self.version = mask.rank, mask.plan, NO_STATE
+        self.number, self.plan, self.version = mask.rank, plan, NO_STATE
         self._mask, self._settings, self._ranks, self._address = mask, settings, ranks, address
         self._agreed = {"ranks": ranks.size, **agreed}
         self._dtype = communication_dtype
         self._tied = tied_names(mask.model)
-        self._shares = shares_of(mask, ranks.rank, ranks.size)
+        self._shares = shares_of(mask, ranks.rank, ranks.size, ranks.divided)
         self._weights, self._model = Weights(host, mask, ranks), model
         self._changes = OutsideChanges(lambda: [] if self.is_dense else host.local())
         self._anchors = torch.zeros(num_elements(self._shares))

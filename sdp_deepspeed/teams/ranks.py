@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
 from sdp_deepspeed.teams.shares import part
 
 
-class TeamRanks:
-    """The ranks of this team: the world of torch.distributed, or this process without one. Collective.
+class RankGroup:
+    """Ranks of torch.distributed's world, or this process without one. Collective.
 
     Args:
+        lists: ranks of each group, of which this one is in one.
         timeout: seconds that ranks wait for rank 0, which waits for other teams.
     """
 
-    def __init__(self, timeout: float) -> None:
-        is_world = dist.is_initialized() and dist.get_world_size() > 1
-        self.rank = dist.get_rank() if is_world else 0
-        self.size = dist.get_world_size() if is_world else 1
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if is_world else None
+    def __init__(self, lists: Sequence[Sequence[int]], timeout: float) -> None:
+        self.rank, self.size = 0, 1
+        self._group: Any = None
+        if max(map(len, lists)) > 1:
+            limit = timedelta(seconds=timeout)
+            self._group, _ = dist.new_subgroups_by_enumeration([[*ranks] for ranks in lists], limit, "gloo")
+            self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
 
     def broadcast(self, value: Any) -> Any:
         """The value of rank 0."""
         values = [value]
         if self._group is not None:
-            dist.broadcast_object_list(values, src=0, group=self._group)
+            dist.broadcast_object_list(values, group_src=0, group=self._group)
         return values[0]
 
     def all(self, value: bool) -> bool:
@@ -42,12 +47,15 @@ class TeamRanks:
             dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group)
         return int(number)
 
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replace a tensor in host memory by its sum over all ranks."""
+        if self._group is not None:
+            dist.all_reduce(tensor, group=self._group)
+        return tensor
+
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """The mean over all ranks, fp32 in host memory; exact if they are equal."""
-        total = tensor.to("cpu", torch.float64, copy=True)
-        if self._group is not None:
-            dist.all_reduce(total, group=self._group)
-        return (total / self.size).float()
+        return (self.add(tensor.to("cpu", torch.float64, copy=True)) / self.size).float()
 
     def join_shares(self, share: torch.Tensor, length: int) -> torch.Tensor:
         """All elements of a tensor of which each rank has a share (`shares.part`)."""
@@ -65,3 +73,49 @@ class TeamRanks:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+
+
+class TeamRanks(RankGroup):
+    """All ranks of this team.
+
+    Args:
+        shards: parts of tensors that tensor-parallel ranks divide.
+        data_parallel: the ranks with the same parts, a list for each tensor-parallel rank.
+    """
+
+    def __init__(
+        self, timeout: float, shards: TensorParallelShards = UNDIVIDED, data_parallel: Sequence[Sequence[int]] = ()
+    ) -> None:
+        super().__init__([range(dist.get_world_size() if dist.is_initialized() else 1)], timeout)
+        self._shards = shards
+        self._data_parallel: RankGroup = self
+        self._tensor_parallel: RankGroup | None = None
+        if shards.size > 1:
+            self._data_parallel = RankGroup(data_parallel, timeout)
+            self._tensor_parallel = RankGroup([*zip(*data_parallel, strict=True)], timeout)
+
+    @property
+    def divided(self) -> dict[str, tuple[int, int]]:
+        """Rank and size among the ranks with the same part of a divided tensor, by dense name."""
+        return dict.fromkeys(self._shards.divisions, (self._data_parallel.rank, self._data_parallel.size))
+
+    def join(self, name: str, share: torch.Tensor, length: int) -> torch.Tensor:
+        """All elements of what this rank has of a tensor, of which each rank with the same has a share."""
+        group = self._data_parallel if name in self._shards.divisions else self
+        return group.join_shares(share, length)
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The dense tensor, in host memory, of which this rank has its part under tensor parallelism; collective."""
+        division = self._shards.divisions.get(name)
+        if division is None:
+            return tensor
+        assert self._tensor_parallel is not None
+        dense = torch.zeros(division.shape, dtype=tensor.dtype)
+        self._shards.part(name, dense).copy_(tensor)
+        return self._tensor_parallel.add(dense)  # exact, since others add zeros
+
+    def close(self) -> None:
+        for group in {self._data_parallel, self._tensor_parallel} - {self, None}:
+            assert group is not None
+            group.close()
+        super().close()

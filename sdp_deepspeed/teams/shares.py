@@ -2,12 +2,13 @@
 
 Tensors are divided into pieces with the same holders (`Mask.pieces`). Of the elements of a piece, in their dense order,
 rank r of P has the r-th of P equal parts, its share, in all teams that hold it. So rank r exchanges only with ranks r.
+If tensor-parallel ranks divide a tensor, the P ranks are those with the same part of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +61,7 @@ class Range:
         return vector[self.offset : self.offset + self.length]
 
 
-def shares_of(mask: Mask, rank: int, size: int) -> list[Share]:
+def shares_of(mask: Mask, rank: int, size: int, divided: Mapping[str, tuple[int, int]] | None = None) -> list[Share]:
     """Shares of all dense tensors, in the same order in all teams.
 
     Parameters that are frozen on all teams are left out: they do not change. Of buffers, running statistics and others
@@ -68,6 +69,8 @@ def shares_of(mask: Mask, rank: int, size: int) -> list[Share]:
 
     Args:
         rank, size: in the team.
+        divided: rank and size among the ranks with the same part of a tensor that tensor-parallel ranks divide, by
+            dense name.
     """
     everyone = tuple(range(mask.plan.num_subnetworks))
     tensors = {
@@ -80,11 +83,12 @@ def shares_of(mask: Mask, rank: int, size: int) -> list[Share]:
         tensors[name] = [(piece, everyone if is_backward else of) for piece, of in mask.buffer_pieces[name]]
     shares, offset, dense_offset = [], 0, 0
     for name, pieces in tensors.items():
+        rank_of_tensor, size_of_tensor = (divided or {}).get(name, (rank, size))
         for piece, holders in pieces:
             shape = list(mask.shapes[name])
             if piece.dim is not None:
                 shape[piece.dim] = piece.length
-            start, length = part(math.prod(shape), rank, size)
+            start, length = part(math.prod(shape), rank_of_tensor, size_of_tensor)
             is_stored = mask.is_stored(piece)
             shares.append(
                 Share(piece, holders, tuple(shape), start, length, offset if is_stored else None, dense_offset)

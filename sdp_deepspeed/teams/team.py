@@ -133,6 +133,7 @@ class Team(Participant):
     def _state_dict_of(self, call: str) -> dict[str, torch.Tensor]:
         dense = {}
         for name, values in self._fetch(call):
+            values = self._ranks.whole(name, values)
             if self._ranks.rank == 0:
                 kind = self._mask.buffers.get(name, torch.empty(0))  # parameters: fp32
                 dense[name] = like(values, kind).to("cpu", copy=True)
@@ -163,7 +164,7 @@ class Team(Participant):
                 values = result.dense[share.dense_offset : share.dense_offset + share.length]
                 if share.offset is not None:
                     values = self._anchors[share.offset : share.offset + share.length]
-                whole = self._ranks.join_shares(values, torch.Size(share.shape).numel()).view(share.shape)
+                whole = self._ranks.join(name, values, torch.Size(share.shape).numel()).view(share.shape)
                 share.piece.narrow(dense).copy_(whole)
             yield name, dense
 

@@ -141,7 +141,7 @@ class Weights:
         assert share.offset is not None
         count = int(torch.Size(share.shape).numel())
         values = source[share.offset : share.offset + share.length]
-        return self._ranks.join_shares(values, count).view(share.shape)
+        return self._ranks.join(share.piece.parameter, values, count).view(share.shape)
 
 
 def _stored(shares: Iterable[Share]) -> list[Share]:
@@ -151,7 +151,8 @@ def _stored(shares: Iterable[Share]) -> list[Share]:
 def hide_absent(mask: Mask) -> list[str]:
     """Take parameters that this team lacks out of its modules, where hosts would find empty tensors.
 
-    They become plain attributes, which some modules read to describe themselves, or use as zeros.
+    They become plain attributes, zeros without storage of their own, which some modules read to describe themselves,
+    or use.
 
     Returns:
         Dense names of the parameters that the team has.
@@ -165,5 +166,5 @@ def hide_absent(mask: Mask) -> list[str]:
         module = mask.model.get_submodule(path)
         parameter = module._parameters.pop(attribute)
         assert parameter is not None
-        vars(module)[attribute] = parameter.detach()
+        vars(module)[attribute] = parameter.detach().new_zeros(()).expand(mask.shapes[name])
     return present

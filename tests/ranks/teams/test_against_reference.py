@@ -13,16 +13,16 @@ import deepspeed
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import sdp_deepspeed
-from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.estimate.forecast import forecast
-from sdp_deepspeed.planner import plan_model
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.teams.team import Team
-from tests.helpers import more_models
+from tests.helpers import more_models, tensor_parallel_models
 from tests.helpers.models import LENGTH, MIXED, batches, config, llama, loss_of
 from tests.helpers.teams import NEVER_MISSED, Place, teams
+from tests.helpers.tensor_parallel_models import OwnModel, describe_own, mpu
 from tests.reference.local_steps import LocalReference, LocalSteps
 from tests.reference.virtual_workers import Reference
 
@@ -33,7 +33,7 @@ TOLERANCE = 2e-6
 
 @dataclass(frozen=True)
 class Case:
-    """Teams of `size` ranks."""
+    """Teams of `size` ranks, of which `tensor_parallel` together have a model."""
 
     host: str
     num_teams: int
@@ -42,9 +42,19 @@ class Case:
     outer: tuple[float, float] = (1.0, 0.0)
     every: int = 3
     model: str = "llama"
+    tensor_parallel: int = 1
 
     def build(self) -> nn.Module:
+        if self.model == "own":
+            describe_own()
+        if self.tensor_parallel > 1:
+            return tensor_parallel_models.build(self.model)
         return llama() if self.model == "llama" else more_models.ALL_SPECIMENS[self.model].build()
+
+    @property
+    def data_parallel(self) -> int:
+        """Workers with other batches in each team."""
+        return self.size // self.tensor_parallel
 
     @property
     def lr(self) -> float:
@@ -77,11 +87,22 @@ CASES = {
     "DDP, batch norms": Case("ddp", 2, 2, {}, (0.7, 0.9), model="resnet_bottleneck"),
     "ZeRO-1, backward, batch norms": Case("zero1", 2, 2, {"regime": "backward"}, model="resnet_bottleneck"),
     "fully_shard, backward": Case("fully_shard", 2, 2, {"regime": "backward"}, (0.7, 0.9)),
+    # AutoTP last: DeepSpeed keeps its groups until the process ends.
+    "ZeRO-2, AutoTP, neurons": Case("zero2", 2, 2, {"strategy": "neuron"}, (0.7, 0.9), 2, "qwen3", tensor_parallel=2),
+    "ZeRO-3, AutoTP, backward": Case(
+        "zero3", 2, 2, {"regime": "backward", "strategy": MIXED}, (0.7, 0.9), model="qwen2_61", tensor_parallel=2
+    ),
 }
 FURTHER = {
     "fully_shard, neurons": Case("fully_shard", 2, 2, {"strategy": MIXED}),
     "DDP, backward, neurons": Case("ddp", 2, 2, {"regime": "backward", "strategy": "neuron"}),
     "ZeRO-3, backward": Case("zero3", 2, 2, {"regime": "backward"}, (0.7, 0.9)),
+    "mpu": Case("zero1", 2, 2, {"strategy": "neuron"}, (0.7, 0.9), model="own", tensor_parallel=2),
+    "ZeRO-1, 2 x 2": Case("zero1", 2, 4, {"strategy": "neuron"}, (0.7, 0.9), model="qwen3", tensor_parallel=2),
+    "ZeRO-3, 2 x 2": Case("zero3", 2, 4, {}, (0.7, 0.9), model="llama_tied_61", tensor_parallel=2),
+    "ZeRO-0, 2 x 2, backward": Case(
+        "zero0", 2, 4, {"regime": "backward", "strategy": "neuron"}, (0.7, 0.9), model="qwen3", tensor_parallel=2
+    ),
 }
 
 
@@ -125,7 +146,13 @@ def by_deepspeed(case: Case, model: nn.Module) -> Callable[[torch.Tensor], Team]
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
     }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    options: dict[str, Any] = {}
+    if case.model == "own":
+        options["mpu"] = mpu()
+        model = OwnModel(mpu().get_model_parallel_group())
+    elif case.tensor_parallel > 1:
+        settings["tensor_parallel"] = {"autotp_size": case.tensor_parallel}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings, **options)
 
     def take_step(batch: torch.Tensor) -> Team:
         engine.backward(loss_of(engine, batch))
@@ -142,9 +169,10 @@ def train(place: Place, cases: list[Case], lighthouses: list[str]) -> None:
         os.environ["TORCHFT_LIGHTHOUSE"] = lighthouses[index]  # one for each: the last does not yet miss who has left
         model = case.build()
         take_step = (by_deepspeed if case.host.startswith("zero") else by_pytorch)(case, model)
-        data, before = batches(case.num_teams * case.size, 1), 0
+        data, before = batches(case.num_teams * case.data_parallel, 1), 0
+        worker = (place.team * place.size + place.rank) // case.tensor_parallel
         for _ in range(STEPS):
-            (batch,) = next(data)[place.team * place.size + place.rank]
+            (batch,) = next(data)[worker]
             team = take_step(batch)
             sent = team.bytes_sent - before
             with team.dense():
@@ -154,11 +182,14 @@ def train(place: Place, cases: list[Case], lighthouses: list[str]) -> None:
         dense = team.dense_state_dict()
         assert bool(dense) == (place.rank == 0)
         assert shown.keys() == case.build().state_dict().keys()
-        assert all(torch.equal(shown[name], value) for name, value in dense.items())
+        if case.tensor_parallel == 1:
+            assert all(torch.equal(shown[name], value) for name, value in dense.items())
         if place.rank == 0:
             anchors = sum(team.state_dict()[name].nbytes for name in ("anchors", "momentum"))
             weights = sum(p.nbytes for p in model.parameters())
             torch.save((weights, anchors, sent), place.folder / f"{index}-{place.team}-bytes.pt")
+        if place.rank == place.team == 0:
+            team.plan.save(place.folder / f"{index}.json")
         if index == 0:
             team.save_pretrained(place.folder / "export")
         if dense:
@@ -173,13 +204,10 @@ def train(place: Place, cases: list[Case], lighthouses: list[str]) -> None:
         team.leave()
 
 
-def expected(case: Case) -> dict[str, torch.Tensor]:
+def expected(case: Case, plan: Plan) -> dict[str, torch.Tensor]:
     model = case.build()
     steps = LocalSteps(case.every, *case.outer)
-    block = parse({KEY: {key: value for key, value in case.whole_block.items() if key != "local_steps"}})
-    assert block is not None
-    plan, _ = plan_model(model, block, case.num_teams)
-    ranks = tuple(rank // case.size for rank in range(case.num_teams * case.size))
+    ranks = tuple(rank // case.data_parallel for rank in range(case.num_teams * case.data_parallel))
     plan = replace(plan, subnetwork_of_rank=ranks)
 
     def make_team(model: nn.Module, ranks: Any) -> Reference:
@@ -215,15 +243,16 @@ def check(folder: Path, cases: Sequence[Case]) -> None:
             runs[0].start(train, number, cases[0].size, cases, addresses)
         runs[0].finish()
     for index, case in enumerate(cases):
-        wanted, before = expected(case), case.build().state_dict()
+        plan = Plan.load(folder / f"{index}.json")
+        wanted, before = expected(case, plan), case.build().state_dict()
         assert max((wanted[key] - before[key]).abs().max() for key in wanted) > 1e-2
         for team in range(case.num_teams):
             dense = torch.load(folder / f"{index}-{team}.pt")
             assert dense.keys() == wanted.keys()
-            if case.host.startswith("zero") and case.model == "llama":
+            if case.host.startswith("zero") and case.model == "llama" and case.tensor_parallel == 1:
                 check_estimate(case, team, torch.load(folder / f"{index}-{team}-bytes.pt"))
             if index == 0:
-                exported = LlamaForCausalLM.from_pretrained(folder / "export").state_dict()
+                exported = AutoModelForCausalLM.from_pretrained(folder / "export").state_dict()
                 assert all(torch.equal(exported[key], value) for key, value in dense.items())
             for key, value in wanted.items():
                 difference = (dense[key] - value).abs().max()
@@ -236,5 +265,6 @@ def test_teams_are_diloco_by_hand(size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_so_are_further_ones(tmp_path: Path) -> None:
-    check(tmp_path, [*FURTHER.values()])
+@pytest.mark.parametrize("size", [2, 4])
+def test_so_are_further_ones(size: int, tmp_path: Path) -> None:
+    check(tmp_path, [case for case in FURTHER.values() if case.size == size])
