@@ -27,7 +27,7 @@ One meeting, in the order of the code (`participant.py`, `_take_part`):
 A team that is killed closes its connections, and is absent once the lighthouse has missed its heartbeats: the others
 stand still for that long, and for the exchange that they repeat. They lose no local step. The team that is started
 again, without any state, waits in `start` for the next meeting, and copies anchors and momentum from the first current
-holder of each unit.
+holder of each unit. If all holders of a unit have come back with older anchors, the newest of these are current.
 
 Assumptions: the machine of the lighthouse is reachable from all teams, and each team from all others. If the first
 team present, which has the store, is killed within the milliseconds of a decision, some teams may count a meeting that

@@ -245,7 +245,7 @@ def _with_holders(present: Sequence[Member], call: str, plan: Plan) -> Attendanc
     sources: dict[Teams, int] = {}
     for holders in dict.fromkeys((everyone, *plan.holders)):
         able = [team for team in holders if team in current]
-        if not able and call == START:  # teams that all start take the newest that they have
+        if not able and (call == START or versions.keys() >= {*holders}):  # nobody has newer ones: the newest of these
             able = [team for team in holders if versions.get(team, NO_STATE) > NO_STATE]
             able.sort(key=lambda team: -versions[team])
         if able:
@@ -254,9 +254,10 @@ def _with_holders(present: Sequence[Member], call: str, plan: Plan) -> Attendanc
     absent = [team for team in everyone if team not in versions]
     if lost:
         units = listed(unit.name for unit, _ in lost)
-        needed = listed(sorted({team for _, holders in lost for team in holders}))
+        needed = sorted({team for _, holders in lost for team in holders}.difference(versions))
         state = f" with version {newest}" if newest > NO_STATE else ""
-        return Wait(f"no holder of {units}{state} is here; waiting for one of teams {needed}")
+        remedy = f"waiting for one of teams {listed(needed)}" if needed else "start its teams from their checkpoints"
+        return Wait(f"no holder of {units}{state} is here; {remedy}")
     if call == START and absent and not any(member.may_begin for member in present):
         return Wait(f"waiting for teams {listed(absent)}", can_begin=True)
     return Attendance(tuple(present), call, newest, line, current, sources)

@@ -348,7 +348,7 @@ class Result:
         """New anchors and momentum of a range at its source, of buffers the means: torch's SGD with Nesterov."""
         team, mu = self._team, self._team._settings.outer_momentum
         anchors, momentum = r.of(team._anchors), r.of(team._momentum) if mu else team._momentum
-        if self._means is None:
+        if self._means is None or not self._is_current:
             return anchors, momentum
         step = r.of(self._means)
         if r.is_buffer:

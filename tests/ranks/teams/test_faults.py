@@ -391,3 +391,30 @@ def test_all_are_gone_and_come_back_with_different_versions(tmp_path: Path) -> N
         for number in range(3):
             run.start(restore, number, 1, SECOND=second.address)
         run.finish()
+
+
+def lose_a_unit(place: Place) -> None:
+    """Both holders of some units come back with older states, while the third team trains on: it meets them, and the
+    newest state that is left of those units counts."""
+    settings = block(3, 2 / 3)
+    run = Run(place, settings)
+    run.team.start()
+    for version in (1, 2, 3):
+        run.meet_until(version)
+        if version == place.team:
+            saved = run.team.state_dict()
+    if place.team > 0:
+        run.team.leave()
+        run = Run(place, settings)
+        run.team.load_state_dict(saved)
+        run.team.start()
+    run.meet_until(5)
+    run.save_dense()
+
+
+def test_all_holders_of_a_unit_come_back_with_older_versions(tmp_path: Path) -> None:
+    with teams(tmp_path) as run:
+        for number in range(3):
+            run.start(lose_a_unit, number, 1)
+        run.finish()
+    assert_equal(tmp_path, range(3))

@@ -51,8 +51,22 @@ def test_without_a_current_holder_of_some_unit_all_wait() -> None:
         decision = attend(members, "t0", PLAN)
         assert isinstance(decision, Wait)
         assert "b with version 5" in decision.reason
-        assert "teams 1, 2" in decision.reason
+        absent = [str(team) for team in (1, 2) if team not in [other.team for other in members]]
+        assert f"waiting for one of teams {', '.join(absent)}" in decision.reason
         assert not decision.can_begin
+
+
+def test_if_all_holders_have_come_back_from_older_checkpoints_the_newest_of_those_counts() -> None:
+    others = [member(0), member(1, 3, START), member(2, 4, START)]
+    meeting = met(others)
+    assert meeting.current == (0,)
+    assert meeting.sources == {EVERYONE: 0, (0, 1): 0, (1, 2): 2}
+    assert meeting.copies(1, (1, 2))
+    assert not meeting.copies(2, (1, 2))
+    assert meeting.next_version == 6
+    decision = attend([member(0), member(1, NO_STATE, START), member(2, NO_STATE, START)], "t0", PLAN)
+    assert isinstance(decision, Wait)
+    assert "b with version 5 is here; start its teams from their checkpoints" in decision.reason
 
 
 def test_who_comes_back_takes_over_from_the_first_current_holder() -> None:
