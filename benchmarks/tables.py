@@ -187,20 +187,21 @@ def time_to_loss(*results: Result) -> str:
     """Time to ZeRO-1's final loss, mean of the seeds; "-" if it is not reached.
 
     Args:
-        results: of each link. Losses after a step are those of the first, in which no run ends early.
+        results: of each link. Losses after a step are those of the first, in which no run ends early, and peaks those
+            of the last. Runs that one of them lacks are left out.
     """
     first, *_ = everyone = [{(row["name"], row["seed"]): row for row in result["results"]} for result in results]
     seeds = sorted({seed for _, seed in first})
     goals = [first["ZeRO-1", seed]["curve"][-1][2] + LOSS_TOLERANCE for seed in seeds]
     rows = []
-    for name in dict.fromkeys(name for name, _ in first):
+    for name in dict.fromkeys(name for name, seed in first if all((name, seed) in runs for runs in everyone)):
         runs = [first[name, seed] for seed in seeds]
         steps = [_reached(run["curve"], goal, axis=0) for run, goal in zip(runs, goals, strict=True)]
         cells = [f"{statistics.mean(run['curve'][-1][2] for run in runs):.3f} ({runs[0]['steps']})"]
-        cells.append(f"{max(max(run['peak']) for run in runs) / MIB:.1f}")
+        cells.append(f"{max(max(everyone[-1][name, seed]['peak']) for seed in seeds) / MIB:.1f}")
         cells.append(f"{max(max(run['link_bytes']) / run['curve'][-1][0] for run in runs) / 1e6:.2f}")
         for runs_of in everyone:
-            there = [runs_of.get((name, seed)) for seed in seeds]
+            there = [runs_of[name, seed] for seed in seeds]
             cells.append(_seconds(list(zip(there, goals, steps, strict=True))))
         rows.append([name, *cells])
     size = results[0]["model"]["num_parameters"] / 1e6
@@ -211,7 +212,34 @@ def time_to_loss(*results: Result) -> str:
     return f"{caption}:\n\n" + table(["", *heads, *(f"{result['link']}, s" for result in results)], rows)
 
 
-def _seconds(runs: Sequence[tuple[Result | None, float, float | None]]) -> str:
+def lost_team(reference: Result, *results: Result) -> str:
+    """Time to ZeRO-1's final loss if a team is killed after a third of the steps, beside the undisturbed run.
+
+    Args:
+        reference: of `time_to_loss`, which has ZeRO-1's run on the same data.
+        results: of each link.
+    """
+    of_zero = {row["seed"]: row["curve"][-1][2] for row in reference["results"] if row["name"] == "ZeRO-1"}
+    everyone = [{row["name"]: row for row in result["results"]} for result in results]
+    rows = []
+    for name, first in everyone[0].items():
+        goal = of_zero[first["seed"]] + LOSS_TOLERANCE
+        cells = [f"{first['curve'][-1][2]:.3f}"]
+        for runs in everyone:
+            seconds, undisturbed = (
+                _reached(runs[run]["curve"], goal, axis=1) for run in (name, name.partition(";")[0])
+            )
+            ratio = f" ({seconds / undisturbed:.2f}x)" if seconds and undisturbed and ";" in name else ""
+            cells += ["-" if seconds is None else f"{seconds:.0f}{ratio}", f"{runs[name]['longest_step'][0]:.1f}"]
+        rows.append([name, *cells])
+    heads = ["", f"final loss ({first['steps']})"]
+    heads += [head for result in results for head in (f"{result['link']}: s", "longest step, s")]
+    caption = f"{results[0]['nodes']} teams of one rank; {_commit(results[0])}; load before a run at most "
+    caption += " / ".join(f"{max(row['load'] for row in result['results']):.1f}" for result in results)
+    return f"{caption}:\n\n" + table(heads, rows)
+
+
+def _seconds(runs: Sequence[tuple[Result, float, float | None]]) -> str:
     """Mean seconds to a loss, and the share of synchronizations in the time of training.
 
     Args:
@@ -220,8 +248,8 @@ def _seconds(runs: Sequence[tuple[Result | None, float, float | None]]) -> str:
     """
     times, shares, is_continued = [], [], False
     for run, loss, steps in runs:
-        if run is None or steps is None:
-            return "" if run is None else "-"
+        if steps is None:
+            return "-"
         time = _reached(run["curve"], loss, axis=1)
         last_step, total, _ = run["curve"][-1]
         if time is None and last_step < run["steps"]:
@@ -287,6 +315,18 @@ def host_time(result: Result) -> str:
         rows.append([name, *facts, f"{row['collectives']}", f"{row['process_groups']}"])
     heads = ["", "ranks", "subnetworks", "forward and backward, ms", "step, ms", "collectives", "groups"]
     return f"{result['model']['num_hidden_layers']} layers; {_commit(result)}:\n\n" + table(heads, rows)
+
+
+def meeting_time(result: Result) -> str:
+    """Host time of a meeting on one rank, and what it sends."""
+    rows = []
+    for row in result["results"]:
+        seconds, held = statistics.median(row["seconds"]), row["held"] / row["parameters"]
+        cells = [f"{held:.2f}", f"{seconds:.1f}", f"{row['sent'] / 1e6:.0f}", str(row["all_to_alls"])]
+        rows.append([f"{row['teams']} teams, C = {Fraction(row['coverage'])}", *cells])
+    size = result["results"][0]["parameters"] / 1e9
+    caption = f"{size:.2f}B parameters, fp32, teams of {result['ranks']} ranks; {_commit(result)}:"
+    return f"{caption}\n\n" + table(["", "parameters of a team", "host time, s", "sent, MB", "all-to-alls"], rows)
 
 
 def gpu(sizes: Result, values: Result, groups: Result) -> str:
@@ -355,6 +395,8 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "compare-all": (compare_all, ("compare_4_ranks",)),
     "links": (links, ("links_1gbit", "links_100mbit")),
     "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_100mbit", "time_to_loss_20mbit")),
+    "lost-team": (lost_team, ("time_to_loss_1gbit", "lost_team_20mbit")),
+    "meeting-time": (meeting_time, ("meeting_time",)),
     "quality": (partial(quality, {name: LABELS[name] for name in IN_RESULTS}, 500), ("learning", "recipe_costs")),
     "quality-readme": (
         partial(quality, {name: LABELS[name] for name in IN_README}, 1000),

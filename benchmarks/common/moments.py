@@ -42,11 +42,27 @@ def load_moments(engine: Any, folder: Path) -> None:
     for file in reversed(files):
         of_team, count = torch.load(file)
         of_names |= of_team
+    _make_state(engine)
     for name, parameter in engine.module.named_parameters():
         for key, values in zip(_MOMENTS, of_names[name], strict=True):
             safe_set_full_optimizer_state(parameter, values, key)
     for state in inner_optimizer(engine).state.values():
         state["step"].fill_(count)
+
+
+def _make_state(engine: Any) -> None:
+    """Let AdamW make its state, by a step that changes no weight."""
+    optimizer = inner_optimizer(engine)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    engine.optimizer._lazy_init_hp_params_optimizer_state()  # DeepSpeed otherwise does so after its first step
 
 
 def _count(engine: Any) -> int:
