@@ -173,7 +173,7 @@ def _loss_and_gap(figures: Figures, subject: str, base: str, budget: int) -> str
     if not losses:
         return ""
     gaps = figures.gaps(subject, base, budget) if subject != base else []
-    return _mean(losses.values()) + (f" ({_mean(gaps, sign='+')})" if gaps else "")
+    return f"{statistics.mean(losses.values()):.3f} ({_mean(gaps, sign='+')})" if gaps else _mean(losses.values())
 
 
 def few_data_rows(figures: Figures) -> list[list[str]]:

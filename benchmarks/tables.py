@@ -231,8 +231,8 @@ def lost_team(reference: Result, *results: Result) -> str:
             )
             ratio = f" ({seconds / undisturbed:.2f}x)" if seconds and undisturbed and ";" in name else ""
             cells += ["-" if seconds is None else f"{seconds:.0f}{ratio}", f"{runs[name]['longest_step'][0]:.1f}"]
-        rows.append([name, *cells])
-    heads = ["", f"final loss ({first['steps']})"]
+        rows.append([name.partition(", ")[2], *cells])
+    heads = [name.partition(", ")[0], f"final loss ({first['steps']})"]
     heads += [head for result in results for head in (f"{result['link']}: s", "longest step, s")]
     caption = f"{results[0]['nodes']} teams of one rank; {_commit(results[0])}; load before a run at most "
     caption += " / ".join(f"{max(row['load'] for row in result['results']):.1f}" for result in results)
@@ -273,8 +273,8 @@ def _reached(curve: Sequence[Sequence[float]], loss: float, *, axis: int) -> flo
 
 def quality(labels: Mapping[str, str], from_budget: int, result: Result, costs: Result) -> str:
     heads, rows = quality_rows(Figures.of(result, "text"), costs["subjects"], labels, from_budget)
-    seeds = "± standard error of the seeds, where there are several"
-    return f"Final loss, nats per byte, {seeds}; in parentheses minus the first row:\n\n" + table(["", *heads], rows)
+    text = "Final loss, nats per byte (minus the first row; ± standard error, where there are several seeds):"
+    return f"{text}\n\n{table(['', *heads], rows)}"
 
 
 def few_data(result: Result) -> str:
@@ -324,9 +324,23 @@ def meeting_time(result: Result) -> str:
         seconds, held = statistics.median(row["seconds"]), row["held"] / row["parameters"]
         cells = [f"{held:.2f}", f"{seconds:.1f}", f"{row['sent'] / 1e6:.0f}", str(row["all_to_alls"])]
         rows.append([f"{row['teams']} teams, C = {Fraction(row['coverage'])}", *cells])
+    return table(["", "parameters of a team", "host time, s", "sent, MB", "all-to-alls"], rows)
+
+
+def meeting(result: Result) -> str:
+    """A sentence: host time of a meeting and what it sends, by coverage, of the fewest and the most teams."""
+    parts = []
+    for coverage in dict.fromkeys(row["coverage"] for row in result["results"]):
+        rows = [row for row in result["results"] if row["coverage"] == coverage]
+        seconds = " and ".join(f"{statistics.median(row['seconds']):.1f}" for row in rows)
+        sent = " and ".join(f"{row['sent'] / 1e6:.0f}" for row in rows)
+        parts.append(f"{seconds} s and {sent} MB at C = {Fraction(coverage)}")
+    teams = " and ".join(dict.fromkeys(str(row["teams"]) for row in result["results"]))
     size = result["results"][0]["parameters"] / 1e9
-    caption = f"{size:.2f}B parameters, fp32, teams of {result['ranks']} ranks; {_commit(result)}:"
-    return f"{caption}\n\n" + table(["", "parameters of a team", "host time, s", "sent, MB", "all-to-alls"], rows)
+    text = (
+        f"A meeting of {teams} teams of {result['ranks']} ranks that train {size:.1f}B parameters in fp32 costs a rank "
+    )
+    return f"{text}{'; '.join(parts)} ({_commit(result)})."
 
 
 def gpu(sizes: Result, values: Result, groups: Result) -> str:
@@ -396,6 +410,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "links": (links, ("links_1gbit", "links_100mbit")),
     "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_100mbit", "time_to_loss_20mbit")),
     "lost-team": (lost_team, ("time_to_loss_1gbit", "lost_team_20mbit")),
+    "meeting": (meeting, ("meeting_time",)),
     "meeting-time": (meeting_time, ("meeting_time",)),
     "quality": (partial(quality, {name: LABELS[name] for name in IN_RESULTS}, 500), ("learning", "recipe_costs")),
     "quality-readme": (

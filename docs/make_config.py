@@ -25,8 +25,8 @@ keys and keys without an effect are errors. For each key: accepted values, defau
 
 ## Rules
 
-Instead of a number, `coverage` and `holders` accept a rule or a list of rules. The first rule that matches a unit
-decides. Units that no rule matches are held by every rank.
+Instead of a number, `coverage` and `holders` accept rules. The first that matches a unit decides. Units that none
+matches are held by every rank.
 
 ```json
 "coverage": [{{"units": "attention", "coverage": 0.75}},
@@ -35,8 +35,7 @@ decides. Units that no rule matches are held by every rank.
 
 {rules}
 
-Rules of `holders` have `holders` instead of `coverage`. A profile is rounded to eighths of the number of
-subnetworks.
+Rules of `holders` have `holders` instead of `coverage`. A profile is rounded to eighths of the subnetworks.
 
 ## Phases
 

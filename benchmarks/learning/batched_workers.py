@@ -40,8 +40,8 @@ class BatchedReference(Reference):
     example of dropout, are drawn for all rows together. Gradients are accumulated in the weights' dtype.
 
     Raises (by `step`):
-        ValueError: the rows of the model depend on each other (batch norm, experts), or cut layers are not linear; use
-            `Reference` for these.
+        ValueError: the regime is "backward", the rows of the model depend on each other (batch norm, experts), or cut
+            layers are not linear; use `Reference` for these.
     """
 
     _prepared: _Prepared | None = field(default=None, init=False, repr=False)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from benchmarks.learning.row_sites import AbsentBranch, FrozenRows, MaskedGradient, MaskedInput, Rows, Site, SkippedRows
+from benchmarks.learning.row_sites import AbsentBranch, MaskedInput, Rows, Site, SkippedRows
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.masking.experts import mixtures
 from sdp_deepspeed.masking.proof import proven_branches
@@ -38,8 +38,11 @@ class HeldRows:
             is_scaled: whether what a unit adds is multiplied by 1 / C in the forward regime (`branch_scale`).
 
         Raises:
-            ValueError: rows of the model depend on each other, or a branch cannot run for some rows.
+            ValueError: the regime is "backward", rows of the model depend on each other, or a branch cannot run for
+                some rows.
         """
+        if plan.regime == "backward":
+            raise ValueError("the backward regime does not run by rows; use Reference")
         _refuse_mixed_rows(model)
         if plan.is_dense:
             return cls(())
@@ -113,10 +116,6 @@ def _sites(
         return
     if mixtures(model, [branch]) or branch.description.extra_outputs:
         raise ValueError(f"{branch.name}: it has further outputs, or its rows depend on each other; use Reference")
-    if branch.parameters and plan.regime == "backward":
-        raise ValueError(
-            f"{branch.parameters[0]} is a parameter of the layer, whose gradient cannot be split by rows; use Reference"
-        )
     if any(piece.dim is not None for _, pieces in units for piece in pieces):
         yield from _cut_sites(model, plan, branch, units, subnetwork_of_row, is_scaled=is_scaled)
         return
@@ -125,12 +124,10 @@ def _sites(
     held = torch.isin(subnetwork_of_row, subnetwork_of_row.new_tensor(plan.holders[index]))
     rows = Rows(held.nonzero().flatten(), (~held).nonzero().flatten())
     modules = tuple(model.get_submodule(name) for name in branch.modules)
-    if plan.regime == "forward" and not held.any():
-        yield AbsentBranch(model, branch)
-    elif plan.regime == "forward":
+    if held.any():
         yield SkippedRows(modules, rows, 1 / plan.coverage_of(index) if is_scaled else 1.0)
     else:
-        yield from (FrozenRows(module, rows) for module in modules)
+        yield AbsentBranch(model, branch)
 
 
 def _cut_sites(
@@ -147,7 +144,7 @@ def _cut_sites(
         module = model.get_submodule(path)
         if leaf not in ("weight", "bias"):
             raise ValueError(f"{tensor.parameter} is not of a linear layer, so it cannot be cut by rows; use Reference")
-        if leaf != "weight" or (plan.regime == "forward" and not tensor.cut.is_output):
+        if leaf != "weight" or not tensor.cut.is_output:
             continue
         if not _is_linear(module):
             raise ValueError(f"{path} is a {type(module).__name__}, which cannot be cut by rows; use Reference")
@@ -156,19 +153,11 @@ def _cut_sites(
         for index, pieces in units:
             for piece in (piece for piece in pieces if piece.parameter == tensor.parameter):
                 columns = held[:, piece.start : piece.start + piece.length]
-                if is_scaled and plan.regime == "forward":
+                if is_scaled:
                     columns /= plan.coverage_of(index)
                 columns[[worker for worker in range(plan.num_subnetworks) if not plan.holds(index, worker)]] = 0
-        of_rows = held[subnetwork_of_row].unsqueeze(1)  # broadcast over positions
-        if plan.regime == "forward":
-            yield MaskedInput(module, of_rows)
-        else:
-            yield MaskedGradient(module, of_rows, of_inputs=tensor.dim == _input_dim(module))
+        yield MaskedInput(module, held[subnetwork_of_row].unsqueeze(1))  # broadcast over positions
 
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # that of Transformers
-
-
-def _input_dim(module: nn.Module) -> int:
-    return 1 if isinstance(module, nn.Linear) else 0

@@ -1,9 +1,8 @@
 """Which plan a subject has in each step, and the floating-point operations of its steps.
 
 Operations are those that `FlopCounter` counts: matrix products and attention, forward and backward, the head included,
-per token, mean over workers. The forward regime leaves out what a worker lacks; the backward regime only the gradients
-of its weights. Recomputing attention in its backward pass counts, as in PyTorch's formula: five products where forward
-has two.
+per token, mean over workers, without what a worker lacks. Recomputing attention in its backward pass counts, as in
+PyTorch's formula: five products where forward has two.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def plan_flops(model: nn.Module, size: Size, plan: Plan) -> float:
         weights = sum(p.num_elements(shapes[p.parameter]) for p in unit.pieces if len(shapes[p.parameter]) == 2)
         heads = sum(p.num_elements(shapes[p.parameter]) for p in unit.pieces if "o_proj.weight" in p.parameter)
         scores = _ATTENTION * _scores(size) * heads / size.width**2
-        total -= absent * (2 * weights if plan.regime == "backward" else 6 * weights + scores)
+        total -= absent * (6 * weights + scores)
     return total
 
 

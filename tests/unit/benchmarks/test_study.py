@@ -62,11 +62,10 @@ def test_a_cell_in_pieces_is_the_straight_one_bit_for_bit(
     [
         Subject(SIZE),
         Subject(SIZE, {"coverage": 0.5}),
-        Subject(SIZE, {"coverage": 0.5, "regime": "backward"}),
         Subject(SIZE, dropping=Dropping(0.5)),
         Subject(SIZE, dropping=Dropping(0.5, "depth")),
     ],
-    ids=["dense", "block", "backward", "dropping", "by depth"],
+    ids=["dense", "block", "dropping", "by depth"],
 )
 def test_a_step_costs_the_operations_that_are_counted(subject: Subject) -> None:
     training = _Training(Cell("tiny", "any", 0, 4, 1e-2), STUDY, subject, Resources())
