@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -165,6 +166,22 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if why is not None:
         pytest.fail(why, pytrace=False)
     return True
+
+
+@pytest.fixture
+def own_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    from sdp_deepspeed.architectures import registry
+
+    monkeypatch.setattr(registry, "_DESCRIPTIONS", {})
+
+
+@pytest.fixture
+def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other tests' models that are like this one."""
+    from sdp_deepspeed.architectures import derivation
+
+    monkeypatch.setattr(derivation, "_OF_MODELS_LIKE", OrderedDict())
 
 
 @pytest.fixture

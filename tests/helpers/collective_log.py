@@ -18,9 +18,13 @@ Issued = tuple[tuple[int, ...], str, int]
 
 
 @contextmanager
-def collectives_of_fsdp() -> Iterator[list[Issued]]:
-    """What this rank issues inside, in order: all-gathers and reduce-scatters of FSDP2."""
-    with _collectives_of(dist, "all_gather_single", "reduce_scatter_single") as log:
+def collectives_of_fsdp(delay: Callable[[], object] = lambda: None) -> Iterator[list[Issued]]:
+    """What this rank issues inside, in order: all-gathers and reduce-scatters of FSDP2.
+
+    Args:
+        delay: called before each.
+    """
+    with _collectives_of(dist, "all_gather_single", "reduce_scatter_single", delay=delay) as log:
         yield log
 
 
@@ -48,7 +52,7 @@ def collectives_of_engines(delay: Callable[[], object]) -> Iterator[list[Issued]
 
 
 @contextmanager
-def _collectives_of(module: Any, *names: str, delay: Callable[[], object] = lambda: None) -> Iterator[list[Issued]]:
+def _collectives_of(module: Any, *names: str, delay: Callable[[], object]) -> Iterator[list[Issued]]:
     log: list[Issued] = []
 
     def logged(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from functools import cache
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.common.held_bytes import storage_bytes
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
@@ -178,12 +180,8 @@ def absent_pieces(mask: Mask) -> list[Piece]:
 
 def stored_bytes(model: nn.Module) -> int:
     """Of all storages that are reachable from a model's modules, each once."""
-    storages: dict[int, int] = {}
-    for module in model.modules():
-        for value in (*module._parameters.values(), *module._buffers.values(), *_tensors_in(vars(module))):
-            if value is not None:
-                storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-    return sum(storages.values())
+    tensors = [*model.parameters(), *model.buffers()]
+    return storage_bytes(itertools.chain(tensors, *(_tensors_in(vars(module)) for module in model.modules())))
 
 
 def _tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:

@@ -7,8 +7,9 @@ import time
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from benchmarks.common.held_bytes import storage_bytes
+from benchmarks.common.measured_step import live_tensors
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece
 
@@ -43,14 +44,9 @@ class Watch:
 
     def num_bytes(self) -> int:
         """Bytes of the storages of all live tensors and of their gradients, each storage once."""
-        gc.collect()
-        found: dict[int, int] = {}
-        for thing in gc.get_objects():
-            if issubclass(type(thing), torch.Tensor) and not isinstance(thing, FakeTensor):
-                for tensor in (thing, thing.grad if thing.is_leaf else None):
-                    if tensor is not None and tensor.untyped_storage().nbytes():
-                        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return sum(found.values())
+        tensors = live_tensors()
+        gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+        return storage_bytes([*tensors, *gradients])
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

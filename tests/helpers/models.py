@@ -25,7 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from sdp_deepspeed.config import KEY
+from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 
 MIXED = {"attention": "neuron", "mlp": "block"}
 VOCABULARY = 61  # a prime: divides by nothing
@@ -221,6 +221,13 @@ def config(**block: Any) -> dict[str, Any]:
         "zero_optimization": {"stage": 1},
         KEY: block,
     }
+
+
+def parsed(**block: Any) -> SubnetworkConfig:
+    """The block as the package reads it."""
+    result = parse({KEY: block})
+    assert result is not None
+    return result
 
 
 def without_block(settings: Mapping[str, Any]) -> dict[str, Any]:

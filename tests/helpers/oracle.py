@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 import sdp_deepspeed  # noqa: F401  (installs the import hook)
+from benchmarks.common.held_bytes import storage_bytes
 from sdp_deepspeed.masking.proof import proven_branches
 from tests.helpers import models
 from tests.helpers.expected_flops import dense_flops, worker_flops
@@ -282,11 +283,11 @@ class Run:
         if self.case.tensor_parallel > 1:
             return
         tensors = [*self.engine.module.parameters(), *self.engine.module.buffers()]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        stored = storage_bytes(tensors)
         whole = [*self.dense.named_parameters(), *self.dense.named_buffers()]
         absent = self._absent_bytes() if self.case.regime == "forward" else 0
         allowed = sum(tensor.nbytes for _, tensor in whole) - absent
-        assert sum(storages.values()) <= allowed + SLACK, (sum(storages.values()), allowed)
+        assert stored <= allowed + SLACK, (stored, allowed)
 
     def check_gradients(self) -> None:
         """Nor a gradient, in both regimes."""

@@ -16,7 +16,6 @@ from functools import cache
 from typing import Any
 
 from tests.helpers import more_models
-from tests.helpers.derived_models import DERIVED
 from tests.helpers.mixtures import CUT_EVERYWHERE, MIXTURES, Mixture
 from tests.helpers.models import Specimen
 from tests.helpers.more_models import ALL_SPECIMENS
@@ -173,7 +172,7 @@ class Case:
     @property
     def specimen(self) -> Specimen:
         if self.tensor_parallel == 1:
-            return DERIVED[self.model] if self.model in DERIVED else MODELS[self.model]
+            return MODELS[self.model]
         return even(self.model)
 
     @property

@@ -24,8 +24,6 @@ from tests.reference.virtual_workers import Reference
 NUM_STEPS = 4
 DRIFT = 1e-5  # of fp32 weights, relative to their way (tests/helpers/oracle.py)
 
-Step = Callable[[Any, Sequence[torch.Tensor]], list[float]]
-
 
 def sharded(model: nn.Module, block: Mapping[str, Any], **options: Any) -> Any:
     return sdp_deepspeed.fully_shard(model, None, block, **options)

@@ -8,7 +8,7 @@ import sys
 from sdp_deepspeed.version import __version__
 from tests.helpers.repository import ROOT
 
-HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy", "matplotlib"}
+HEAVY = {"torch", "deepspeed", "transformers", "accelerate", "datasets", "numpy", "pandas", "matplotlib"}
 
 
 def test_the_quickstart_takes_overrides_only() -> None:

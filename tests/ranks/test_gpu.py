@@ -5,8 +5,6 @@ Several ranks share the machine's first GPU, over gloo by way of host memory (`h
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,27 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sdp_deepspeed.config import MODES, Mode
 from tests.helpers.checkpointed_runs import settings_of, stepped
 from tests.helpers.oracle import check_case
-from tests.helpers.oracle_grid import AXES, Case, possible
+from tests.helpers.oracle_grid import Case
 from tests.helpers.ranks import CPU, Place, Rank, run_ranks
 from tests.helpers.training import assert_identical, dense_state, engine_of, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.gpu, pytest.mark.world(4)]
-
-
-def every_combination(size: int) -> Iterator[Case]:
-    """Modes x stages x precisions at C = 1/2."""
-    for mode, stage, precision in itertools.product(MODES, AXES["stage"], AXES["precision"]):
-        optimizer = "AdamW" if precision == "fp32" else "SGD"
-        case = Case(size, size // 2, *mode, stage=stage, precision=precision, optimizer=optimizer)
-        if possible(case):
-            yield case
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """On the CPU a sample of the combinations is in reference/test_oracle.py."""
-    if metafunc.function is test_agrees_with_the_reference:
-        cases = list(every_combination(4)) if metafunc.config.getoption("--gpu") else []
-        metafunc.parametrize("case", cases, ids=str)
 
 
 @pytest.mark.parametrize("mode", MODES, ids="-".join)
@@ -49,10 +31,6 @@ def test_flash_attention_agrees_with_the_reference(rank: Rank, mode: Mode) -> No
     assert model.config._attn_implementation == "sdpa"
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         check_case(case, rank)
-
-
-def test_agrees_with_the_reference(rank: Rank, case: Case) -> None:
-    check_case(case, rank)
 
 
 @dataclass(frozen=True)

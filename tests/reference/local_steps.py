@@ -90,11 +90,6 @@ class LocalReference:
             self.synchronize()
         return losses, norms
 
-    def finish(self) -> None:
-        """Synchronize after a last, shorter interval."""
-        if self.num_steps % self.local_steps.every:
-            self.synchronize()
-
     @torch.no_grad()
     def synchronize(self) -> None:
         """Average over the teams that hold an element, take the outer step, and start all teams from its result."""

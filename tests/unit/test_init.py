@@ -18,7 +18,7 @@ from sdp_deepspeed.config import MODES
 from sdp_deepspeed.init import DeferredWeights, Init
 from sdp_deepspeed.plan.tensors import named_tensors
 from tests.helpers import core_masks, mixtures, torchvision_models
-from tests.helpers.models import FAMILIES, family, llama
+from tests.helpers.models import llama
 from tests.helpers.more_models import ALL_SPECIMENS
 
 CPU = torch.device("cpu")
@@ -79,7 +79,6 @@ SPECIMENS: dict[str, Callable[[], nn.Module]] = {
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "own": Own,
     "tied": partial(llama, tied=True),
-    **{f"family {name}": partial(family, name) for name in FAMILIES},
     **SPECIMENS,
 }
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sdp_deepspeed.config import MODES
-from tests.helpers.models import batches, inputs_of, loss_of
+from tests.helpers.models import batches, inputs_of
 from tests.helpers.more_models import SPECIMENS
 from tests.helpers.oracle import check_case
 from tests.helpers.oracle_grid import Case
@@ -66,24 +66,3 @@ def test_resumes_and_loads_without_us(rank: Rank, name: str) -> None:
         assert_identical(stored(resumed), stored(engine))
         other.load_checkpoint(str(folder))
         assert_identical(dense_state(other), dense)
-
-
-@pytest.mark.slow
-def test_statistics_of_a_dense_pass_in_training_mode_stay(rank: Rank) -> None:
-    """As a user estimates them anew: resident in all modes, and in the backward regime without a context too."""
-    for regime, strategy in MODES:
-        engine = start("resnet", regime, strategy)
-        before = stored(engine)
-        with engine.dense(), torch.no_grad():
-            engine.module.train()
-            loss_of(engine.module, next(batches(1, 1))[0][0])
-            expected = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
-        changed = {name for name, value in stored(engine).items() if not torch.equal(value, before[name])}
-        assert changed == {name for name in before if name.partition("[")[0] in expected}
-        state = dense_state(engine)
-        assert_identical(expected, {name: state[name] for name in expected})
-    before = stored(engine)
-    with torch.no_grad():
-        loss_of(engine, next(batches(1, 1, seed=2))[0][0])
-    changed = {name for name, value in stored(engine).items() if not torch.equal(value, before[name])}
-    assert {name.partition("[")[0] for name in changed} == expected.keys()

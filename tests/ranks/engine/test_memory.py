@@ -5,17 +5,15 @@ And within a step nothing is there twice: the peak is weights, gradients, optimi
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.common.measured_step import measured_step
+from benchmarks.common.measured_step import live_tensors, measured_step
 from tests.helpers.live_tensors import Watch, stepped_elements, stored_absent, stored_bytes, unit_bytes
 from tests.helpers.models import config, loss_of
 from tests.helpers.ranks import Rank
@@ -191,9 +189,7 @@ class Peak:
             engine = engine_of(settings, model_of_units(num_layers=PEAK_LAYERS))
             for _ in range(2):
                 self.step(engine)
-            gc.collect()
-            alive = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and not isinstance(t, FakeTensor)]
-            with measured_step(engine, others=alive) as figures:
+            with measured_step(engine, others=live_tensors()) as figures:
                 self.step(engine)
         state = figures.weights + figures.gradients + figures.optimizer
         if self.case.precision != "fp32":  # the master's gradient: a third of master and two moments

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from sdp_deepspeed.config import KEY, MODES, parse
+from sdp_deepspeed.config import MODES
 from sdp_deepspeed.planner import plan_model
 from tests.helpers.collective_log import check_order, collectives_of_engines
+from tests.helpers.models import parsed
 from tests.helpers.oracle import check_case
 from tests.helpers.oracle_grid import Case
 from tests.helpers.ranks import Rank
@@ -48,9 +49,7 @@ def test_random_plans(rank: Rank, seed: int) -> None:
     """Values are the reference's, there is no hang, and all ranks have one order of collectives."""
     draw = random.Random(f"{seed} of {rank.size} ranks")
     case = drawn_case(draw, rank.size)
-    block = parse({KEY: case.block})
-    assert block is not None
-    plan, _ = plan_model(case.specimen.build(), block, rank.size)
+    plan, _ = plan_model(case.specimen.build(), parsed(**case.block), rank.size)
     further = [draw.sample(range(rank.size), draw.randrange(rank.size)) for _ in plan.holders]
     holders = [tuple(sorted({*given, *more})) for given, more in zip(plan.holders, further, strict=True)]
     path = rank.folder / "plan.json"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +17,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sdp_deepspeed.architectures import Branch, register
-from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.fsdp import sharded_model_of
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.planner import plan_model
+from tests.helpers.collective_log import Issued, collectives_of_fsdp
+from tests.helpers.models import parsed
 from tests.helpers.ranks import Rank
 from tests.helpers.sharded import sharded
 
@@ -89,28 +89,13 @@ def write_plan(model: nn.Module, rank: Rank, holders: Sequence[tuple[int, ...]],
 
 
 def made_plan(model: nn.Module, rank: Rank) -> Plan:
-    block = parse({KEY: {"holders": 2}})
-    assert block is not None
-    return plan_model(model, block, rank.size)[0]
+    return plan_model(model, parsed(holders=2), rank.size)[0]
 
 
-@contextmanager
-def delays(rank: Rank, seed: int, seconds: float = 0.01) -> Iterator[list[str]]:
+def delays(rank: Rank, seed: int, seconds: float = 0.01) -> AbstractContextManager[list[Issued]]:
     """Before each collective of FSDP2's a rank waits up to some seconds, later ranks longer; yields what it issued."""
-    draw, issued = random.Random(rank.rank + 100 * seed), []
-
-    def late(name: str) -> Any:
-        function = getattr(dist, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(draw.random() * seconds * (rank.rank + 1))
-            issued.append(name)
-            return function(*args, **kwargs)
-
-        return mock.patch.object(dist, name, call)
-
-    with late("all_gather_single"), late("reduce_scatter_single"):
-        yield issued
+    draw = random.Random(rank.rank + 100 * seed)
+    return collectives_of_fsdp(lambda: time.sleep(draw.random() * seconds * (rank.rank + 1)))
 
 
 @pytest.mark.parametrize("first", range(0, 50, 10))

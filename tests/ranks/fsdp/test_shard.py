@@ -13,10 +13,12 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import BartConfig, BartForCausalLM
 
-from sdp_deepspeed import fully_shard
+from sdp_deepspeed import fully_shard, trace
 from sdp_deepspeed.fsdp import sharded_model_of
 from sdp_deepspeed.parallel import consistency
 from sdp_deepspeed.parallel.groups import default_store
+from sdp_deepspeed.plan.plan import Plan
+from tests.helpers.hand_written import HAND_WRITTEN
 from tests.helpers.models import VOCABULARY, batches, family, llama
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT, Rank
@@ -27,7 +29,7 @@ from tests.helpers.sharded import (
     optimizer_of,
     sharded,
 )
-from tests.helpers.training import gathered, refusal
+from tests.helpers.training import engine_of, gathered, refusal, sgd
 
 pytestmark = [pytest.mark.gpu, pytest.mark.world(3)]
 BY_RULES = {"holders": [{"units": "mlp", "holders": 1}, {"holders": 3}]}
@@ -44,6 +46,7 @@ def slow(*values: Any) -> Any:
         (2, "llama", {"holders": 1}, {}),
         (2, "llama", {"holders": 1}, {"optimizer": "SGD", "accumulation": 2}),
         slow(2, "resnet", {"holders": 1}, {"optimizer": "SGD"}),
+        (2, "bloom", {"holders": 1}, {"optimizer": "SGD"}),  # which adds inside of its bodies
         slow(3, "llama", {"holders": 2}, {}),
         (3, "gpt2", LAYERS, {}),
         slow(3, "resnet_bottleneck", {"holders": 2}, {"optimizer": "SGD"}),
@@ -128,6 +131,24 @@ def test_layers_that_hand_tensors_on(rank: Rank) -> None:
     refusal(ValueError, lambda: sharded(ALL_SPECIMENS["t5"].build(), {"holders": 2}), "passes tensors to later layers")
     block = {"strategy": {"attention": "neuron", "cross_attention": "neuron", "mlp": "block"}, "holders": 2}
     check_against_reference(rank, ALL_SPECIMENS["t5"].build(), block, optimizer="SGD")
+
+
+@pytest.mark.world(2)
+def test_parameters_of_a_layer_with_several_branches(rank: Rank) -> None:
+    """Are the branches', except here: FSDP2 shards the parameters of one module together."""
+
+    def scales(plan: Plan) -> list[str]:
+        return [piece.parameter for unit in plan.units for piece in unit.pieces if "gamma" in piece.parameter]
+
+    written = HAND_WRITTEN["layer_scale"]
+    models = [written.build(), written.build()]
+    for model in models:
+        trace(model, *written.example())
+    assert len(scales(engine_of(sgd(holders=1), models[0]).plan)) == 6
+    model = sharded(models[1], {"holders": 1})
+    assert not scales(sharded_model_of(model).plan)
+    model(*written.example()).square().mean().backward()
+    assert all(p.grad.to_local().isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
 def test_a_decoder_without_encoder(rank: Rank) -> None:

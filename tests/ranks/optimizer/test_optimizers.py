@@ -376,8 +376,6 @@ Idiom = Callable[[nn.Module], dict[str, Any]]
 # Each with what must train the same: the parameters in lists that were made before.
 FLAT: Mapping[str, Idiom] = {
     "filter": lambda model: {"model_parameters": trainable(model)},
-    "generator": lambda model: {"model_parameters": (p for p in model.parameters() if p.requires_grad)},
-    "map": lambda model: {"model_parameters": map(model.get_parameter, [name for name, _ in model.named_parameters()])},
     "nothing": lambda model: {"model_parameters": None},
 }
 GROUPED: Mapping[str, Idiom] = {

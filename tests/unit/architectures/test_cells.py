@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sdp_deepspeed
-from sdp_deepspeed.architectures import LocatedBranch, derivation
+from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.branch import InnerLayers
 from sdp_deepspeed.architectures.cells import propose_cells
 from sdp_deepspeed.masking import cell_proof
@@ -32,10 +31,7 @@ BRANCHES = json.loads((Path(__file__).parent / "branches.json").read_text(encodi
 Cells = tuple[int, list[tuple[object, ...]]]
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of other tests' models that are like this one."""
-    monkeypatch.setattr(derivation, "_OF_MODELS_LIKE", OrderedDict())
+pytestmark = pytest.mark.usefixtures("nothing_is_known")
 
 
 def cells(branch: LocatedBranch) -> Cells:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry
+from sdp_deepspeed.architectures import Branch, Cut, InnerLayers
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.description import check_description
 from sdp_deepspeed.masking.proof import proven_branches
@@ -57,11 +57,6 @@ def test_a_plan_whose_block_is_bypassed_by_a_projection_is_refused() -> None:
         Mask(dense, replace(plan, units=(Unit("stem", branches[0].pieces), *plan.units[1:])), 0, branches)
 
 
-@pytest.fixture
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
-
-
 class Inverted(nn.Module):
     """Of a mobile net: a wide layer, one that runs on each channel by itself, and back."""
 
@@ -94,8 +89,9 @@ def describe_inverted(cuts: tuple[Cut, ...] = INVERTED) -> None:
     architectures.register(InvertedLayer, Branch("mlp", body="body", inner=inner))
 
 
+@pytest.mark.usefixtures("own_descriptions")
 @pytest.mark.parametrize("affine", [True, False])
-def test_convolutions_on_each_channel_by_itself_are_cut_with_them(own_registry: None, affine: bool) -> None:
+def test_convolutions_on_each_channel_by_itself_are_cut_with_them(affine: bool) -> None:
     torch.manual_seed(0)
     describe_inverted()
     dense = nn.Sequential(InvertedLayer(affine=affine), InvertedLayer()).double()

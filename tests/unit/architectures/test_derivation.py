@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,7 @@ from tests.helpers.oracle_grid import MODELS
 REFUSED = [name for name, model in HAND_WRITTEN.items() if not model.branches]
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of other tests' models that are like this one."""
-    monkeypatch.setattr(derivation, "_OF_MODELS_LIKE", OrderedDict())
-
+pytestmark = pytest.mark.usefixtures("nothing_is_known")
 
 # Names that rules, plans and checkpoints have: of each branch with its parameters, and with what neurons cut.
 BRANCHES = json.loads((Path(__file__).parent / "branches.json").read_text(encoding="utf-8"))

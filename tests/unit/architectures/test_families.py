@@ -9,7 +9,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import Branch, registry
+from sdp_deepspeed.architectures import Branch
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.strategies import unit_costs, units_of_branches
 from tests.helpers import models
@@ -34,8 +34,8 @@ def test_what_two_branches_use_is_shared() -> None:
     assert "model.layers.1.mlp.gate_proj.weight" in inside
 
 
-def test_what_cannot_be_described_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_DESCRIPTIONS", {})
+@pytest.mark.usefixtures("own_descriptions")
+def test_what_cannot_be_described_is_refused() -> None:
     model: Any = models.llama()
     scale = torch.ones(16)
     for layer in model.model.layers:

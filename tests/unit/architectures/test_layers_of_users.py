@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import registry
 from sdp_deepspeed.masking.proof import proven_branches
 from tests.helpers.core_masks import assert_masked, build, mask_of, plan_of
-
-
-class Experts(nn.Module):
-    """Two MLPs, weighted by a router."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.router = nn.Linear(config.hidden_size, 2, bias=False)
-        self.experts = nn.ModuleList(LlamaMLP(config) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights = self.router(x).softmax(-1)
-        return sum(weights[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
-
-
-class SparseLayer(LlamaDecoderLayer):
-    def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.mlp = Experts(config)
 
 
 class Adapter(nn.Module):
@@ -48,24 +26,12 @@ class Adapter(nn.Module):
         return self.base_layer(x) + self.up(self.down(x))
 
 
-def with_experts() -> nn.Module:
-    model: Any = build("llama")
-    model.model.layers = nn.ModuleList(SparseLayer(model.config, index) for index in range(2))
-    return model
-
-
-def with_adapters() -> nn.Module:
+@pytest.mark.parametrize("strategy", ["block", "neuron", {"attention": "block", "mlp": "neuron"}])
+def test_layers_with_adapters(strategy: Any) -> None:
+    torch.manual_seed(0)
     model: Any = build("llama")
     for layer in model.model.layers:
         layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
-    return model
-
-
-@pytest.mark.parametrize("make", [with_experts, with_adapters])
-@pytest.mark.parametrize("strategy", ["block", "neuron", {"attention": "block", "mlp": "neuron"}])
-def test_layers_with_other_modules(make: Callable[[], nn.Module], strategy: Any) -> None:
-    torch.manual_seed(0)
-    model = make()
     for regime in ("forward", "backward"):
         assert_masked(model, plan_of(model, regime, strategy), 1)
 
@@ -83,8 +49,7 @@ class PoolingLayer(nn.Module):
 
 
 @pytest.fixture
-def described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
+def described(own_descriptions: None) -> None:
     linear, pool = architectures.Branch("mlp", body="linear"), architectures.Branch("pool", body="pool")
     architectures.register(PoolingLayer, linear, pool)
 

@@ -12,23 +12,18 @@ import transformers as hf
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from sdp_deepspeed.architectures import derivation, narrow, registry
+from sdp_deepspeed.architectures import derivation, narrow
 from sdp_deepspeed.architectures.derivation import derivation_of
 from sdp_deepspeed.masking.proof import proven_branches, replicated_layers, with_cells
-from tests.helpers.derived_models import DERIVED
 from tests.helpers.models import llama
 from tests.helpers.oracle_grid import MODELS
 
-SPECIMENS = MODELS | DERIVED
-IN_SHORT = ("llama", "gpt2", "falcon_grouped", "mpt")
+IN_SHORT = ("llama", "gpt2", "falcon_grouped", "bloom")
 OF_SEVERAL_WIDTHS = {"convnext", "resnet", "resnet_bottleneck"}
 WITH_TINY_TABLES = {"gpt_neox", "gpt_neox_parallel", "olmoe"}  # of rotary embeddings
 
 
-@pytest.fixture(autouse=True)
-def all_are_derived_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_DESCRIPTIONS", {})
-    monkeypatch.setattr(derivation, "_OF_MODELS_LIKE", {})
+pytestmark = pytest.mark.usefixtures("nothing_is_known")
 
 
 @pytest.fixture
@@ -48,14 +43,14 @@ def findings(model: nn.Module) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.slow) for name in SPECIMENS]
+    "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.slow) for name in MODELS]
 )
 def test_a_narrow_copy_has_the_same_branches_and_cells(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = findings(SPECIMENS[name].build())
+    expected = findings(MODELS[name].build())
     monkeypatch.setattr(narrow, "_LARGE", 0)
     monkeypatch.setattr(narrow, "_MIN_WIDTH", 4)
     monkeypatch.setattr(derivation, "_OF_MODELS_LIKE", {})
-    model: Any = SPECIMENS[name].build()
+    model: Any = MODELS[name].build()
     before = copy.deepcopy(model.config.to_dict()), torch.get_rng_state(), torch.get_default_dtype()
     assert findings(model) == expected
     assert is_narrow(model) == (name not in OF_SEVERAL_WIDTHS | WITH_TINY_TABLES)

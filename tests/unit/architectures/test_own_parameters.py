@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry
+from sdp_deepspeed.architectures import Branch, Cut, InnerLayers
 from sdp_deepspeed.masking.description import check_description
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.strategies import units_of_branches
@@ -48,8 +48,7 @@ def description(**choice: Any) -> Branch:
 
 
 @pytest.fixture(autouse=True)
-def described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
+def described(own_descriptions: None) -> None:
     architectures.register(Scaled, description())
 
 
@@ -95,17 +94,9 @@ def test_what_is_not_named_is_shared() -> None:
     [
         ({"parameters": ("scales",)}, r"0 \(Scaled\) has no parameter 'scales', .*its own are \['scale'\]"),
         ({"parameters": ("training",)}, r"has no parameter 'training'"),
-        ({"norm": ("mix", "norms")}, r"no submodule 'norms'"),
     ],
 )
 def test_names_that_are_wrong(choice: dict[str, Any], words: str) -> None:
     architectures.register(Scaled, description(**choice))
     with pytest.raises(ValueError, match=words):
         proven_branches(built(), "neuron")
-
-
-def test_descriptions_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"'norm' is named twice"):
-        description(norm=("mix", "norm", "norm"))
-    with pytest.raises(ValueError, match=r"'mix.weight' is named twice, or inside another"):
-        description(parameters=("mix.weight",))

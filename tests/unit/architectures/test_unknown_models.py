@@ -10,13 +10,10 @@ from torch import nn
 
 import sdp_deepspeed
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import Branch, registry
+from sdp_deepspeed.architectures import Branch
 from sdp_deepspeed.masking.proof import proven_branches
 
-
-@pytest.fixture(autouse=True)
-def own_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
+pytestmark = pytest.mark.usefixtures("own_descriptions")
 
 
 class Unadded(nn.Module):

@@ -13,11 +13,10 @@ from torch import nn
 
 from benchmarks.learning.batched_workers import BatchedReference
 from benchmarks.learning.held_rows import scale_outputs
-from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.planner import plan_model
-from tests.helpers.models import LENGTH, MIXED, SPECIMENS, VOCABULARY, batches, loss_of
+from tests.helpers.models import LENGTH, MIXED, SPECIMENS, VOCABULARY, batches, loss_of, parsed
 from tests.reference.virtual_workers import Reference
 
 pytestmark = pytest.mark.slow
@@ -36,9 +35,7 @@ def adamw(named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def plan_of(model: nn.Module, block: Block, num_ranks: int) -> Plan:
-    config = parse({KEY: block})
-    assert config is not None
-    return plan_model(model, config, num_ranks)[0]
+    return plan_model(model, parsed(**block), num_ranks)[0]
 
 
 def both(name: str, blocks: Sequence[Block], num_ranks: int, **options: Any) -> tuple[Reference, BatchedReference]:

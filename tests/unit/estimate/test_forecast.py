@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
@@ -92,23 +91,6 @@ def test_flops_of_images_are_those_of_the_weights() -> None:
     stem = next(iter(flops.values()))
     assert figures.flops == ACCUMULATION * MICRO * (3 * sum(flops.values()) - stem)
     assert figures.items_per_step == ACCUMULATION * MICRO * RANKS
-
-
-@pytest.mark.slow
-def test_images_of_224_where_nothing_says_a_size() -> None:
-    without = {key: value for key, value in IMAGES.items() if key != "image_size"}
-    large, small = (forecast(shape, BATCH, num_ranks=RANKS).flops for shape in (without, IMAGES))
-    assert large > 45 * small, "49 times the positions, but for the head"
-
-
-@pytest.mark.slow
-def test_a_stem_for_small_images() -> None:
-    """Of the package's own type, whose convolutions run at all 32 x 32 positions first."""
-    shape = {"model_type": "sdp_small_image_resnet", "stage_sizes": [8, 16], "depths": [2, 2], "image_size": 32}
-    config = BATCH | {KEY: {"coverage": 0.5, "strategy": "neuron"}}
-    figures = forecast(shape, config, num_ranks=RANKS)
-    assert figures.flops < forecast(shape, BATCH, num_ranks=RANKS).flops
-    assert figures.activations > MICRO * 8 * 32**2 * 4
 
 
 def test_values_may_be_narrower_than_keys() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.estimate.deepspeed_bytes import RankEstimate
 from sdp_deepspeed.estimate.fsdp2_bytes import FSDP2Setup, fsdp2_estimate, fsdp2_tensors
 from sdp_deepspeed.fsdp.fsdp_groups import gathered_together
@@ -12,7 +11,7 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors
 from sdp_deepspeed.planner import plan_model
 from sdp_deepspeed.units import Piece, Unit
-from tests.helpers.models import llama
+from tests.helpers.models import llama, parsed
 
 # Ranks 0 and 1 share a matrix of 3 x 5, ranks 0 to 2 a table of 7 x 2; rank 2 alone has the second matrix.
 TENSORS = [TensorInfo("table", (7, 2), "f"), TensorInfo("a.w", (3, 5), "f"), TensorInfo("b.w", (4, 5), "f")]
@@ -72,8 +71,7 @@ def test_holder_sets_of_neurons_are_gathered_at_the_same_time() -> None:
 def test_groups_of_layers_that_are_gathered_together_overlap() -> None:
     """Two layers, with attention as blocks, are one range: a rank may have all it holds of them at once."""
     model = llama(2)
-    block = parse({KEY: {"strategy": {"attention": "block", "mlp": "neuron"}, "coverage": 0.5, "seed": 2}})
-    assert block is not None
+    block = parsed(strategy={"attention": "block", "mlp": "neuron"}, coverage=0.5, seed=2)
     branches = proven_branches(model, "neuron")
     plan, _ = plan_model(model, block, 4, branches=branches)
     tensors = dense_tensors(model)

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.fsdp.fsdp_groups import gathered_together
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import dense_tensors
 from sdp_deepspeed.planner import plan_model
-from tests.helpers.models import SPECIMENS, llama
+from tests.helpers.models import SPECIMENS, llama, parsed
 from tests.helpers.more_models import ALL_SPECIMENS
 
 NEURON: dict[str, Any] = {"strategy": "neuron", "coverage": 0.5}
@@ -28,10 +27,8 @@ def planned(
     Args:
         holders: the rank that holds all units of a layer, by the layer's path.
     """
-    settings = parse({KEY: block})
-    assert settings is not None
     branches = proven_branches(model, "neuron")
-    plan, _ = plan_model(model, settings, num_ranks, branches=branches)
+    plan, _ = plan_model(model, parsed(**block), num_ranks, branches=branches)
     if holders is not None:
         own = [next(rank for layer, rank in holders.items() if unit.name.startswith(layer)) for unit in plan.units]
         plan = replace(plan, holders=tuple((rank,) for rank in own), num_holders=1)

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from sdp_deepspeed import architectures, check_description
-from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, registry
+from sdp_deepspeed.architectures import Branch, Cut, InnerLayers
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.plan.plan import Plan
@@ -35,6 +35,7 @@ from tests.helpers.core_masks import (
     tokens,
 )
 
+pytestmark = pytest.mark.usefixtures("own_descriptions")
 modes = pytest.mark.parametrize(("regime", "strategy"), MODES)
 
 
@@ -323,11 +324,6 @@ class Model(nn.Module):
 def describe(*cuts: Cut) -> None:
     inner = InnerLayers((Cut("up", 0), *cuts, Cut("down", 1, is_output=True)))
     architectures.register(Layer, Branch("mlp", body="body", inner=inner))
-
-
-@pytest.fixture(autouse=True)
-def _descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
 
 
 def batch() -> torch.Tensor:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.parallel.bucket_layouts import BucketLayout, plan_buckets
 from sdp_deepspeed.plan.tensors import dense_tensors, pieces_by_tensor
 from sdp_deepspeed.planner import plan_model
-from tests.helpers.models import llama
+from tests.helpers.models import llama, parsed
 
 SHAPES = {info.name: info.shape for info in dense_tensors(llama(4))}
 DTYPES = {name: torch.bfloat16 if "norm" in name else torch.float32 for name in SHAPES}
@@ -21,9 +20,7 @@ GROUPS = {name: int(len(shape) == 1) for name, shape in SHAPES.items()}
 
 
 def layouts(num_ranks: int, bucket_size: int, *, tp_replicated: Any = (), **block: Any) -> list[BucketLayout]:
-    config = parse({KEY: {"holders": max(1, num_ranks - 1)} | block})
-    assert config is not None
-    model = llama(4)
+    model, config = llama(4), parsed(holders=max(1, num_ranks - 1), **block)
     pieces = pieces_by_tensor(dense_tensors(model), plan_model(model, config, num_ranks)[0])
     by_name = {name: pieces["parameter", name] for name in SHAPES}
     return plan_buckets(by_name, SHAPES, DTYPES, GROUPS, bucket_size=bucket_size, tp_replicated=tp_replicated)

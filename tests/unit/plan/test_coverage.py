@@ -6,26 +6,21 @@ from typing import Any
 
 import pytest
 
-from sdp_deepspeed.config import KEY, parse
 from sdp_deepspeed.plan.coverage import CoverageRule, HoldersRule, default_subnetworks, holders_of_units
-
-
-def read(**block: Any) -> Any:
-    config = parse({KEY: block})
-    assert config is not None
-    return config
+from tests.helpers.models import parsed
 
 
 def test_numbers_stay_numbers() -> None:
-    assert (read(coverage=0.5).coverage, read(coverage=1).coverage, read(holders=2).holders) == (0.5, 1.0, 2)
+    assert (parsed(coverage=0.5).coverage, parsed(coverage=1).coverage, parsed(holders=2).holders) == (0.5, 1.0, 2)
 
 
 def test_rules_and_one_that_stands_alone() -> None:
     alone = {"coverage": 0.5, "whole_ends": 1}
     expected = (CoverageRule(coverage=0.5, whole_ends=1),)
-    assert read(coverage=alone).coverage == read(coverage=[alone]).coverage == expected
+    assert parsed(coverage=alone).coverage == parsed(coverage=[alone]).coverage == expected
     rules = [{"units": "mlp", "holders": 2}, {"profile": "linear", "first": 4, "last": 1}]
-    first, second = read(holders=rules).holders
+    holders: Any = parsed(holders=rules).holders
+    first, second = holders
     assert first == HoldersRule(units="mlp", holders=2)
     assert (first.ends, second.ends) == ((2, 2), (4, 1))
 
@@ -34,8 +29,6 @@ def test_rules_and_one_that_stands_alone() -> None:
     ("block", "message"),
     [
         ({"coverage": []}, r"coverage: got \[\], expected a number above 0 and at most 1, or rules"),
-        ({"coverage": True}, "coverage: got True, expected a number"),
-        ({"coverage": float("nan")}, "coverage: got nan"),
         ({"coverage": [0.5]}, r'coverage\[0\]: got 0\.5, expected an object such as \{"coverage": \.\.\.\}'),
         ({"coverage": [{"coverage": 0.5}, {"units": "mlp"}]}, r"coverage\[1\]: got \{'units': 'mlp'\}, expected"),
         ({"coverage": [{"coverage": 2}]}, r"coverage\[0\]\.coverage: got 2, expected a number above 0 and at most 1"),
@@ -48,20 +41,19 @@ def test_rules_and_one_that_stands_alone() -> None:
         ({"coverage": {"whole_ends": -1, "coverage": 0.5}}, r"coverage\.whole_ends: got -1, expected an integer"),
         ({"holders": [{"holders": 2.5}]}, r"holders\[0\]\.holders: got 2\.5, expected an integer"),
         ({"holders": [{"coverage": 0.5}]}, r"holders\[0\]\.coverage: unknown key"),
-        ({"holders": [{"holders": 2}], "coverage": 0.5}, "got 0.5, which cannot be combined with holders"),
         ({"coverage": {"coverage": 0.5}, "assignment": "a.json"}, "has no effect with a plan file"),
     ],
 )
 def test_wrong_rules_are_named(block: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read(**block)
+        parsed(**block)
 
 
 NAMES = [f"layers.{layer}.{part}" for layer in range(5) for part in ("attention", "mlp")]
 
 
 def numbers(k: int, names: list[str] = NAMES, **block: Any) -> tuple[int, ...]:
-    config = read(**block)
+    config: Any = parsed(**block)
     given = config.coverage if config.holders is None else config.holders
     return holders_of_units(given, next(iter(block)), k, names, [int(name.split(".")[1]) for name in names], 5)
 
@@ -127,5 +119,5 @@ def test_rules_that_cannot_work_are_refused(block: dict[str, Any], message: str)
     ],
 )
 def test_a_unit_has_at_most_eight_holders_by_default(num_ranks: int, block: dict[str, Any], k: int) -> None:
-    config = read(**block)
+    config: Any = parsed(**block)
     assert default_subnetworks(config.holders or config.coverage, num_ranks, 8) == k

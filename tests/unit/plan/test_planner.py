@@ -9,22 +9,15 @@ from typing import Any
 import pytest
 from torch import nn
 
-from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import unit_costs
 from sdp_deepspeed.planner import plan_model
-from tests.helpers.models import SPECIMENS, llama
+from tests.helpers.models import SPECIMENS, llama, parsed
 from tests.helpers.more_models import ALL_SPECIMENS
 
 
-def block(**settings: Any) -> SubnetworkConfig:
-    config = parse({KEY: settings})
-    assert config is not None
-    return config
-
-
 def plan_of(num_ranks: int = 4, num_layers: int = 4, **settings: Any) -> Plan:
-    return plan_model(llama(num_layers), block(**settings), num_ranks)[0]
+    return plan_model(llama(num_layers), parsed(**settings), num_ranks)[0]
 
 
 def test_the_same_on_every_rank_and_another_with_another_seed() -> None:
@@ -51,7 +44,7 @@ def test_every_family_is_balanced_where_its_units_allow_it(family: str, strategy
     model = SPECIMENS[family].build()
     for coverage in (0.5, 0.75):
         try:
-            plan, _ = plan_model(model, block(coverage=coverage, strategy=strategy), 4)
+            plan, _ = plan_model(model, parsed(coverage=coverage, strategy=strategy), 4)
         except ValueError:  # too few heads or blocks
             continue
         flops = [cost.flops for cost in unit_costs(model, plan.units)]
@@ -85,30 +78,30 @@ def test_frozen_branches_are_no_units(tmp_path: Path) -> None:
     layer = model.model.layers[1]
     for module in (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp.up_proj):
         module.requires_grad_(False)
-    plan, _ = plan_model(model, block(coverage=0.5, granularity="layer"), 4)
+    plan, _ = plan_model(model, parsed(coverage=0.5, granularity="layer"), 4)
     assert [unit.name for unit in plan.units] == [unit.name for unit in whole.units]
     names = [{piece.parameter for piece in unit.pieces} for unit in plan.units]
     prefixes = ("model.layers.1.input_layernorm", "model.layers.1.self_attn")
     assert [name.startswith(prefixes) for name in names[1]] == [False] * 4
     assert [len(of_unit) for of_unit in names] == [9, 4, 9, 9]
-    read, _ = plan_model(model, block(assignment=path), 4)
+    read, _ = plan_model(model, parsed(assignment=path), 4)
     assert (read.units, read.holders) == (plan.units, whole.holders)
     shared = r"layers\.1\.attention"
     for strategy in ("block", "neuron"):
-        units = [plan_model(model, block(holders=2, strategy=strategy, shared=s), 4)[0].units for s in ([], [shared])]
+        units = [plan_model(model, parsed(holders=2, strategy=strategy, shared=s), 4)[0].units for s in ([], [shared])]
         assert units[0] == units[1]
         assert not any("layers.1.attention" in unit.name for unit in units[0])
     model.model.layers.requires_grad_(False)
     for settings in ({"coverage": 0.5}, {"assignment": path}):
         with pytest.raises(ValueError, match="unfreeze"):
-            plan_model(model, block(**settings), 4)
+            plan_model(model, parsed(**settings), 4)
 
 
 def test_ends_of_the_trained_model() -> None:
     """Not of its teacher; frozen layers in the stack are ends of it."""
     model: Any = nn.ModuleDict({"student": llama(4), "teacher": llama(4).requires_grad_(False)})
     model["student"].model.layers[0].requires_grad_(False)
-    plan, _ = plan_model(model, block(coverage={"coverage": 0.5, "whole_ends": 1}), 4)
+    plan, _ = plan_model(model, parsed(coverage={"coverage": 0.5, "whole_ends": 1}), 4)
     numbers = {unit.name.split(".")[3]: len(one) for unit, one in zip(plan.units, plan.holders, strict=True)}
     assert numbers == {"1": 2, "2": 2, "3": 4}
 
@@ -140,7 +133,7 @@ def test_every_subnetwork_reaches_the_encoder_where_it_can(granularity: str) -> 
     """Of two cross-attentions with two holders each, all of three subnetworks get one, whatever the seed."""
     model = ALL_SPECIMENS["bart"].build()
     for seed in range(8):
-        plan, _ = plan_model(model, block(holders=2, seed=seed, granularity=granularity), 3)
+        plan, _ = plan_model(model, parsed(holders=2, seed=seed, granularity=granularity), 3)
         crossing = [i for i, unit in enumerate(plan.units) if any("encoder_attn" in p.parameter for p in unit.pieces)]
         assert {one for index in crossing for one in plan.holders[index]} == {0, 1, 2}, seed
 
@@ -157,16 +150,16 @@ def test_too_few_units() -> None:
 def test_a_branch_whose_neurons_depend_on_each_other_is_replicated_with_a_warning() -> None:
     model: Any = llama(3)
     model.model.layers[1].mlp.act_fn = nn.Softmax(-1)
-    plan, (first, *_) = plan_model(model, block(holders=1, strategy={"mlp": "neuron"}), 2)
+    plan, (first, *_) = plan_model(model, parsed(holders=1, strategy={"mlp": "neuron"}), 2)
     assert {unit.name.rpartition(".")[0] for unit in plan.units} == {"model.layers.0.mlp", "model.layers.2.mlp"}
     assert first.startswith("1 branches are replicated, such as 'model.layers.1.mlp': ")
 
 
 def test_warnings_where_subnetworks_are_not_connected() -> None:
-    assert plan_model(llama(4), block(coverage=0.5), 4)[1] == []
+    assert plan_model(llama(4), parsed(coverage=0.5), 4)[1] == []
     for coverage in (0.5, [{"coverage": 0.5, "whole_ends": 1}]):  # ends that both hold connect them
-        (one,) = plan_model(llama(4), block(coverage=coverage), 2)[1]
+        (one,) = plan_model(llama(4), parsed(coverage=coverage), 2)[1]
         assert "2 subnetworks: a unit below coverage 1 is trained by one of them alone" in one
-    assert plan_model(llama(4), block(coverage=1.0), 2)[1] == []
-    (one,) = plan_model(llama(4), block(holders=1), 4)[1]
+    assert plan_model(llama(4), parsed(coverage=1.0), 2)[1] == []
+    (one,) = plan_model(llama(4), parsed(holders=1), 4)[1]
     assert "8 units with 1 holders each do not connect 4 subnetworks" in one

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, LocatedBranch, registry
+from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, LocatedBranch
 from sdp_deepspeed.architectures.cut_tensors import CutTensor
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.strategies import branches_of_units, units_of_branches
@@ -154,8 +154,8 @@ class OwnLayer(nn.Module):
         return result
 
 
-def test_descriptions_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_DESCRIPTIONS", dict(registry._DESCRIPTIONS))
+@pytest.mark.usefixtures("own_descriptions")
+def test_descriptions_that_do_not_fit() -> None:
     model = nn.Sequential(OwnLayer(), OwnLayer())
     architectures.register(OwnLayer, Branch("mlp", norm="norm", body="ff"))
     words = r"'0\.mlp' cannot be cut: .* no neurons or heads .*InnerLayers.*block.*'mlp'"

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, LocatedBranch
 from sdp_deepspeed.architectures.cut_tensors import CutTensor
-from sdp_deepspeed.config import SubnetworkConfig, parse
+from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import units_of_branches
 from sdp_deepspeed.plan.tensor_parallel_shards import Division, TensorParallelShards
 from sdp_deepspeed.planner import plan_model
 from sdp_deepspeed.units import Piece, Unit
-from tests.helpers.models import family
+from tests.helpers.models import family, parsed
 
 UP = Division((12, 4), 0, (6, 6))
 DOWN = Division((4, 12), 1, (6, 6))
@@ -116,9 +116,7 @@ def divided_llama(index: int) -> tuple[list[LocatedBranch], TensorParallelShards
 
 
 def block(**keys: object) -> SubnetworkConfig:
-    parsed = parse({"subnetwork_data_parallel": {"holders": 1, "strategy": {"mlp": "neuron"}, **keys}})
-    assert parsed is not None
-    return parsed
+    return parsed(**{"holders": 1, "strategy": {"mlp": "neuron"}, **keys})
 
 
 def divided_plan(index: int, config: SubnetworkConfig) -> tuple[Plan, Plan]:
