@@ -359,17 +359,6 @@ def gpu(sizes: Result, values: Result, groups: Result) -> str:
     return f"{_place_of_sizes(sizes)}:\n\n{table(heads, rows)}\n\n{tests}"
 
 
-def memory_readme(sizes: Result) -> str:
-    """A sentence: SDP beside ZeRO-1 on one GPU."""
-    by_name = {_as_in_compare(cell["name"]): cell for cell in sizes["results"] if _is_shown(cell, "1B")}
-    zero, ours = by_name["ZeRO-1"], by_name[SDP]
-    text = f"A 1B Llama, one of eight ranks on {sizes['device']}, {ours['rows']} x {ours['sequence']} tokens in bf16, "
-    text += f"without communication: at C = 1/2 a peak of {_gib(ours['peak'])} GiB, not ZeRO-1's {_gib(zero['peak'])}, "
-    text += f"and {1e3 * ours['median']:.0f} ms for a step, not {1e3 * zero['median']:.0f}; no layer was whole. "
-    versions = sizes["provenance"]["versions"]
-    return f"{text}({_commit(sizes)}, PyTorch {versions['torch']})"
-
-
 def families(result: Result) -> str:
     """Verdicts of each mapping."""
     caption = f"Transformers {result['provenance']['versions']['transformers']}"
@@ -423,7 +412,6 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "images": (images, ("images",)),
     "checkpoints": (checkpoints, ("checkpoints_4_ranks",)),
     "host-time": (host_time, ("host_time",)),
-    "memory-readme": (memory_readme, ("gpu_sizes",)),
     "families": (families, ("families",)),
     "families-reasons": (families_reasons, ("families",)),
     "gpu": (gpu, ("gpu_sizes", "gpu_values", "gpu_groups")),
