@@ -15,8 +15,10 @@ from torch import nn
 
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.engine.earlier_engines import refuse_masked
+from sdp_deepspeed.engine.partitioned_model import PartitionedModel, is_partitioned
 from sdp_deepspeed.engine.team_checkpoint import load_state, refuse_whole, written_together
 from sdp_deepspeed.engine.tensor_parallel import DividedEngine, check_mpu
+from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.consistency import run_on_all_ranks
 from sdp_deepspeed.parallel.groups import control_group
@@ -29,7 +31,20 @@ _WIRE = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "bf
 
 class DeepSpeedHost(TorchHost):
     """Reads and writes fp32 masters, and weights with them: below stage 3 a master alone reaches its weight one step
-    later."""
+    later.
+
+    Args:
+        partitioned: weights of a model built under `zero.Init`.
+    """
+
+    def __init__(self, partitioned: PartitionedModel | None) -> None:
+        super().__init__()
+        self._partitioned = partitioned
+
+    def reduce(self, mask: Mask) -> None:
+        super().reduce(mask)
+        if self._partitioned is not None:
+            self._partitioned.reduce(mask)
 
     def read(self, name: str) -> torch.Tensor:
         parameter = self.parameter(name)
@@ -90,12 +105,13 @@ class TeamEngine(DividedEngine):
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         super()._configure_distributed_model(model)
+        partitioned = PartitionedModel(model) if is_partitioned(model) else None
         self._find_tensor_parallel()
         dense = dict(model.named_parameters())
         self.team = make_team(
             model,
             self.config[KEY],
-            DeepSpeedHost,
+            DeepSpeedHost(partitioned),
             _WIRE[self.config.get("communication_data_type")],
             branches=self.tensor_parallel.branches,
             shards=self.tensor_parallel.shards,
@@ -190,17 +206,14 @@ class TeamEngine(DividedEngine):
 
 def _refuse(model: nn.Module, config: Mapping[str, Any]) -> None:
     """Raise ValueError for what would not train, or differ between ranks of the team."""
-    wire = config.get("communication_data_type")
+    wire, stage = config.get("communication_data_type"), (config.get("zero_optimization") or {}).get("stage", 0)
     if wire not in _WIRE:
         raise ValueError(f"communication_data_type: got {wire!r}, expected fp32 or bf16 with {KEY}.local_steps")
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise ValueError(
-            f"{KEY}.local_steps: build the model outside deepspeed.zero.Init, whole on each rank; with the Trainer at "
-            "stage 3, before TrainingArguments"
-        )
+    if is_partitioned(model) and stage != 3:
+        raise ValueError(f"zero_optimization.stage: got {stage}, but deepspeed.zero.Init has divided the model; use 3")
     if any(map(is_moe_param, model.parameters())):
         raise ValueError(f"DeepSpeed's MoE layers are not supported with {KEY}.local_steps; use a model's own experts")
-    if _is_on(config, "fp16") and not (config.get("zero_optimization") or {}).get("stage"):
+    if _is_on(config, "fp16") and stage == 0:
         raise ValueError(f"fp16 at stage 0: {KEY}.local_steps cannot reach its masters; use stage 1")
 
 

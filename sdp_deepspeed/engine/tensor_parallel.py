@@ -32,6 +32,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.engine.partitioned_model import is_partitioned
 from sdp_deepspeed.engine.whole_state_dicts import WholeStateDicts
 from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.masking.proof import proven_branches
@@ -158,6 +159,8 @@ def _check_autotp(size: int, model: nn.Module) -> None:
         )
     if DeferredWeights.are_in(model):
         raise ValueError("tensor_parallel needs initialized weights; build the model without sdp_deepspeed.Init")
+    if is_partitioned(model):
+        raise ValueError("tensor_parallel needs whole weights; build the model without deepspeed.zero.Init")
 
 
 @contextmanager

@@ -50,13 +50,13 @@ def join(model: nn.Module, block: Mapping[str, Any], *, communication_dtype: tor
     Raises:
         ValueError: the block, the model or the environment is not supported. The model is unchanged.
     """
-    return make_team(model, block, TorchHost, communication_dtype)
+    return make_team(model, block, TorchHost(), communication_dtype)
 
 
 def make_team(
     model: nn.Module,
     block: Mapping[str, Any],
-    host: type[TorchHost],
+    host: TorchHost,
     communication_dtype: torch.dtype,
     *,
     branches: Sequence[LocatedBranch] | None = None,
@@ -88,8 +88,8 @@ def make_team(
     except ValueError as error:
         raise ValueError(str(error).replace(" subnetworks", " teams")) from error
     dense = DenseModel(mask)
-    mask.apply()
-    names = hide_absent(mask)
+    host.reduce(mask)
+    hide_absent(mask)
     dense.keep_changed()
     for warning in warnings if ranks.rank == 0 else ():
         logger.warning("%s: %s", KEY, warning.replace(" subnetworks", " teams"))
@@ -105,7 +105,7 @@ def make_team(
         plan,
         mask,
         settings,
-        host(model, names),
+        host,
         dense,
         ranks,
         address=address,

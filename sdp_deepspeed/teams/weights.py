@@ -19,22 +19,28 @@ from sdp_deepspeed.units import Piece
 class TorchHost:
     """Reads and writes parameters of a bare module, of DistributedDataParallel, and of `fully_shard`.
 
-    Other hosts have the same methods. All ranks of a team call them.
-
-    Args:
-        model: masked, before the host changes it. Hosts that replace Parameters keep modules and names of attributes.
-        names: dense names of the parameters that the team has.
+    Other hosts have the same methods. All ranks of a team call them. Hosts that replace Parameters keep modules and
+    names of attributes.
 
     Attributes:
         shapes: of the team's whole tensors, by dense name.
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
-        self._model, self._places, self.shapes = model, {}, {}
-        for name in names:
-            path, _, attribute = name.rpartition(".")
-            self._places[name] = (model.get_submodule(path), attribute)
-            self.shapes[name] = model.get_parameter(name).shape
+    _model: nn.Module
+
+    def __init__(self) -> None:
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        self.shapes: dict[str, torch.Size] = {}
+
+    def reduce(self, mask: Mask) -> None:
+        """Reduce the model to the team's subnetwork."""
+        mask.apply()
+        self._model = mask.model
+        for name, pieces in mask.pieces.items():
+            if any(mask.is_stored(piece) for piece, _ in pieces):
+                path, _, attribute = name.rpartition(".")
+                self._places[name] = (mask.model.get_submodule(path), attribute)
+                self.shapes[name] = mask.parameters[name].shape
 
     def prepare(self) -> None:
         """Call it first: a forward pass without a backward pass leaves modules of FSDP2 with copies of weights."""
@@ -148,23 +154,17 @@ def _stored(shares: Iterable[Share]) -> list[Share]:
     return [share for share in shares if share.offset is not None]
 
 
-def hide_absent(mask: Mask) -> list[str]:
+def hide_absent(mask: Mask) -> None:
     """Take parameters that this team lacks out of its modules, where hosts would find empty tensors.
 
     They become plain attributes, zeros without storage of their own, which some modules read to describe themselves,
     or use.
-
-    Returns:
-        Dense names of the parameters that the team has.
     """
-    present = []
     for name, pieces in mask.pieces.items():
         if any(mask.is_stored(piece) for piece, _ in pieces):
-            present.append(name)
             continue
         path, _, attribute = name.rpartition(".")
         module = mask.model.get_submodule(path)
         parameter = module._parameters.pop(attribute)
         assert parameter is not None
         vars(module)[attribute] = parameter.detach().new_zeros(()).expand(mask.shapes[name])
-    return present

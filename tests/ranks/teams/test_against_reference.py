@@ -43,6 +43,7 @@ class Case:
     every: int = 3
     model: str = "llama"
     tensor_parallel: int = 1
+    under_init: bool = False  # of DeepSpeed
 
     def build(self) -> nn.Module:
         if self.model == "own":
@@ -87,6 +88,7 @@ CASES = {
     "DDP, batch norms": Case("ddp", 2, 2, {}, (0.7, 0.9), model="resnet_bottleneck"),
     "ZeRO-1, backward, batch norms": Case("zero1", 2, 2, {"regime": "backward"}, model="resnet_bottleneck"),
     "fully_shard, backward": Case("fully_shard", 2, 2, {"regime": "backward"}, (0.7, 0.9)),
+    "ZeRO-3, Init, neurons": Case("zero3", 2, 2, {"strategy": "neuron"}, (0.7, 0.9), 2, under_init=True),
     # AutoTP last: DeepSpeed keeps its groups until the process ends.
     "ZeRO-2, AutoTP, neurons": Case("zero2", 2, 2, {"strategy": "neuron"}, (0.7, 0.9), 2, "qwen3", tensor_parallel=2),
     "ZeRO-3, AutoTP, backward": Case(
@@ -97,6 +99,10 @@ FURTHER = {
     "fully_shard, neurons": Case("fully_shard", 2, 2, {"strategy": MIXED}),
     "DDP, backward, neurons": Case("ddp", 2, 2, {"regime": "backward", "strategy": "neuron"}),
     "ZeRO-3, backward": Case("zero3", 2, 2, {"regime": "backward"}, (0.7, 0.9)),
+    "ZeRO-3, Init": Case("zero3", 2, 2, {}, (0.7, 0.9), under_init=True),
+    "ZeRO-3, Init, backward": Case(
+        "zero3", 2, 2, {"regime": "backward", "strategy": MIXED}, (0.7, 0.9), under_init=True
+    ),
     "mpu": Case("zero1", 2, 2, {"strategy": "neuron"}, (0.7, 0.9), model="own", tensor_parallel=2),
     "ZeRO-1, 2 x 2": Case("zero1", 2, 4, {"strategy": "neuron"}, (0.7, 0.9), model="qwen3", tensor_parallel=2),
     "ZeRO-3, 2 x 2": Case("zero3", 2, 4, {}, (0.7, 0.9), model="llama_tied_61", tensor_parallel=2),
@@ -147,6 +153,8 @@ def by_deepspeed(case: Case, model: nn.Module) -> Callable[[torch.Tensor], Team]
         "gradient_clipping": 0.0,
     }
     options: dict[str, Any] = {}
+    if case.under_init:
+        deepspeed.zero.Init(module=model, config_dict_or_path=settings)
     if case.model == "own":
         options["mpu"] = mpu()
         model = OwnModel(mpu().get_model_parallel_group())

@@ -18,6 +18,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.integrations import HfDeepSpeedConfig
 
 from sdp_deepspeed.checkpoint.files import CHECKSUMS
 from sdp_deepspeed.teams.attendance import NO_STATE
@@ -178,7 +179,7 @@ HALF: dict[str, dict[str, Any]] = {
 
 def mixed(place: Place, lighthouses: list[str]) -> None:
     """Half weights with fp32 masters, accumulation and clipping: masters are the anchors after a meeting."""
-    for dtype, address in zip(HALF, lighthouses, strict=True):
+    for dtype, address in zip(HALF, lighthouses[:-1], strict=True):
         os.environ["TORCHFT_LIGHTHOUSE"] = address
         with fp16_is_supported():
             if dtype == "fp16":
@@ -201,13 +202,39 @@ def mixed(place: Place, lighthouses: list[str]) -> None:
         if dense:
             torch.save(dense, place.folder / f"dense-{dtype}-{place.team}.pt")
         engine.team.leave()
+    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouses[-1]
+    pretrained(place)
     with pytest.raises(ValueError, match=r"autotp_size: got 2, which does not divide the 3 key/value heads"):
         engine_of(1, SPECIMENS["llama_odd"].build(), tensor_parallel={"autotp_size": 2})
 
 
+def pretrained(place: Place) -> None:
+    """At stage 3, as with the Trainer, `from_pretrained` divides the model among the ranks: none ever has all of it."""
+    settings = config() | {"zero_optimization": {"stage": 3}}
+    under_init = HfDeepSpeedConfig(settings)
+    model: Any = LlamaForCausalLM.from_pretrained(place.folder / "pretrained")
+    del under_init
+    assert not any(parameter.numel() for parameter in model.parameters())
+    with pytest.raises(ValueError, match=r"got 1, but deepspeed\.zero\.Init has divided the model"):
+        engine_of(1, model)
+    with pytest.raises(ValueError, match=r"needs whole weights; build the model without deepspeed\.zero\.Init"):
+        engine_of(3, model, tensor_parallel={"autotp_size": 2})
+    engine = engine_of(3, model)
+    assert not any(parameter.numel() for parameter in model.parameters())
+    engine.team.start()
+    dense = engine.team.dense_state_dict()
+    expected = load_file(place.folder / "pretrained" / "model.safetensors")
+    assert all(torch.equal(dense[name], expected[name]) for name in dense)
+    train(place, engine, range(2))
+    assert engine.team.version == 1
+    engine.team.leave()
+
+
 def test_half_precision_with_accumulation(tmp_path: Path) -> None:
+    whole: Any = llama(seed=1)
+    whole.save_pretrained(tmp_path / "pretrained")
     with ExitStack() as stack:
-        runs = [stack.enter_context(teams(tmp_path, heartbeats=NEVER_MISSED)) for _ in HALF]
+        runs = [stack.enter_context(teams(tmp_path, heartbeats=NEVER_MISSED)) for _ in (*HALF, "pretrained")]
         for number in range(2):
             runs[0].start(mixed, number, 2, [run.address for run in runs])
         runs[0].finish()
