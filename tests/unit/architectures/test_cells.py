@@ -1,4 +1,4 @@
-"""Neurons and heads of derived branches: they are those of the descriptions, or there are none, with the reason."""
+"""Branches of families, and their neurons and heads: those of branches.json, or there are none, with the reason."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ from tests.helpers.oracle_grid import ARCHITECTURES, MODELS
 # Layouts that the others do not have: interleaved queries, keys and values, by head or by group; tables and norms by
 # head; latent heads; gates that alternate with ups, beside shared experts or not; more counts; uncut heads.
 IN_SHORT = {*ARCHITECTURES, "cohere", "deberta_v2", "deepseek_v3", "falcon_grouped", "gpt_oss", "olmo2", "swinv2"}
+# Names that rules, plans and checkpoints have: of each branch with its parameters, and with what neurons cut.
 BRANCHES = json.loads((Path(__file__).parent / "branches.json").read_text(encoding="utf-8"))
 
 Cells = tuple[int, list[tuple[object, ...]]]
-
-
 pytestmark = pytest.mark.usefixtures("nothing_is_known")
 
 
@@ -46,17 +45,20 @@ def derived(model: nn.Module) -> dict[str, LocatedBranch]:
     return {branch.name: branch for branch in proven_branches(model, "neuron")}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.slow) for name in MODELS]
-)
-def test_cells_of_families(name: str) -> None:
-    found = {branch.name: branch for branch in proven_branches(MODELS[name].build(), "neuron")}
+@pytest.mark.parametrize("name", MODELS)
+def test_branches_of_families(name: str, pytestconfig: pytest.Config) -> None:
+    """With cells of a few, unless in full."""
+    is_cut = name in IN_SHORT or pytestconfig.getoption("--full")
+    found = {branch.name: branch for branch in proven_branches(MODELS[name].build(), "neuron" if is_cut else "block")}
     expected = {branch: entry for entry in BRANCHES[name] for branch in entry["branches"]}
     assert found.keys() == expected.keys()
     for key, branch in found.items():
-        names = [t.parameter for t in branch.cut_tensors if t.kind == "parameter"]
-        cut = [f"{branch.layer}.{parameter}" for parameter in expected[key]["cut"]]
-        assert (branch.num_cells, sorted(names)) == (expected[key]["cells"], cut)
+        entry, prefix = expected[key], f"{branch.layer}."
+        parameters = [piece.parameter.removeprefix(prefix) for piece in branch.pieces if piece.kind == "parameter"]
+        assert {*parameters} == {*entry["cut"], *entry["whole"]}
+        if is_cut:
+            cut = [t.parameter.removeprefix(prefix) for t in branch.cut_tensors if t.kind == "parameter"]
+            assert (branch.num_cells, sorted(cut)) == (entry["cells"], entry["cut"])
 
 
 OUTPUTS = {

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,22 +24,7 @@ from tests.helpers.models import VOCABULARY
 from tests.helpers.oracle_grid import MODELS
 
 REFUSED = [name for name, model in HAND_WRITTEN.items() if not model.branches]
-
-
 pytestmark = pytest.mark.usefixtures("nothing_is_known")
-
-# Names that rules, plans and checkpoints have: of each branch with its parameters, and with what neurons cut.
-BRANCHES = json.loads((Path(__file__).parent / "branches.json").read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_branches_of_families(name: str) -> None:
-    found = {}
-    for branch in proven_branches(MODELS[name].build()):
-        parameters = [piece.parameter for piece in branch.pieces if piece.kind == "parameter"]
-        found[branch.name] = {parameter.removeprefix(f"{branch.layer}.") for parameter in parameters}
-    expected = {branch: {*entry["cut"], *entry["whole"]} for entry in BRANCHES[name] for branch in entry["branches"]}
-    assert found == expected
 
 
 @pytest.mark.parametrize("name", [name for name in HAND_WRITTEN if name not in REFUSED])
@@ -377,17 +360,6 @@ def test_subnetworks_on_other_shapes_than_the_example(build: Any, shapes: list[t
         for piece in (piece for unit in absent for piece in unit.pieces):
             zeroed.get_parameter(piece.parameter).data.zero_()
         torch.testing.assert_close(masked(*batch), zeroed(*batch))
-
-
-def test_a_model_on_the_meta_device() -> None:
-    with torch.device("meta"):
-        model = hf.LlamaForCausalLM(
-            hf.LlamaConfig(
-                **{"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24},
-                **{"num_hidden_layers": 2, "num_attention_heads": 2},
-            )
-        )
-    assert len(proven_branches(model)) == 4
 
 
 def test_large_matrices_are_proven_without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
