@@ -188,20 +188,20 @@ def time_to_loss(*results: Result) -> str:
 
     Args:
         results: of each link. Losses after a step are those of the first, in which no run ends early, and peaks those
-            of the last. Runs that one of them lacks are left out.
+            of the last, whose runs are shown.
     """
     first, *_ = everyone = [{(row["name"], row["seed"]): row for row in result["results"]} for result in results]
     seeds = sorted({seed for _, seed in first})
     goals = [first["ZeRO-1", seed]["curve"][-1][2] + LOSS_TOLERANCE for seed in seeds]
     rows = []
-    for name in dict.fromkeys(name for name, seed in first if all((name, seed) in runs for runs in everyone)):
+    for name in dict.fromkeys(name for name, seed in first if (name, seed) in everyone[-1]):
         runs = [first[name, seed] for seed in seeds]
         steps = [_reached(run["curve"], goal, axis=0) for run, goal in zip(runs, goals, strict=True)]
         cells = [f"{statistics.mean(run['curve'][-1][2] for run in runs):.3f} ({runs[0]['steps']})"]
         cells.append(f"{max(max(everyone[-1][name, seed]['peak']) for seed in seeds) / MIB:.1f}")
         cells.append(f"{max(max(run['link_bytes']) / run['curve'][-1][0] for run in runs) / 1e6:.2f}")
         for runs_of in everyone:
-            there = [runs_of[name, seed] for seed in seeds]
+            there = [runs_of.get((name, seed)) for seed in seeds]
             cells.append(_seconds(list(zip(there, goals, steps, strict=True))))
         rows.append([name, *cells])
     size = results[0]["model"]["num_parameters"] / 1e6
@@ -239,7 +239,7 @@ def lost_team(reference: Result, *results: Result) -> str:
     return f"{caption}:\n\n" + table(heads, rows)
 
 
-def _seconds(runs: Sequence[tuple[Result, float, float | None]]) -> str:
+def _seconds(runs: Sequence[tuple[Result | None, float, float | None]]) -> str:
     """Mean seconds to a loss, and the share of synchronizations in the time of training.
 
     Args:
@@ -248,8 +248,8 @@ def _seconds(runs: Sequence[tuple[Result, float, float | None]]) -> str:
     """
     times, shares, is_continued = [], [], False
     for run, loss, steps in runs:
-        if steps is None:
-            return "-"
+        if run is None or steps is None:
+            return "" if run is None else "-"
         time = _reached(run["curve"], loss, axis=1)
         last_step, total, _ = run["curve"][-1]
         if time is None and last_step < run["steps"]:
@@ -397,7 +397,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "compare": (compare, ("compare_4_ranks", "gpu_sizes")),
     "compare-all": (compare_all, ("compare_4_ranks",)),
     "links": (links, ("links_1gbit", "links_100mbit")),
-    "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_100mbit", "time_to_loss_20mbit")),
+    "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_20mbit")),
     "lost-team": (lost_team, ("time_to_loss_1gbit", "lost_team_20mbit")),
     "meeting": (meeting, ("meeting_time",)),
     "meeting-time": (meeting_time, ("meeting_time",)),
