@@ -21,6 +21,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.integrations import HfDeepSpeedConfig
 
 from sdp_deepspeed.checkpoint.files import CHECKSUMS
+from sdp_deepspeed.config import KEY
 from sdp_deepspeed.teams.attendance import NO_STATE
 from tests.helpers.fp16_runs import fp16_is_supported
 from tests.helpers.hosts import deepspeed_config, rows
@@ -141,7 +142,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
 
 def save_or_die(place: Place, die_at: int) -> None:
     """Go on from the last checkpoint, and die in the next one. Team 0 goes on until the other has finished."""
-    engine, folder = engine_of(1), place.folder / f"team-{place.team}"
+    block = {"coverage": 1.0, "local_steps": {"teams": 2, "every": 2}}
+    engine, folder = engine_of(1, **{KEY: block}), place.folder / f"team-{place.team}"
     done, data = place.folder / "done", batches(1, 1)
     engine.load_checkpoint(str(folder))
     steps = itertools.count() if place.team == 0 else range(4)

@@ -93,11 +93,26 @@ PHASES: dict[str, tuple[Any, str]] = {
 }
 
 
+def fail_once() -> None:
+    """The next exchange fails here, when it has succeeded on all other ranks."""
+    average = Exchange.average
+
+    def fail(exchange: Exchange, bucket: Any, deltas: Any, means: torch.Tensor) -> None:
+        setattr(Exchange, "average", average)  # noqa: B010
+        average(exchange, bucket, deltas, torch.zeros_like(means))
+        time.sleep(0.5)  # in which others would count it
+        raise RuntimeError("it failed")
+
+    setattr(Exchange, "average", fail)  # noqa: B010
+
+
 def go_on(place: Place, settings: dict[str, Any], killed: int, num_returns: int) -> None:
     """Train until a team has come back so many times, and on for two meetings. While it is not there, fetch the dense
     model, between two meetings, and once when it is."""
     run = Run(place, settings)
     run.team.start()
+    if (place.team, place.rank) == (1, place.size - 1):
+        fail_once()
     returns = 0
     while returns < num_returns:
         run.meet()
@@ -135,7 +150,10 @@ def come_back(place: Place, settings: dict[str, Any]) -> None:
     if place.rank == 0 and place.size > 1:
         run.team.load_state_dict({**run.team.state_dict(), "version": 100, "last": "elsewhere"})
     run.team.start()
-    run.meet_until(run.team.version + 2)
+    version = run.team.version
+    assert run.team.num_steps % 2 == 1, "the others are between two meetings"
+    assert run.step(), "it meets with them"
+    run.meet_until(version + 2)
     run.save_dense()
 
 

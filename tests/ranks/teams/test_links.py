@@ -18,7 +18,7 @@ import torch
 
 from tests.helpers.repository import ROOT
 
-PATIENCE = 240.0  # seconds
+PATIENCE = 600.0  # seconds
 PORT = 29510
 LIGHTHOUSE = "10.204.0.254"
 
@@ -30,7 +30,7 @@ import sdp_deepspeed
 from tests.helpers.models import batches, llama, loss_of
 
 folder, teams, coverage = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-steps = {"teams": teams, "every": 2, "wait_timeout": 60.0, "exchange_timeout": 10.0}
+steps = {"teams": teams, "every": 2, "wait_timeout": 120.0, "exchange_timeout": 10.0}
 model = llama()
 team = sdp_deepspeed.join(model, {"coverage": coverage, "local_steps": steps})
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

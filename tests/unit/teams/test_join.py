@@ -12,6 +12,7 @@ from torch import nn
 
 import sdp_deepspeed
 from sdp_deepspeed.config import KEY
+from sdp_deepspeed.teams.attendance import Member
 from tests.helpers.models import llama
 
 STEPS = {"teams": 2, "every": 2}
@@ -93,8 +94,34 @@ def test_the_state_of_another_run(caplog: pytest.LogCaptureFixture) -> None:
 def test_weights_that_are_not_finite_are_not_shown_to_others() -> None:
     pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
     model = llama()
-    team = sdp_deepspeed.join(model, BLOCK)
+    team = sdp_deepspeed.join(model, {**BLOCK, "local_steps": {**STEPS, "wait_timeout": 1.0}})
     with torch.no_grad():
         next(model.parameters())[0] = torch.inf
     with pytest.raises(RuntimeError, match="team 1: its first weights are not finite"):
         team.start()
+
+
+class Alone:
+    """A meeting point to which nobody else comes."""
+
+    identity, group_name, store = "me", "", ""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def gather(self, member: Member, *_: Any) -> list[Member]:
+        return [member]
+
+    def leave(self) -> None:
+        pass
+
+
+def test_a_lone_team_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
+    monkeypatch.setattr("sdp_deepspeed.teams.team.MeetingPoint", Alone)
+    for name, seconds in (("REMIND", 0.0), ("RETRY", 0.01)):
+        monkeypatch.setattr(f"sdp_deepspeed.teams.participant.{name}", seconds)
+    team = sdp_deepspeed.join(llama(), {**BLOCK, "local_steps": {**STEPS, "wait_timeout": 0.05}})
+    with pytest.raises(RuntimeError, match=r"no holder of model\.layers\.1.*; waiting for one of teams 0; gave up"):
+        team.start()
+    assert "waiting for one of teams 0, since 0 s" in caplog.text
