@@ -46,8 +46,6 @@ class Case:
     under_init: bool = False  # of DeepSpeed
 
     def build(self) -> nn.Module:
-        if self.model == "own":
-            describe_own()
         if self.tensor_parallel > 1:
             return tensor_parallel_models.build(self.model)
         return llama() if self.model == "llama" else more_models.ALL_SPECIMENS[self.model].build()
@@ -157,7 +155,6 @@ def by_deepspeed(case: Case, model: nn.Module) -> Callable[[torch.Tensor], Team]
         deepspeed.zero.Init(module=model, config_dict_or_path=settings)
     if case.model == "own":
         options["mpu"] = mpu()
-        model = OwnModel(mpu().get_model_parallel_group())
     elif case.tensor_parallel > 1:
         settings["tensor_parallel"] = {"autotp_size": case.tensor_parallel}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings, **options)
@@ -173,9 +170,10 @@ def by_deepspeed(case: Case, model: nn.Module) -> Callable[[torch.Tensor], Team]
 
 def train(place: Place, cases: list[Case], lighthouses: list[str]) -> None:
     """Train each case, one after the other; rank 0 of each team saves the dense model."""
+    describe_own()
     for index, case in enumerate(cases):
         os.environ["TORCHFT_LIGHTHOUSE"] = lighthouses[index]  # one for each: the last does not yet miss who has left
-        model = case.build()
+        model = OwnModel(mpu().get_model_parallel_group()) if case.model == "own" else case.build()
         take_step = (by_deepspeed if case.host.startswith("zero") else by_pytorch)(case, model)
         data, before = batches(case.num_teams * case.data_parallel, 1), 0
         worker = (place.team * place.size + place.rank) // case.tensor_parallel
@@ -244,6 +242,7 @@ def check_estimate(case: Case, team: int, measured: tuple[int, int, int]) -> Non
 
 
 def check(folder: Path, cases: Sequence[Case]) -> None:
+    describe_own()
     with ExitStack() as stack:
         runs = [stack.enter_context(teams(folder, heartbeats=NEVER_MISSED)) for _ in cases]
         addresses = [run.address for run in runs]

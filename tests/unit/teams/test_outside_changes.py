@@ -39,7 +39,6 @@ def test_what_is_a_change(change: str) -> None:
 
 def test_the_hook_ends_with_its_team() -> None:
     gc.collect()  # those of other tests
-    gc.collect()  # those of earlier tests
     before = len(_global_optimizer_pre_hooks)
     changes = OutsideChanges(lambda: [])
     assert len(_global_optimizer_pre_hooks) == before + 1
