@@ -188,9 +188,30 @@ def _num_equal(
             why = f"{type(error).__name__}: {first_line(error)}"
             return number, f"with fewer neurons or heads its forward fails ({plan.regime}; {why})"
         expected = _expected(replayed, plan, subnetwork, branch) if number else of_first
-        if found := difference(masked, expected, _TOLERANCE):
+        found = difference(masked, expected, _TOLERANCE)
+        if found and not difference({OUTPUT: masked[OUTPUT]}, {OUTPUT: expected[OUTPUT]}, _TOLERANCE):
+            found = _difference_in_double_precision(replayed, plan, cut, branch, subnetwork, found)
+        if found:
             return number, f"with some of its {branch.num_cells} neurons or heads, {found} ({plan.regime})"
     return len(cases), ""
+
+
+def _difference_in_double_precision(
+    replayed: ReplayedLayer, plan: Plan, cut: LocatedBranch, branch: LocatedBranch, subnetwork: int, in_single: str
+) -> str:
+    """Of equal outputs: in single precision a sum near zero may have the other sign, and a ReLU the other gradient.
+
+    Args:
+        in_single: the difference there, which counts if the layer is large or does not run in double precision.
+    """
+    exact = replayed.in_double_precision()
+    if exact is None:
+        return in_single
+    try:
+        masked, expected = _masked(exact, plan, cut, subnetwork), _expected(exact, plan, subnetwork, branch)
+    except Exception:  # of user code that casts to single precision
+        return in_single
+    return difference(masked, expected, _TOLERANCE)
 
 
 def _plan(regime: str, branch: LocatedBranch) -> Plan:

@@ -63,6 +63,19 @@ class ReplayedLayer:
         )
         return copied
 
+    def in_double_precision(self) -> ReplayedLayer | None:
+        """A copy with weights and inputs in fp64; None if it has large weights."""
+        if any(parameter.numel() > _LARGE for parameter in self.holder.parameters()):
+            return None
+        copied, known = copy.copy(self), dict[int, torch.Tensor]()
+        copied.holder = copy.deepcopy(self.holder).double()
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return known.setdefault(id(tensor), tensor.double() if tensor.is_floating_point() else tensor)
+
+        copied._inputs = map_tensors(cast, self._inputs)
+        return copied
+
     def forward(self, traced: Trace | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The stream before the layer, and the layer's outputs.
 

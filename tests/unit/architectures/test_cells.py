@@ -203,3 +203,26 @@ def test_a_wrong_layout_of_gates_and_ups_is_refused(name: str, blocks: int, monk
     model = MODELS[name].build()
     (branch, *_) = (b for b in proven_branches(model, {"mlp": "neuron"}) if b.name.endswith(".mlp"))
     assert "with some of its" in branch.uncuttable_reason
+
+
+class Rounded(nn.Module):
+    """An MLP whose gradient, but not its output, depends on the number of neurons, in some dtypes."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        self.up, self.down, self.dtypes = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH), dtypes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x).sigmoid()
+        if hidden.requires_grad and hidden.dtype in self.dtypes:
+            hidden.register_hook(lambda gradient: gradient * (1 + 0.01 * hidden.shape[-1]))
+        return self.down(hidden)
+
+
+def test_gradients_that_differ_in_single_precision_only() -> None:
+    for dtypes, is_cut in (((torch.float32,), True), ((torch.float32, torch.float64), False)):
+        layer = Layer()
+        layer.add_module("mlp", Rounded(*dtypes))
+        model = Stack(layer)
+        sdp_deepspeed.trace(model, *stream())
+        assert bool(derived(model)["h.0.mlp"].cut_tensors) == is_cut
