@@ -397,7 +397,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "compare": (compare, ("compare_4_ranks", "gpu_sizes")),
     "compare-all": (compare_all, ("compare_4_ranks",)),
     "links": (links, ("links_1gbit", "links_100mbit")),
-    "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_20mbit")),
+    "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_100mbit", "time_to_loss_20mbit")),
     "lost-team": (lost_team, ("time_to_loss_1gbit", "lost_team_20mbit")),
     "meeting": (meeting, ("meeting_time",)),
     "meeting-time": (meeting_time, ("meeting_time",)),
