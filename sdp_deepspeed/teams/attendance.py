@@ -245,6 +245,8 @@ def _with_holders(present: Sequence[Member], call: str, plan: Plan) -> Attendanc
     sources: dict[Teams, int] = {}
     for holders in dict.fromkeys((everyone, *plan.holders)):
         able = [team for team in holders if team in current]
+        if not able and plan.regime == "backward" and not versions.keys().isdisjoint(holders):
+            able = [*current]  # all teams store all units
         if not able and (call == START or versions.keys() >= {*holders}):  # nobody has newer ones: the newest of these
             able = [team for team in holders if versions.get(team, NO_STATE) > NO_STATE]
             able.sort(key=lambda team: -versions[team])

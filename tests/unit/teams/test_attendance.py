@@ -69,6 +69,17 @@ def test_if_all_holders_have_come_back_from_older_checkpoints_the_newest_of_thos
     assert "b with version 5 is here; start its teams from their checkpoints" in decision.reason
 
 
+def test_in_the_backward_regime_other_teams_have_what_holders_have_lost() -> None:
+    plan = replace(PLAN, regime="backward")
+    for versions in ((3, 4), (NO_STATE, NO_STATE)):
+        members = [member(0), *(member(team, version, START) for team, version in enumerate(versions, 1))]
+        meeting = attend(members, "t0", plan)
+        assert isinstance(meeting, Attendance)
+        assert set(meeting.sources.values()) == {0}
+        assert all(meeting.copies(team, (1, 2)) for team in (1, 2))
+    assert isinstance(attend(members[:1], "t0", plan), Wait), "nobody would train the unit"
+
+
 def test_who_comes_back_takes_over_from_the_first_current_holder() -> None:
     meeting = met([member(0, NO_STATE, START), member(1), member(2, version=3)])
     assert meeting.current == (1,)
