@@ -20,7 +20,7 @@ from sdp_deepspeed.engine.team_checkpoint import load_state, refuse_whole, writt
 from sdp_deepspeed.engine.tensor_parallel import DividedEngine, check_mpu
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.messages import KEY
-from sdp_deepspeed.parallel.consistency import run_on_all_ranks
+from sdp_deepspeed.parallel.consistency import raise_on_all_ranks, run_on_all_ranks
 from sdp_deepspeed.parallel.groups import control_group
 from sdp_deepspeed.teams.join import make_team
 from sdp_deepspeed.teams.team import Team
@@ -198,7 +198,12 @@ class TeamEngine(DividedEngine):
                 "load_checkpoint: the team trains already; load before the first step, with a new engine"
             )
         run_on_all_ranks(lambda: refuse_whole(Path(load_dir), tag), self._control)
-        path, client_state = super().load_checkpoint(load_dir, tag, *arguments, **options)
+        path, client_state, problem = None, None, None
+        try:
+            path, client_state = super().load_checkpoint(load_dir, tag, *arguments, **options)
+        except Exception as error:  # of a damaged file, on one rank
+            problem = error
+        raise_on_all_ranks(problem, self._control)
         if path is not None:
             load_state(self, Path(path).parent, self._control)
         return path, client_state
@@ -213,8 +218,9 @@ def _refuse(model: nn.Module, config: Mapping[str, Any]) -> None:
         raise ValueError(f"zero_optimization.stage: got {stage}, but deepspeed.zero.Init has divided the model; use 3")
     if any(map(is_moe_param, model.parameters())):
         raise ValueError(f"DeepSpeed's MoE layers are not supported with {KEY}.local_steps; use a model's own experts")
-    if _is_on(config, "fp16") and stage == 0:
-        raise ValueError(f"fp16 at stage 0: {KEY}.local_steps cannot reach its masters; use stage 1")
+    half = [name for name in ("fp16", "bf16", "bfloat16") if _is_on(config, name)]
+    if half and stage == 0:
+        raise ValueError(f"{half[0]} at stage 0: {KEY}.local_steps cannot reach its masters; use stage 1")
 
 
 def _is_on(config: Mapping[str, Any], name: str) -> bool:
