@@ -61,6 +61,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ, {name: str(value) for name, value in names.items()}))
         # Functions: a mock would keep the engines that it was called with.
         stack.enter_context(mock.patch.object(dist, "new_group", fake_group))
+        stack.enter_context(mock.patch.object(dist.distributed_c10d, "new_group", fake_group))  # for new_subgroups
         stack.enter_context(mock.patch.object(dist, "all_gather_object", echo))
         stack.enter_context(mock.patch.object(dist.ProcessGroup, "get_group_store", get_group_store))
         take_device()
