@@ -105,7 +105,7 @@ def load_damaged(place: Place, engine: Any, folder: Path) -> None:
             engine.load_checkpoint(str(folder))
 
 
-def resume(place: Place, runs: list[tuple[int, int]], lighthouses: list[str]) -> None:
+def resume(place: Place, runs: tuple[tuple[int, int], ...], lighthouses: list[str]) -> None:
     addresses = iter(lighthouses)
     for stage, parts in runs:
         divided = {"tensor_parallel": {"autotp_size": parts}} if parts > 1 else {}
@@ -135,8 +135,9 @@ def resume(place: Place, runs: list[tuple[int, int]], lighthouses: list[str]) ->
         again.team.leave()
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    stages = [(1, 1), (3, 1), (1, 2), (3, 2)]  # AutoTP last: DeepSpeed keeps its groups for the process
+@pytest.mark.parametrize("stages", [((3, 1), (1, 2)), pytest.param(((1, 1), (3, 2)), marks=pytest.mark.slow)])
+def test_a_resumed_run_is_the_uninterrupted_one(stages: tuple[tuple[int, int], ...], tmp_path: Path) -> None:
+    """With parts of AutoTP; those last, since DeepSpeed keeps its groups for the process."""
     with ExitStack() as stack:
         runs = [stack.enter_context(teams(tmp_path, heartbeats=NEVER_MISSED)) for _ in range(2 * len(stages))]
         for number in range(2):
