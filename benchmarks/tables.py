@@ -206,7 +206,7 @@ def time_to_loss(*results: Result) -> str:
         rows.append([name, *cells])
     size = results[0]["model"]["num_parameters"] / 1e6
     caption = f"{results[0]['ranks']} ranks on {results[0]['nodes']} nodes, {size:.2f}M parameters, seeds "
-    caption += f"{', '.join(map(str, seeds))}; {_commit(results[0])}; load before a run at most "
+    caption += f"{', '.join(map(str, seeds))}; {_commit(*results)}; load before a run at most "
     caption += " / ".join(f"{max(row['load'] for row in result['results']):.1f}" for result in results)
     heads = ["final loss (steps)", "peak, MiB", "over the link, MB per step"]
     return f"{caption}:\n\n" + table(["", *heads, *(f"{result['link']}, s" for result in results)], rows)
@@ -234,7 +234,7 @@ def lost_team(reference: Result, *results: Result) -> str:
         rows.append([name.partition(", ")[2], *cells])
     heads = [name.partition(", ")[0], f"final loss ({first['steps']})"]
     heads += [head for result in results for head in (f"{result['link']}: s", "longest step, s")]
-    caption = f"{results[0]['nodes']} teams of one rank; {_commit(results[0])}; load before a run at most "
+    caption = f"{results[0]['nodes']} teams of one rank; {_commit(*results)}; load before a run at most "
     caption += " / ".join(f"{max(row['load'] for row in result['results']):.1f}" for result in results)
     return f"{caption}:\n\n" + table(heads, rows)
 
@@ -388,9 +388,12 @@ def _place(result: Result) -> str:
     return f"{result['ranks']} {result['device']} ranks, {size:.1f}M parameters, {result['arguments']['precision']}"
 
 
-def _commit(result: Result) -> str:
-    provenance = result["provenance"]
-    return f"{provenance['cores']} cores of {provenance['processor']}, commit {str(provenance['commit'])[:7]}"
+def _commit(*results: Result) -> str:
+    """The processor of the first, and the commits of all, whose rows may have some of their own."""
+    provenance = results[0]["provenance"]
+    rows = [row for result in results for row in result.get("results", ()) if "provenance" in row] or results
+    commits = dict.fromkeys(str(row["provenance"]["commit"])[:7] for row in rows)
+    return f"{provenance['cores']} cores of {provenance['processor']}, commit {', '.join(commits)}"
 
 
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
