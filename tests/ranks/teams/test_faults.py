@@ -391,6 +391,9 @@ def restore(place: Place) -> None:
     restored = run.team.state_dict()
     assert torch.equal(restored["anchors"], newest["anchors"])
     assert torch.equal(restored["momentum"], newest["momentum"])
+    dense, own = run.team.dense_state_dict(), run.model.module.state_dict()
+    if place.team != 1:  # which is current, and keeps its weights
+        assert all(torch.equal(own[name], value) for name, value in dense.items()), "trains on from its own weights"
     run.meet()
     assert run.team.version == 4
     assert run.team.present == (0, 1, 2)
