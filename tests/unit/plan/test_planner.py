@@ -11,6 +11,7 @@ from torch import nn
 
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import unit_costs
+from sdp_deepspeed.plan.tensors import dense_tensors, pieces_by_tensor
 from sdp_deepspeed.planner import plan_model
 from tests.helpers.models import SPECIMENS, llama, parsed
 from tests.helpers.more_models import ALL_SPECIMENS
@@ -59,6 +60,12 @@ def test_coverage_by_depth_and_by_name(strategy: str) -> None:
         layer = int(unit.name.split(".")[2])
         assert len(holders) == (3 if "attention" in unit.name else {0: 2, 1: 3, 2: 3, 3: 4}[layer]), unit.name
     assert plan_of(coverage=[{"units": "mlp", "coverage": 0.5}, {"coverage": 0.5}]).hash == plan_of(coverage=0.5).hash
+
+
+def test_tensors_are_cut_only_where_somebody_lacks_a_part() -> None:
+    for coverage, is_cut in ((1.0, False), (0.5, True)):
+        pieces = pieces_by_tensor(dense_tensors(llama(4)), plan_of(coverage=coverage, strategy="neuron"))
+        assert is_cut == any(piece.dim is not None for of_tensor in pieces.values() for piece, _ in of_tensor)
 
 
 def test_layers_without_units_are_ends_too() -> None:

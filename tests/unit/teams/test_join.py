@@ -91,12 +91,17 @@ def test_the_state_of_another_run(caplog: pytest.LogCaptureFixture) -> None:
     assert len(loaded["momentum"]) == 0, "the outer optimizer has none now"
 
 
-def test_weights_that_are_not_finite_are_not_shown_to_others() -> None:
+@pytest.mark.parametrize("what", ["weights", "momentum"])
+def test_values_that_are_not_finite_are_not_shown_to_others(what: str) -> None:
     pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
     model = llama()
-    team = sdp_deepspeed.join(model, {**BLOCK, "local_steps": {**STEPS, "wait_timeout": 1.0}})
-    with torch.no_grad():
-        next(model.parameters())[0] = torch.inf
+    team = sdp_deepspeed.join(model, {**BLOCK, "local_steps": {**STEPS, "wait_timeout": 1.0, "outer_momentum": 0.9}})
+    if what == "weights":
+        with torch.no_grad():
+            next(model.parameters())[0] = torch.inf
+    else:
+        state = team.state_dict()
+        team.load_state_dict({**state, "version": 0, "momentum": state["momentum"] + torch.inf})
     with pytest.raises(RuntimeError, match="team 1: its first weights are not finite"):
         team.start()
 
