@@ -202,6 +202,8 @@ class TeamEngine(DividedEngine):
         try:
             path, client_state = super().load_checkpoint(load_dir, tag, *arguments, **options)
         except Exception as error:  # of a damaged file, on one rank
+            if self.zero_optimization_partition_weights():
+                raise  # others may wait for this rank in a collective of DeepSpeed's, until it ends
             problem = error
         raise_on_all_ranks(problem, self._control)
         if path is not None:
