@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
@@ -46,10 +47,20 @@ class Team(Participant):
         if self.version == NO_STATE:
             self._weights.read(self._shares, self._anchors)
         self._check_finite([self._anchors, self._momentum], "its first weights are not finite; the other teams go on")
+        self._agreed["frozen weights"] = self._sum_of_frozen()
         is_first, timeout = self._ranks.rank == 0, self._settings.exchange_timeout
         self._point = MeetingPoint(self._address, self.number, is_first=is_first, exchange_timeout=timeout)
         self._take_part(START)
         self._changes.note()
+
+    def _sum_of_frozen(self) -> str:
+        """Checksum of the weights that no meeting changes; collective in the team."""
+        of_names, checksum = shares_by_name(self._shares), 0
+        for name in self._mask.parameters:
+            if name not in of_names:
+                values = self._weights.whole(name).contiguous().flatten().view(torch.uint8).cpu()
+                checksum = zlib.crc32(values.numpy().data, checksum)
+        return f"{checksum:08x}"
 
     def step(self) -> bool:
         """Call after each step of the optimizer. Every H-th time the teams meet; collective then.

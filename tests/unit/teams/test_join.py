@@ -121,6 +121,24 @@ class Alone:
         pass
 
 
+def test_teams_differ_if_their_frozen_weights_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
+    monkeypatch.setattr("sdp_deepspeed.teams.team.MeetingPoint", Alone)
+    found = []
+    for frozen, trained in ((1.0, 1.0), (1.0, 2.0), (2.0, 1.0)):
+        model: Any = llama()
+        with torch.no_grad():
+            model.lm_head.weight.fill_(trained)
+            model.model.embed_tokens.weight[0, 0] = frozen
+        model.model.embed_tokens.requires_grad_(False)
+        team = sdp_deepspeed.join(model, {**BLOCK, "local_steps": {**STEPS, "wait_timeout": 0.05}})
+        with pytest.raises(RuntimeError, match="gave up"):
+            team.start()
+        found.append(team.state_dict()["agreed"])
+    assert found[0] == found[1]
+    assert {name for name in found[0] if found[0][name] != found[2][name]} == {"frozen weights"}
+
+
 def test_a_lone_team_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
     monkeypatch.setattr("sdp_deepspeed.teams.team.MeetingPoint", Alone)
