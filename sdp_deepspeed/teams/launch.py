@@ -92,6 +92,7 @@ def _start(number: int, num_ranks: int, address: str, command: Sequence[str]) ->
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
+        "OMP_NUM_THREADS": "1",  # as torchrun: all ranks share the cores of this machine
         **os.environ,
         NUMBER: str(number),
         LIGHTHOUSE: address,

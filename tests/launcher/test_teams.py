@@ -50,7 +50,7 @@ place = [os.environ[name] for name in ("SDP_TEAM", "RANK", "WORLD_SIZE")]
 address = urlsplit(os.environ["TORCHFT_LIGHTHOUSE"])
 for host, port in ((address.hostname, address.port), (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])):
     socket.create_connection((host, int(port))).close()
-print(*place, *sys.argv[1:])
+print(*place, os.environ["OMP_NUM_THREADS"], *sys.argv[1:])
 if place == ["1", "1", "2"]:
     os.kill(os.getpid(), signal.SIGKILL)
 if place[0] == "1":
@@ -60,7 +60,7 @@ if place[0] == "1":
 
 def test_each_rank_knows_its_place_and_a_team_ends_with_its_first_rank(tmp_path: Path) -> None:
     lines = run_teams(tmp_path, WAITS)
-    assert {f"[team {k}.{r}] {k} {r} 2 --flag" for k in range(2) for r in range(2)} <= lines
+    assert {f"[team {k}.{r}] {k} {r} 2 1 --flag" for k in range(2) for r in range(2)} <= lines
     assert {"sdp teams: team 0 ended with 0", "sdp teams: team 1 ended with -9"} <= lines
 
 
@@ -120,7 +120,8 @@ def run_teams(folder: Path, script: str) -> set[str]:
 def teams(command: list[str], *options: str, code: int = 0) -> list[str]:
     """Run a program as two teams, on CPUs; the lines that were printed."""
     pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    environment.pop("OMP_NUM_THREADS", None)
     command = [sys.executable, "-m", "sdp_deepspeed", "teams", "2", *options, "--", *command]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == code, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
