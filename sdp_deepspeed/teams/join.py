@@ -91,8 +91,9 @@ def make_team(
     host.reduce(mask)
     hide_absent(mask)
     dense.keep_changed()
-    for warning in warnings if ranks.rank == 0 else ():
-        logger.warning("%s: %s", KEY, warning.replace(" subnetworks", " teams"))
+    if ranks.rank == 0:
+        for warning in warnings:
+            logger.warning("%s: %s", KEY, warning.replace(" subnetworks", " teams"))
     agreed = {
         "version of sdp_deepspeed": __version__,
         "tensor-parallel ranks": shards.size,

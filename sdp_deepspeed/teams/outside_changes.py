@@ -14,7 +14,8 @@ class OutsideChanges:
     """Compares the sum of each weight after a step of the team with that before the next step of an optimizer.
 
     A change would be averaged with the weights of other teams, unseen. Sums are compared on the device, so that nothing
-    waits for them; `found` does.
+    waits for them; `found` does. After the first step of any optimizer in the process, also of another model, changes
+    are not seen until the team's next step.
 
     Args:
         weights: returns local tensors of the weights that this rank has; nothing while they are others'.
