@@ -1,14 +1,11 @@
 """What does a step hold, send and take? SDP beside DDP, ZeRO-0 to 3 and FSDP2, in one run.
 
     OMP_NUM_THREADS=1 deepspeed --num_gpus 4 benchmarks/compare.py --output benchmarks/results/compare_4_ranks.json
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 benchmarks/compare.py --only main --output ...
 
-`main` is shown in docs/results.md; common/contestants.py defines the other groups, which `--only` selects by
-regular expressions. Inside a group one step of each contestant alternates, in an order that rotates, so that times are
-paired: ratios are taken per repeat. A time is the slowest rank's. What a contestant holds and sends is measured in
-steps of their own (common/measured_step.py, common/traffic_counter.py), and where the time goes in others
-(common/split.py). In fp32 contestants that train the same must have equal losses. Each group is written when it is
-done; the same command continues after the last one.
+One step of each contestant (common/contestants.py) alternates, in an order that rotates, so that times are paired:
+ratios are taken per repeat. A time is the slowest rank's. What a contestant holds and sends is measured in steps of
+their own (common/measured_step.py, common/traffic_counter.py). In fp32 contestants that train the same must have equal
+losses.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,16 +25,12 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks.common.bounds import fewest_bytes
-from benchmarks.common.contestants import DDP, Batch, Contestant, groups, train
+from benchmarks.common.contestants import CONTESTANTS, DDP, Batch, Contestant, train
 from benchmarks.common.device import device, device_name, seconds
 from benchmarks.common.measured_step import live_tensors, measured_step
 from benchmarks.common.models import LARGE, NARROW, SEQUENCE_LENGTH, SMALL, num_parameters
-from benchmarks.common.provenance import provenance, write_result
-from benchmarks.common.ranks import found_before, gather, option_parser, run, show
-from benchmarks.common.split import split_step
+from benchmarks.common.ranks import gather, option_parser, run, show
 from benchmarks.common.traffic_counter import TrafficCounter
-from sdp_deepspeed.config import MODES
 
 MODELS = {"small": SMALL, "large": LARGE, "tiny": NARROW | {"num_hidden_layers": 2}}
 SAME_LOSS = 1e-5  # maximum difference of two that train the same in fp32, in each of the first steps
@@ -48,55 +40,28 @@ _KEPT = ("weights", "gradients", "optimizer", "peak", "peak_backward", "peak_ste
 def main() -> None:
     parser = option_parser(__doc__)
     add = parser.add_argument
-    add("--only", nargs="+", default=[""], help="regular expressions of group names; other groups can be run later")
     add("--model", choices=list(MODELS), default="small", help="6.6M (default), 50M or few parameters")
     add("--sequence", type=int, default=SEQUENCE_LENGTH, help="tokens of a sequence")
     add("--micro-batch", type=int, default=1, help="sequences of each rank")
     add("--precision", choices=["fp32", "bf16"], default="fp32")
     add("--bucket", type=float, default=2e6, help="bucket size in elements, where there are buckets")
-    add("--overlap", action="store_true", help="overlap_comm for DeepSpeed and SDP; DDP and FSDP2 overlap always")
-    add("--modes", nargs="+", choices=list(map(str, MODES)), default=list(map(str, MODES)))
-    add("--stages", type=int, nargs="+", choices=(0, 1, 2), default=[0, 1, 2])
-    add("--coverages", type=float, nargs="+", default=[1, 0.75, 0.5, 0.25])
     add("--warmup", type=int, default=3, help="steps per contestant that are discarded")
     add("--repeats", type=int, default=16, help="timed steps per contestant")
-    add("--splits", type=int, default=3, help="steps per contestant that are split into parts")
-    run(parser, measure_groups)
+    run(parser, compare)
 
 
-def measure_groups(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run the selected groups that are not in the output yet."""
-    model = MODELS[arguments.model]
-    facts = {
-        "what": "compare",
-        "device": device_name(),
-        "ranks": dist.get_world_size(),
-        "baseline": DDP.name,
-        "model": model | {"num_parameters": num_parameters(model)},
-        "link": os.environ.get("SDP_LINK_RATE"),
-    }
-    facts["arguments"] = {name: value for name, value in vars(arguments).items() if name != "only"}
-    done = found_before(arguments.output, facts).get("groups", {})
-    modes = [mode for mode in MODES if str(mode) in arguments.modes]
-    asked = groups(modes, arguments.stages, arguments.coverages, dist.get_world_size())
-    chosen = [name for name in asked if any(re.search(pattern, name) for pattern in arguments.only)]
-    if not chosen:
-        raise ValueError(f"--only: {arguments.only} finds none of the groups {', '.join(asked)}")
-    for name in chosen:
-        if name in done:
-            show(f"{name}: {arguments.output} has it, of commit {done[name]['commit'][:7]}")
-            continue
-        load = os.getloadavg()[0]
-        show(f"{name} (load {load:.1f}):")
-        contestants = measure(asked[name], arguments)
-        done[name] = {"commit": provenance()["commit"], "load": load, "contestants": contestants}
-        if dist.get_rank() == 0:
-            write_result(arguments.output, facts | {"groups": done})
-    return facts | {"groups": done}
+def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Figures of all contestants that so many ranks can have."""
+    model, load = MODELS[arguments.model], os.getloadavg()[0]
+    show(f"load {load:.1f}")
+    facts: dict[str, Any] = {"what": "compare", "device": device_name(), "ranks": dist.get_world_size(), "load": load}
+    facts |= {"baseline": DDP.name, "model": model | {"num_parameters": num_parameters(model)}}
+    chosen = [row for row in CONTESTANTS if row.is_possible(dist.get_world_size())]
+    return facts | {"arguments": vars(arguments), "contestants": measure(chosen, arguments)}
 
 
 def measure(contestants: Sequence[Contestant], arguments: argparse.Namespace) -> dict[str, Any]:
-    """By name: seconds of the slowest rank, CPU seconds and parts of each step, and per rank what it held and sent.
+    """By name: seconds of the slowest rank and CPU seconds of each step, and per rank what it held and sent.
 
     Raises:
         RuntimeError: on all ranks, if two contestants that should train the same do not.
@@ -109,25 +74,15 @@ def measure(contestants: Sequence[Contestant], arguments: argparse.Namespace) ->
         for contestant in contestants:
             gc.collect()
             gc.freeze()  # what is there now is no tensor of the next one
-            engine = contestant.build(
-                shape,
-                arguments.precision,
-                micro_batch=arguments.micro_batch,
-                bucket=int(arguments.bucket),
-                overlap=arguments.overlap,
-            )
+            bucket = int(arguments.bucket)
+            engine = contestant.build(shape, arguments.precision, micro_batch=arguments.micro_batch, bucket=bucket)
             stack.callback(engine.destroy)
             engines[contestant.name] = engine
-            own = held_and_sent(engine, batch)
-            own["bound"] = fewest_bytes(contestant, engine, shape, arguments.precision)
-            held[contestant.name] = gather(own)
+            held[contestant.name] = gather(held_and_sent(engine, batch))
             show(f"  {contestant.name}")
         if arguments.precision == "fp32":
             check_losses(contestants, held)
         times = alternate(engines, batch, arguments)
-        if "SDP_LINK_RATE" in os.environ:
-            for name, engine in engines.items():
-                times[name]["link_bytes"] = gather(link_bytes(engine, batch))
         engines.clear()
     gc.unfreeze()
     gc.collect()
@@ -149,7 +104,7 @@ def held_and_sent(engine: Any, batch: Batch) -> dict[str, Any]:
         losses.append(train(engine, batch))
     kept = {name: value for name, value in asdict(figures).items() if name in _KEPT}
     return kept | {
-        "sent_by_operator": figures.sent_by_operator,
+        "sent_by_operator": dict(traffic.bytes_by_operator),
         "calls": dict(traffic.calls_by_operator),
         "collectives": traffic.num_collectives,
         "process_groups": len(traffic.groups),
@@ -179,14 +134,10 @@ def alternate(engines: dict[str, Any], batch: Batch, arguments: argparse.Namespa
     """Each repeat runs one step of every engine, in rotating order, so that drift of the machine affects all
     alike."""
     names = list(engines)
-    times: dict[str, dict[str, Any]] = {name: {"seconds": [], "cpu_seconds": [], "splits": []} for name in names}
-    timed = arguments.warmup + arguments.repeats
-    for repeat in range(timed + arguments.splits):
+    times: dict[str, dict[str, Any]] = {name: {"seconds": [], "cpu_seconds": []} for name in names}
+    for repeat in range(arguments.warmup + arguments.repeats):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
-            if repeat >= timed:
-                times[name]["splits"].append(gather(split_step(engines[name], batch)))
-                continue
             start = time.process_time()
             taken = slowest(engines[name], batch)
             spent = gather(time.process_time() - start)
@@ -204,16 +155,6 @@ def slowest(engine: Any, batch: Batch) -> float:
     value = torch.tensor([seconds() - start], dtype=torch.float64, device=engine.device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)
-
-
-def link_bytes(engine: Any, batch: Batch) -> int:
-    """Bytes that this rank's node sends over its link in one step, read from the link's counter (links.sh)."""
-    counter = Path("/sys/class/net", os.environ["GLOO_SOCKET_IFNAME"], "statistics", "tx_bytes")
-    dist.barrier()
-    before = int(counter.read_text())
-    train(engine, batch)
-    dist.barrier()
-    return int(counter.read_text()) - before
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def most(contestants: Mapping[str, Any], name: str, kind: str) -> float:
 
 def overview(result: Mapping[str, Any]) -> str:
     """Data parallelism, ZeRO-1 and SDP side by side, over bars measured by compare.py."""
-    contestants = result["groups"]["main"]["contestants"]
+    contestants = result["contestants"]
     draw = Drawing(940, 452, "Data parallelism, ZeRO-1 and subnetwork data parallelism (SDP) side by side")
     units = ("attention 0", "MLP 0", "attention 1", "MLP 1", "embeddings")
     everyone = (0, 1, 2, 3)

@@ -4,10 +4,10 @@
 # that the others are no faster if one is lost.
 #
 #     sudo env PATH="$PATH" benchmarks/links.sh       # all that docs/results.md shows of links
-#     sudo env PATH="$PATH" RATE=250mbit NODES=4 RANKS=1 benchmarks/links.sh benchmarks/compare.py --only main --output ...
+#     sudo env PATH="$PATH" RATE=250mbit NODES=4 RANKS=1 benchmarks/links.sh benchmarks/time_to_loss.py --output ...
 #
 # Arguments are a benchmark and its options. Environment: RATE (tc's, default 1gbit), NODES and RANKS (in each node;
-# default 2), REPEATS, PYTHON, PORT. Needs iproute2 and util-linux. Only namespaces are made, and they go away with this
+# default 2), PYTHON, PORT. Needs iproute2 and util-linux. Only namespaces are made, and they go away with this
 # script, however it ends.
 set -euo pipefail
 
@@ -21,10 +21,6 @@ done
 
 if [[ $# -eq 0 ]]; then
     here=$(dirname "${BASH_SOURCE[0]}")
-    for rate in 1gbit 100mbit; do
-        RATE=$rate "$0" "$here/compare.py" --only main --overlap --bucket 5e5 --warmup 1 --repeats "${REPEATS:-5}" --splits 0 \
-            --output "$here/results/links_$rate.json"
-    done
     RATE=1gbit "$0" "$here/time_to_loss.py" --output "$here/results/time_to_loss_1gbit.json"
     for rate in 100mbit 20mbit; do # the limit is in seconds
         RATE=$rate "$0" "$here/time_to_loss.py" --limit 40 --output "$here/results/time_to_loss_$rate.json"

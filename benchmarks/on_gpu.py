@@ -1,37 +1,29 @@
-"""What one GPU can show: correctness, memory and step time of one rank of eight, memory of process groups.
+"""What one GPU can show: memory and step time of one rank of eight, memory of process groups.
 
-    python benchmarks/on_gpu.py values --output benchmarks/results/gpu_values.json  # tests marked gpu
     python benchmarks/on_gpu.py sizes --output benchmarks/results/gpu_sizes.json    # 134M to 1B, rank 3 of 8
     python benchmarks/on_gpu.py groups --output benchmarks/results/gpu_groups.json  # bytes of a process group of NCCL
 
-`values` runs several ranks on the one GPU over gloo, through host memory; --select and --minutes limit it. `sizes` runs
-a real rank beside a fake process group: shapes, memory and compute are those of rank 3 of 8, values and communication
-are not. It continues where the output file ends. With DS_ACCELERATOR=cpu each section does a little on the CPU.
+`sizes` runs a real rank beside a fake process group: shapes, memory and compute are those of rank 3 of 8, values and
+communication are not. It continues where the output file ends. With DS_ACCELERATOR=cpu it does a little on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
-from xml.etree import ElementTree
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-import itertools
-
 import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
@@ -42,57 +34,8 @@ from benchmarks.common.models import LLAMAS, Shape
 from benchmarks.common.provenance import write_result
 from sdp_deepspeed.config import MODES
 
-ROOT = Path(__file__).parents[1]
-TESTS = ("tests/ranks",)
-ON_THE_CPU = ("tests/ranks/test_gpu.py",)
-OUTCOMES = ("failure", "error", "skipped")  # as pytest's XML calls them; a test without one passed
 RANK, WORLD_SIZE = 3, 8
 BUCKET = 50_000_000  # elements; at its default of 5e8 stock ZeRO allocates a GB whatever the model
-
-
-def run_tests(arguments: argparse.Namespace) -> dict[str, Any]:
-    on_gpu = device().type == "cuda"
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", "-k", arguments.select]
-        # The tests of a file run in one process; several files share the GPU.
-        command += ["--gpu", "-n", str(arguments.processes), "--dist", "loadfile", *TESTS] if on_gpu else ON_THE_CPU
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands ignore it, and theirs
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        try:
-            is_complete = process.wait(60 * arguments.minutes) in (0, 1)
-        except subprocess.TimeoutExpired:
-            is_complete = False
-            process.send_signal(signal.SIGINT)  # pytest reports what has run
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        tests = read_report(report)
-    return {"is_complete": is_complete, "outcomes": Counter(test["outcome"] for test in tests), "tests": tests}
-
-
-def read_report(path: Path) -> list[dict[str, Any]]:
-    """Name, seconds, outcome and error of each test; empty if pytest did not get so far."""
-    if not path.is_file():
-        return []
-    tests = []
-    for case in ElementTree.parse(path).iter("testcase"):
-        found = [
-            (child.tag, error_in(child.text or child.get("message") or "")) for child in case if child.tag in OUTCOMES
-        ]
-        outcome, why = found[0] if found else ("passed", None)
-        name = f"{case.get('classname')}::{case.get('name')}"
-        tests.append({"name": name, "seconds": float(case.get("time", 0)), "outcome": outcome, "why": why})
-    return tests
-
-
-def error_in(text: str) -> str:
-    """The line that names the exception, a rank's own if there is one; a traceback has paths of the machine."""
-    lines = [line.removeprefix("E").strip() for line in text.splitlines()]
-    named = [line for line in lines if re.match(r"\w*(Error|Exception)\b(?!: rank)", line)]
-    return (named or lines)[-1][:200]
 
 
 def averaged(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -194,7 +137,7 @@ def run_sizes(arguments: argparse.Namespace, write: Callable[[dict[str, Any]], N
     return {"is_complete": not todo, "results": results}
 
 
-def run_groups(arguments: argparse.Namespace) -> dict[str, Any]:
+def run_groups() -> dict[str, Any]:
     """Device bytes of each further process group of this rank alone, after its first use."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     take_device()
@@ -213,28 +156,21 @@ def run_groups(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("section", choices=["values", "sizes", "groups"])
+    parser.add_argument("section", choices=["sizes", "groups"])
     parser.add_argument("--output", required=True, help="path of the JSON with raw figures")
-    parser.add_argument("--processes", type=int, default=4, help="of pytest")
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which tests are stopped and no cell begins")
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which no cell begins")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sequence", type=int, default=2048, help="sizes: tokens per row")
     parser.add_argument("--rows", type=int, default=4, help="sizes: rows per micro-batch")
     parser.add_argument("--sizes", nargs="+", choices=list(LLAMAS), default=["134M", "500M", "1B"])
-    parser.add_argument("--select", default="", help="tests (pytest's -k), or cells (a regular expression)")
+    parser.add_argument("--select", default="", help="sizes: cells, by a regular expression")
     arguments = parser.parse_args()
     facts = {"what": f"gpu_{arguments.section}", "device": device_name(), "arguments": vars(arguments)}
 
     def write(result: dict[str, Any]) -> None:
         write_result(arguments.output, facts | result)
 
-    match arguments.section:
-        case "values":
-            write(run_tests(arguments))
-        case "sizes":
-            write(run_sizes(arguments, write))
-        case "groups":
-            write(run_groups(arguments))
+    write(run_sizes(arguments, write) if arguments.section == "sizes" else run_groups())
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def label(name: str) -> str:
 
 def compare(result: Result, sizes: Result) -> str:
     """The contestants by which a user decides, on CPU ranks and with 1B parameters on a GPU."""
-    contestants, arguments = result["groups"]["main"]["contestants"], result["arguments"]
+    contestants, arguments = result["contestants"], result["arguments"]
     on_gpu = {_as_in_compare(cell["name"]): cell for cell in sizes["results"] if _is_shown(cell, "1B")}
     rows = []
     for name in (name for name in contestants if name not in LESS_SHOWN):
@@ -121,9 +121,7 @@ def compare(result: Result, sizes: Result) -> str:
     milliseconds = 1e3 * statistics.median(contestants["DDP"]["seconds"])
     caption = f"{_place(result)}, batch {arguments['micro_batch']} x {arguments['sequence']} per rank; "
     caption += f"{arguments['repeats']} repeats, DDP's step takes {milliseconds:.0f} ms; "
-    caption += (
-        f"load before the run {result['groups']['main']['load']:.1f}; {_commit(result)}. {_place_of_sizes(sizes)}:"
-    )
+    caption += f"load before the run {result['load']:.1f}; {_commit(result)}. {_place_of_sizes(sizes)}:"
     return f"{caption}\n\n" + table(["", "peak, MiB", "sent, MB", "step / DDP's", "1B: peak, GiB", "step, ms"], rows)
 
 
@@ -144,43 +142,16 @@ def _place_of_sizes(sizes: Result) -> str:
 
 
 def compare_all(result: Result) -> str:
-    """All contestants, and what their steps consist of."""
-    contestants = result["groups"]["main"]["contestants"]
+    """All contestants, with model state, collectives and process groups."""
+    contestants = result["contestants"]
     rows = []
     for name, figures_of in contestants.items():
         state = max(rank["weights"] + rank["gradients"] + rank["optimizer"] for rank in figures_of["ranks"])
-        sent, bound = (sum(rank[kind] for rank in figures_of["ranks"]) for kind in ("sent", "bound"))
         cells = [f"{state / MIB:.1f}", f"{most(contestants, name, 'peak') / MIB:.1f}"]
-        cells += [f"{most(contestants, name, 'sent') / 1e6:.1f}", f"{sent / bound:.2f}"]
+        cells.append(f"{most(contestants, name, 'sent') / 1e6:.1f}")
         cells += [f"{most(contestants, name, kind):.0f}" for kind in ("collectives", "process_groups")]
-        parts = [_part(figures_of, part) for part in ("forward", "backward", "exchange", "optimizer", "host")]
-        rows.append([label(name), *cells, spread(ratio_of_steps(contestants, name, "DDP")), " / ".join(parts)])
-    heads = ["", "state, MiB", "peak, MiB", "sent, MB", "sent / lower bound", "collectives", "groups", "step / DDP's"]
-    return table([*heads, "forward / backward / exchange / optimizer / host, ms"], rows)
-
-
-def _part(figures_of: Result, part: str) -> str:
-    """Milliseconds of a part of the step: mean over ranks, median over steps."""
-    if not figures_of["splits"]:
-        return "-"
-    means = [statistics.mean(rank[part] for rank in ranks) for ranks in figures_of["splits"]]
-    return f"{1e3 * statistics.median(means):.0f}"
-
-
-def links(*results: Result) -> str:
-    """Step times between two nodes, relative to ZeRO-1's in the same repeat."""
-    everyone = [result["groups"]["main"]["contestants"] for result in results]
-    rows = []
-    for name in everyone[0]:
-        cells = []
-        for contestants in everyone:
-            cells += [f"{max(contestants[name]['link_bytes']) / 1e6:.1f}"] if contestants is everyone[0] else []
-            cells.append(spread(ratio_of_steps(contestants, name, "ZeRO-1")))
-        rows.append([label(name), *cells])
-    base = [1e3 * statistics.median(contestants["ZeRO-1"]["seconds"]) for contestants in everyone]
-    heads = [f"{result['link']}: step / ZeRO-1's ({ms:.0f} ms)" for result, ms in zip(results, base, strict=True)]
-    caption = f"2 nodes, {_place(results[0])}, {results[0]['arguments']['repeats']} repeats; {_commit(results[0])}:"
-    return f"{caption}\n\n" + table(["", "over the link, MB", *heads], rows)
+        rows.append([label(name), *cells, spread(ratio_of_steps(contestants, name, "DDP"))])
+    return table(["", "state, MiB", "peak, MiB", "sent, MB", "collectives", "groups", "step / DDP's"], rows)
 
 
 def time_to_loss(*results: Result) -> str:
@@ -343,7 +314,7 @@ def meeting(result: Result) -> str:
     return f"{text}{'; '.join(parts)} ({_commit(result)})."
 
 
-def gpu(sizes: Result, values: Result, groups: Result) -> str:
+def gpu(sizes: Result) -> str:
     """Step and peak of one rank of eight, without activation checkpointing."""
     models = list(dict.fromkeys(cell["size"] for cell in sizes["results"]))
     rows = []
@@ -353,10 +324,7 @@ def gpu(sizes: Result, values: Result, groups: Result) -> str:
             cell = next((cell for cell in sizes["results"] if cell["name"] == name and _is_shown(cell, size)), None)
             rows[-1] += ["", ""] if cell is None else [f"{1e3 * cell['median']:.0f}", _gib(cell["peak"])]
     heads = ["", *(head for size in models for head in (f"{size}: step, ms", "peak, GiB"))]
-    outcomes, each = values["outcomes"], statistics.median(groups["bytes_of_each"]) / MIB
-    tests = f"Of the tests marked `gpu`, {outcomes['passed']} passed and {outcomes.get('failure', 0)} failed. "
-    tests += f"A process group of NCCL takes {each:.0f} MiB of the GPU's memory."
-    return f"{_place_of_sizes(sizes)}:\n\n{table(heads, rows)}\n\n{tests}"
+    return f"{_place_of_sizes(sizes)}:\n\n{table(heads, rows)}"
 
 
 def families(result: Result) -> str:
@@ -399,7 +367,6 @@ def _commit(*results: Result) -> str:
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "compare": (compare, ("compare_4_ranks", "gpu_sizes")),
     "compare-all": (compare_all, ("compare_4_ranks",)),
-    "links": (links, ("links_1gbit", "links_100mbit")),
     "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_100mbit", "time_to_loss_20mbit")),
     "lost-team": (lost_team, ("time_to_loss_1gbit", "lost_team_20mbit")),
     "meeting": (meeting, ("meeting_time",)),
@@ -417,7 +384,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "host-time": (host_time, ("host_time",)),
     "families": (families, ("families",)),
     "families-reasons": (families_reasons, ("families",)),
-    "gpu": (gpu, ("gpu_sizes", "gpu_values", "gpu_groups")),
+    "gpu": (gpu, ("gpu_sizes",)),
 }
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import sdp_deepspeed  # also so that DeepSpeed knows the config's block
 from benchmarks.common.device import device
 from benchmarks.common.models import Shape, num_parameters
-from sdp_deepspeed.config import KEY, MODES, Mode
+from sdp_deepspeed.config import KEY, Mode
 from sdp_deepspeed.fsdp import clip_grad_norm_, param_groups, sharded_model_of
 from sdp_deepspeed.fsdp.sharded_model import is_sharded
 
@@ -66,6 +65,10 @@ class Contestant:
             return "the dense model"
         return f"{self.mode} C={self.coverage:g} k={self.subnetworks}"
 
+    def is_possible(self, num_ranks: int) -> bool:
+        """Whether so many ranks can have it: an integer number of holders, at least one."""
+        return self.coverage * num_ranks >= 1 and not self.coverage * num_ranks % 1
+
     def config(self, precision: str, *, bucket: int, fused: bool = False, overlap: bool = False) -> dict[str, Any]:
         """DeepSpeed's config.
 
@@ -86,11 +89,11 @@ class Contestant:
             config[KEY] |= {"subnetworks": self.subnetworks} if self.subnetworks else {}
         return config
 
-    def build(self, shape: Shape, precision: str, *, micro_batch: int, bucket: int, overlap: bool = False) -> Any:
+    def build(self, shape: Shape, precision: str, *, micro_batch: int, bucket: int) -> Any:
         """Its engine on a fresh model, clipping gradients, with fused AdamW. Every rank calls it."""
         if self.host.startswith("DDP"):
             return _build_ddp(shape, precision, bucket=bucket, checkpointing=self.host != "DDP")
-        config = self.config(precision, bucket=bucket, fused=True, overlap=overlap)
+        config = self.config(precision, bucket=bucket, fused=True)
         if self.host == "FSDP2":
             return _build_fsdp2(shape, precision, config.get(KEY))
         if self.stage == 3:
@@ -106,39 +109,20 @@ DDP = Contestant(0, host="DDP")
 FSDP2 = Contestant(3, host="FSDP2")
 
 
-def groups(
-    modes: Sequence[Mode], stages: Sequence[int], coverages: Sequence[float], num_ranks: int
-) -> dict[str, list[Contestant]]:
-    """Engines of all do not fit into memory together, so they are measured in groups by name. DDP is in each, first.
-
-    "main": everybody who is plain, and the rows of SDP by which a user decides. "hosts": SDP over FSDP2 and over
-    DeepSpeed. Then each mode at each stage, beside DeepSpeed at that stage.
-    """
-    block, neuron, backward = MODES[0], Mode("forward", "neuron"), Mode("backward", "block")
-    plain = [DDP, Contestant(0, host="DDP, activation checkpointing"), *map(Contestant, (0, 1, 2, 3)), FSDP2]
-    chosen = [Contestant(1, block, coverage) for coverage in (1, 0.5, 0.25)]
-    chosen += [Contestant(1, neuron, 0.5), Contestant(1, backward, 0.5), Contestant(2, block, 0.5)]
-    chosen += [Contestant(3, block, coverage, host="FSDP2") for coverage in (1, 0.5)]
-    chosen += [Contestant(3, neuron, 0.5, host="FSDP2")]
-    found = {"main": plain + chosen}
-    cells = [
-        (mode, coverage)
-        for mode in modes
-        for coverage in coverages
-        if mode.regime == "forward" and (mode.strategy == "block" or coverage == 0.5)  # the forward regime is FSDP2's
-    ]
-    hosts = [Contestant(3, mode, coverage, host="FSDP2") for mode, coverage in cells]
-    hosts += [Contestant(stage, mode, coverage) for stage in stages if stage for mode, coverage in cells]
-    found["hosts"] = [DDP, FSDP2, Contestant(3), *hosts]
-    for stage, mode in itertools.product(stages, modes):
-        ours = [Contestant(stage, mode, coverage) for coverage in coverages]
-        found[f"{mode}, stage {stage}"] = [DDP, Contestant(stage), *ours]
-    return {name: [row for row in rows if _possible(row.coverage, num_ranks)] for name, rows in found.items()}
-
-
-def _possible(coverage: float, num_ranks: int) -> bool:
-    """Whether so many ranks can have it: an integer number of holders, at least one."""
-    return coverage * num_ranks >= 1 and not coverage * num_ranks % 1
+BLOCK, NEURON, BACKWARD = Mode("forward", "block"), Mode("forward", "neuron"), Mode("backward", "block")
+# Of compare.py: everybody who is plain, and the rows of SDP by which a user decides.
+CONTESTANTS = (
+    DDP,
+    Contestant(0, host="DDP, activation checkpointing"),
+    *(Contestant(stage) for stage in (0, 1, 2, 3)),
+    FSDP2,
+    *(Contestant(1, BLOCK, coverage) for coverage in (1, 0.5, 0.25)),
+    Contestant(1, NEURON, 0.5),
+    Contestant(1, BACKWARD, 0.5),
+    Contestant(2, BLOCK, 0.5),
+    *(Contestant(3, BLOCK, coverage, host="FSDP2") for coverage in (1, 0.5)),
+    Contestant(3, NEURON, 0.5, host="FSDP2"),
+)
 
 
 class PlainEngine(torch.nn.Module):
@@ -291,18 +275,3 @@ def train(engine: Any, batch: Batch) -> torch.Tensor:
         loss = loss.detach()  # nothing of the pass is kept in the step
         engine.step()
     return loss
-
-
-def dense_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Of all parameters of the dense model."""
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**shape))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def pieces_of(plan: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    """Of each piece of a parameter that is in a unit: the parameter's name, its elements, the ranks that hold it."""
-    for number, unit in enumerate(plan.units):
-        for piece in unit.pieces:
-            if piece.kind == "parameter":
-                yield piece.parameter, piece.num_elements(shapes[piece.parameter]), tuple(plan.ranks_of(number))

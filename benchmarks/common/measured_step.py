@@ -37,7 +37,6 @@ class StepFigures:
         activations: what the forward pass left for the backward pass, most of all micro-steps.
         flops: of the step's matrix products and attention.
         sent: bytes sent during the step.
-        sent_by_operator: the same by c10d operator.
     """
 
     weights: int = 0
@@ -49,7 +48,6 @@ class StepFigures:
     activations: int = 0
     flops: int = 0
     sent: int = 0
-    sent_by_operator: dict[str, int] | None = None
 
 
 class _LiveTensors(MemTracker):
@@ -161,7 +159,6 @@ def measured_step(engine: Any, *, others: Iterable[torch.Tensor] = ()) -> Iterat
     figures.optimizer = storage_bytes(optimizer_tensors(engine), seen)
     figures.peak = max(figures.peak_backward, figures.peak_step)
     figures.flops, figures.sent = operations.total, traffic.total
-    figures.sent_by_operator = dict(traffic.bytes_by_operator)
 
 
 def live_tensors() -> list[torch.Tensor]:
