@@ -33,10 +33,10 @@ from sdp_deepspeed.checkpoint.exported_folder import (
     weights_of,
 )
 from sdp_deepspeed.checkpoint.files import Reader
+from sdp_deepspeed.checkpoint.fill import BoxDirectory, fill
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, State, add_box
 from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState
 from sdp_deepspeed.checkpoint.saved_tensors import make_targets, written_state
-from sdp_deepspeed.checkpoint.state_transfer import BoxDirectory, fill
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.consistency import run_on_all_ranks
 from sdp_deepspeed.plan.tensors import persistent_buffers

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
+from sdp_deepspeed.checkpoint.fill import join_parts
 from sdp_deepspeed.plan.tensor_parallel_shards import TensorParallelShards
 
 
@@ -40,23 +40,21 @@ class WholeStateDicts:
         finally:
             self._are_whole = before
 
-    @torch.no_grad()
     def _gather(self, divided: Mapping[str, str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        for attribute, name in divided.items() if self._are_whole else ():
+        if not self._are_whole:
+            return
+        assert self._group is not None
+        for attribute, name in divided.items():
             key = prefix + attribute
             if key != name and name in state:  # tied to another key
                 state[key] = state[name]
             elif key in state:
-                state[key] = self._whole(name, state[key].detach())
-
-    def _whole(self, name: str, shard: torch.Tensor) -> torch.Tensor:
-        whole = shard.new_zeros(self._shards.divisions[name].shape)
-        self._shards.part(name, whole).copy_(shard)
-        dist.all_reduce(whole, group=self._group)  # exact, since other ranks add zeros; shards may have different sizes
-        return whole
+                state[key] = join_parts(name, state[key].detach(), self._shards, self._group)
 
     def _narrow(self, divided: Mapping[str, str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        for attribute, name in divided.items() if self._are_whole else ():
+        if not self._are_whole:
+            return
+        for attribute, name in divided.items():
             key = prefix + attribute
             if key in state and tuple(state[key].shape) == self._shards.divisions[name].shape:
                 state[key] = self._shards.part(name, state[key])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sdp_deepspeed.checkpoint.fill import join_parts
 from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
 from sdp_deepspeed.teams.shares import part
 
@@ -23,17 +24,17 @@ class RankGroup:
 
     def __init__(self, lists: Sequence[Sequence[int]], timeout: float) -> None:
         self.rank, self.size = 0, 1
-        self._group: Any = None
+        self.process_group: Any = None
         if max(map(len, lists)) > 1:
             limit = timedelta(seconds=timeout)
-            self._group, _ = dist.new_subgroups_by_enumeration([[*ranks] for ranks in lists], limit, "gloo")
-            self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
+            self.process_group, _ = dist.new_subgroups_by_enumeration([[*ranks] for ranks in lists], limit, "gloo")
+            self.rank, self.size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
 
     def broadcast(self, value: Any) -> Any:
         """The value of rank 0."""
         values = [value]
-        if self._group is not None:
-            dist.broadcast_object_list(values, group_src=0, group=self._group)
+        if self.process_group is not None:
+            dist.broadcast_object_list(values, group_src=0, group=self.process_group)
         return values[0]
 
     def all(self, value: bool) -> bool:
@@ -43,14 +44,14 @@ class RankGroup:
     def largest(self, value: int) -> int:
         """The largest value of all ranks."""
         number = torch.tensor([value])
-        if self._group is not None:
-            dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group)
+        if self.process_group is not None:
+            dist.all_reduce(number, dist.ReduceOp.MAX, group=self.process_group)
         return int(number)
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace a tensor in host memory by its sum over all ranks."""
-        if self._group is not None:
-            dist.all_reduce(tensor, group=self._group)
+        if self.process_group is not None:
+            dist.all_reduce(tensor, group=self.process_group)
         return tensor
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -59,20 +60,20 @@ class RankGroup:
 
     def join_shares(self, share: torch.Tensor, length: int) -> torch.Tensor:
         """All elements of a tensor of which each rank has a share (`shares.part`)."""
-        if self._group is None:
+        if self.process_group is None:
             return share
         width = -(-length // self.size)
         padded = torch.zeros(width)
         padded[: len(share)] = share
         gathered = torch.empty(width * self.size)
-        dist.all_gather_single(gathered, padded, group=self._group)
+        dist.all_gather_single(gathered, padded, group=self.process_group)
         lengths = [part(length, rank, self.size)[1] for rank in range(self.size)]
         return torch.cat([values[:n] for values, n in zip(gathered.split(width), lengths, strict=True)])
 
     def close(self) -> None:
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+        if self.process_group is not None:
+            dist.destroy_process_group(self.process_group)
+            self.process_group = None
 
 
 class TeamRanks(RankGroup):
@@ -106,13 +107,10 @@ class TeamRanks(RankGroup):
 
     def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The dense tensor, in host memory, of which this rank has its part under tensor parallelism; collective."""
-        division = self._shards.divisions.get(name)
-        if division is None:
+        if name not in self._shards.divisions:
             return tensor
         assert self._tensor_parallel is not None
-        dense = torch.zeros(division.shape, dtype=tensor.dtype)
-        self._shards.part(name, dense).copy_(tensor)
-        return self._tensor_parallel.add(dense)  # exact, since others add zeros
+        return join_parts(name, tensor, self._shards, self._tensor_parallel.process_group)
 
     def close(self) -> None:
         for group in {self._data_parallel, self._tensor_parallel} - {self, None}:

@@ -1,8 +1,4 @@
-"""Gather slices of the dense model on all data-parallel ranks: for the dense views of both hosts.
-
-Re-plans and exports use `checkpoint/state_transfer.py` instead, where each rank receives only the elements that it
-wants.
-"""
+"""Gather weights that all ranks want: FSDP2's evaluation, layer by layer (other dense tensors: checkpoint/fill.py)."""
 
 from __future__ import annotations
 
