@@ -258,7 +258,7 @@ class _Data:
     """
 
     def __init__(self, seed: int, options: argparse.Namespace, rank: int, num_ranks: int) -> None:
-        text = read_corpus("stdlib")
+        text = read_corpus()
         self._text, self._seed, self._rows = text.train, seed, num_ranks * options.micro_batch
         self._rank, self._num_ranks = rank, num_ranks
         rows = validation_rows(text.validation, options.validation, LENGTH)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,17 +19,30 @@ from sdp_deepspeed.units import Piece
 Batch = tuple[torch.Tensor, torch.Tensor]  # pixels, labels
 
 
+def loss_of_images(model: nn.Module, batch: Batch) -> torch.Tensor:
+    pixels, labels = batch
+    return cross_entropy(model(pixel_values=pixels).logits, labels)
+
+
 class Workers:
     """Compute the averaged gradients of a dense model.
 
     Args:
         model: dense; `backward` sets its parameters' `grad`.
         plan: who holds what at first.
+        loss_of: mean loss of a model on the batch of a worker.
         is_scaled: whether `branch_scale` is "training".
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, *, is_scaled: bool = True) -> None:
-        self.model, self.is_scaled = model, is_scaled
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        loss_of: Callable[[nn.Module, Any], torch.Tensor] = loss_of_images,
+        *,
+        is_scaled: bool = True,
+    ) -> None:
+        self.model, self.loss_of, self.is_scaled = model, loss_of, is_scaled
         self.copies = [deepcopy(model) for _ in plan.subnetwork_of_rank]
         self.branches = proven_branches(model, "neuron")
         self.masks: list[Mask] = []
@@ -58,7 +72,7 @@ class Workers:
         self._averaged = [piece.narrow(gradients[piece.parameter]) for piece, _ in _pieces(self.masks[0])]
         self._num_holders = [float(len(holders)) for _, holders in _pieces(self.masks[0])]
 
-    def backward(self, batches: Sequence[Batch]) -> list[float]:
+    def backward(self, batches: Sequence[Any]) -> list[float]:
         """Set the dense gradients to the means over holders.
 
         Args:
@@ -83,12 +97,11 @@ class Workers:
         torch._foreach_div_(self._averaged, self._num_holders)
         return losses
 
-    def _run(self, worker: int, batch: Batch) -> float:
+    def _run(self, worker: int, batch: Any) -> float:
         """Forward and backward pass of a worker, with the dense model's weights."""
         views, dense = self._weights[worker]
         torch._foreach_copy_(views, dense)
-        pixels, labels = batch
-        loss = cross_entropy(self.copies[worker](pixel_values=pixels).logits, labels)
+        loss = self.loss_of(self.copies[worker], batch)
         loss.backward()
         return loss.item()
 

@@ -1,72 +1,51 @@
-"""Dense models that drop branches, or elements, at random while they train. Dropped branches are not computed."""
+"""Data parallelism that drops branches at random for some of the rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.learning.row_sites import Rows, SkippedRows
-from sdp_deepspeed.masking.proof import proven_branches
+from sdp_deepspeed.architectures import LocatedBranch
 
 
-@dataclass(frozen=True)
-class Dropping:
-    """
+class BranchDropout:
+    """What branches add is zero for some of a worker's rows, and scaled up for the others, so that its mean stays.
+    Operations of dropped rows do not count (plans.py), though they are computed here.
+
     Args:
-        rate: share of the rows for which a branch is dropped: of all branches, or of the last layer's.
-        kind: "branch": one rate for all branches. "depth": it grows with depth (stochastic depth).
+        models: of the workers, which have equal numbers of rows.
+        rate: share of the rows for which each branch is dropped.
     """
 
-    rate: float
-    kind: Literal["branch", "depth"] = "branch"
+    def __init__(self, models: Sequence[nn.Module], branches: Sequence[LocatedBranch], rate: float) -> None:
+        self.rate, self.num_workers, self.num_branches = rate, len(models), len(branches)
+        self.factors: list[list[torch.Tensor]] = []  # of each branch and worker, [rows]
+        for worker, model in enumerate(models):
+            for index, branch in enumerate(branches):
+                self._scale_rows(model.get_submodule(branch.modules[-1]), index, worker)
 
-    def of_layer(self, layer: int, depth: int) -> float:
-        """The rate of a layer, counted from 0."""
-        return self.rate if self.kind == "branch" else self.rate * (layer + 1) / depth
+    def draw(self, num_rows: int, seed: int) -> None:
+        """Choose the rows of the next step: of each branch as many as the rate says, rounded at random.
 
-    def mean(self, depth: int) -> float:
-        return sum(self.of_layer(layer, depth) for layer in range(depth)) / depth
+        Args:
+            num_rows: of all workers.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        self.factors.clear()
+        for _ in range(self.num_branches):
+            order = torch.randperm(num_rows, generator=generator)
+            num_dropped = int(self.rate * num_rows + float(torch.rand((), generator=generator)))
+            factors = torch.full((num_rows,), 1 / (1 - self.rate))
+            factors[order[:num_dropped]] = 0
+            self.factors.append(list(factors.chunk(self.num_workers)))
 
+    def _scale_rows(self, module: nn.Module, branch: int, worker: int) -> None:
+        def hook(_: nn.Module, __: Any, output: Any) -> Any:
+            added = output[0] if isinstance(output, tuple) else output
+            added = added * self.factors[branch][worker].view(-1, 1, 1)
+            return (added, *output[1:]) if isinstance(output, tuple) else added
 
-@contextmanager
-def dropped(model: nn.Module, dropping: Dropping, num_rows: int, seed: int) -> Iterator[None]:
-    """In the block branches run for some of the rows, and what they add there is scaled up, so that its mean stays. Of
-    each branch as many rows are dropped as its rate says, rounded at random."""
-    branches = list(proven_branches(model))
-    layers = list(dict.fromkeys(branch.layer for branch in branches))
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    with ExitStack() as stack:
-        for branch in branches:
-            rate = dropping.of_layer(layers.index(branch.layer), len(layers))
-            order = torch.randperm(num_rows, generator=generator).to(device)  # drawn on the CPU, for all devices alike
-            num_dropped = int(rate * num_rows + float(torch.rand((), generator=generator)))
-            if num_dropped:
-                modules = tuple(model.get_submodule(name) for name in branch.modules)
-                _on_output(modules[-1], partial(torch.mul, other=1 / (1 - rate)), stack)
-                absent, held = order[:num_dropped].sort().values, order[num_dropped:].sort().values
-                SkippedRows(modules, Rows(held, absent)).install(stack)
-        yield
-
-
-@contextmanager
-def with_dropout(model: nn.Module, rate: float) -> Iterator[None]:
-    """In the block elements of the embeddings, and of what each branch adds, are zero at random."""
-    ends = [model.get_submodule(branch.modules[-1]) for branch in proven_branches(model)]
-    with ExitStack() as stack:
-        for module in [*ends, *(module for module in model.modules() if isinstance(module, nn.Embedding))]:
-            _on_output(module, partial(nn.functional.dropout, p=rate), stack)
-        yield
-
-
-def _on_output(module: nn.Module, change: Any, stack: ExitStack) -> None:
-    def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
-
-    stack.callback(module.register_forward_hook(hook).remove)
+        module.register_forward_hook(hook)

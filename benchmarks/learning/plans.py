@@ -49,7 +49,7 @@ def build(size: Size, seed: int) -> nn.Module:
 
 
 def dense_flops(size: Size, kept: float = 1.0) -> float:
-    """Of a step of data parallelism in which branches run for a share `kept` of the rows."""
+    """Of a step of data parallelism in which branches count for a share `kept` of the rows."""
     layer_weights = 4 * size.width**2 + 3 * size.width * size.num_neurons
     return kept * size.depth * (6 * layer_weights + _ATTENTION * _scores(size)) + 6 * size.width * VOCABULARY
 
@@ -93,8 +93,7 @@ class Planner:
         """Of a step under a plan; without a block of a dense step."""
         if self.subject.block is not None:
             return plan_flops(self._model, self.subject.size, plan)
-        size, dropping = self.subject.size, self.subject.dropping
-        return dense_flops(size, 1 - dropping.mean(size.depth) if dropping else 1.0)
+        return dense_flops(self.subject.size, 1 - self.subject.branch_dropout)
 
     def plans(self, num_steps: int) -> Iterator[tuple[SubnetworkConfig, Plan]]:
         """What each step has; the same objects where nothing changes."""

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.learning.dropping import Dropping
-
 Block = Mapping[str, Any]
 HEAD_WIDTH = 16  # of an attention head
 UNSCALED = {"branch_scale": "none"}  # the paper's method
@@ -50,18 +48,14 @@ class Subject:
     Args:
         size: of the dense model.
         block: `subnetwork_data_parallel`; None for data parallelism.
-        dropping: of branches, without a block.
-        dropout: of elements.
-        weight_decay: of matrices.
+        branch_dropout: share of the rows for which each branch is dropped, without a block.
         rows: of a worker in a step; None for the study's.
         small_outputs: whether weights of output projections start C times smaller.
     """
 
     size: Size = REFERENCE
     block: Block | None = None
-    dropping: Dropping | None = None
-    dropout: float = 0.0
-    weight_decay: float = 0.1
+    branch_dropout: float = 0.0
     rows: int | None = None
     small_outputs: bool = False
 
@@ -141,15 +135,11 @@ def _axes() -> dict[str, Subject]:
 
 
 def _for_few_data() -> dict[str, Subject]:
-    """SDP scaled in training, and what else holds a model back."""
+    """SDP scaled in training, and its rival."""
     drawn = {"coverage": 0.75, "branch_scale": "training", "redraw_interval": 10}
     return {
         "C=3/4, scaled in training, drawn every 10 steps": Subject(block=drawn, small_outputs=True),
-        "stochastic depth 0.2": Subject(dropping=Dropping(0.2, "depth")),
-        "branch dropout 0.2": Subject(dropping=Dropping(0.2)),
-        "dense 64x4, branch dropout 0.2": Subject(Size(64, 4), dropping=Dropping(0.2)),
-        "dropout 0.1": Subject(dropout=0.1),
-        "weight decay 1": Subject(weight_decay=1.0),
+        "branch dropout 0.2": Subject(branch_dropout=0.2),
     }
 
 
@@ -174,7 +164,6 @@ SETS: dict[str, list[tuple[int, str, int]]] = {
         for budget in (1000, 2000)
         for name in ("dense 32x8", "32x8, C=1/4, whole ends, scaled in training", "dense 32x4")
     ],
-    "tiny": [(2, "dense 64x8", 0), (2, "C=1/4, whole ends", 0)],
 }
 
 

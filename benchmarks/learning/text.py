@@ -1,4 +1,4 @@
-"""Corpora of bytes that every machine with this environment has; no file of the validation text is trained on."""
+"""Bytes of the running interpreter's Python files; no file of the validation text is trained on."""
 
 from __future__ import annotations
 
@@ -26,14 +26,8 @@ class Corpus:
     validation: torch.Tensor
 
 
-def source_files(name: str) -> Iterator[tuple[str, Path]]:
-    """Files of a corpus with their names in it.
-
-    Args:
-        name: "stdlib": the running interpreter's Python files, without packages that were installed.
-    """
-    if name != "stdlib":
-        raise ValueError(f'corpus: got {name!r}, expected "stdlib"')
+def source_files() -> Iterator[tuple[str, Path]]:
+    """Files of the standard library with their names in it, without packages that were installed."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(folder.rglob("*.py")):
         if not {"site-packages", "dist-packages"} & {*path.parts[len(folder.parts) :]}:
@@ -45,8 +39,8 @@ def is_validation(name: str) -> bool:
     return _digest(name) % _VALIDATION_IN == 0
 
 
-def read_corpus(name: str, train_bytes: int | None = None) -> Corpus:
-    """A corpus in an order that its names' hashes decide.
+def read_corpus(train_bytes: int | None = None) -> Corpus:
+    """The files in an order that their names' hashes decide.
 
     Args:
         train_bytes: so many from the start of the training text; None for all.
@@ -55,15 +49,15 @@ def read_corpus(name: str, train_bytes: int | None = None) -> Corpus:
     """
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     seen: set[bytes] = set()
-    for own, path in sorted(source_files(name), key=lambda item: _digest(item[0])):
+    for own, path in sorted(source_files(), key=lambda item: _digest(item[0])):
         content = path.read_bytes()
         known = hashlib.sha256(content).digest()
         if content and known not in seen:
             seen.add(known)
             parts[is_validation(own)].append(content)
-    train, validation = (_as_tensor(b"".join(parts[side])) for side in (False, True))
+    train, validation = (torch.frombuffer(bytearray(b"".join(parts[side])), dtype=torch.uint8) for side in parts)
     if train_bytes is not None and len(train) < train_bytes:
-        raise ValueError(f"corpus {name!r} has {len(train)} bytes to train on, fewer than {train_bytes}")
+        raise ValueError(f"the standard library has {len(train)} bytes to train on, fewer than {train_bytes}")
     return Corpus(train[:train_bytes], validation)
 
 
@@ -76,12 +70,6 @@ def digest_of(corpus: Corpus) -> str:
 
 def _digest(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
-
-
-def _as_tensor(content: bytes) -> torch.Tensor:
-    if not content:
-        raise ValueError("corpus: no file is on one of its sides; take one of more files")
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def windows(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:

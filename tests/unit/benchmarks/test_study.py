@@ -1,26 +1,24 @@
-"""The learning study: a resumed cell equals the straight one, FLOPs are those that are counted, texts are apart."""
+"""The learning study: gradients are the reference's, FLOPs are those that are counted, texts are apart."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from benchmarks.learning import cell as cell_module
 from benchmarks.learning import text
-from benchmarks.learning.cell import Cell, Resources, _Training, run
-from benchmarks.learning.dropping import Dropping
+from benchmarks.learning.cell import Cell, Training, mean_loss, run, scale_outputs
 from benchmarks.learning.plans import Planner, dense_flops
 from benchmarks.learning.subjects import SETS, STUDIES, SUBJECTS, Size, Study, Subject
 from benchmarks.learning.text import Corpus
 from benchmarks.quality import TUNING_SEED, tuned_rate
-from benchmarks.study import Store, cells, parse_arguments, work
+from benchmarks.study import Store, cells, parse_arguments, run_cell
 from sdp_deepspeed.estimate.flops import FlopCounter
+from tests.reference.virtual_workers import Reference
 
 SIZE = Size(width=64, depth=2, length=16)  # as many heads as a quarter of four workers needs
 STUDY = Study(num_workers=4, rows=2, num_validation_rows=4, points=2, reference=SIZE)
@@ -37,55 +35,87 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SUBJECTS, "half", Subject(SIZE, HALF))
 
 
-@pytest.mark.parametrize("subject", [Subject(SIZE, HALF), Subject(SIZE, dropout=0.1)], ids=["SDP", "dropout"])
-def test_a_cell_in_pieces_is_the_straight_one_bit_for_bit(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cell = Cell("tiny", "any", 0, 6, 1e-3)
-    expected = run(cell, STUDY, subject)
-    assert expected is not None
-    ends = iter([False, True] * 100)  # asked from the second step of a piece on: it has two
-    monkeypatch.setattr(Resources, "ends_cells", property(lambda self: self.folder is not None and next(ends)))
-    pieces: list[dict[str, Any] | None] = []
-    while not pieces or pieces[-1] is None:
-        torch.manual_seed(1)  # whatever another process would draw
-        pieces.append(run(cell, STUDY, subject, Resources(folder=tmp_path)))
-    assert len(pieces) == -(-expected["steps"] // 2) > 1
-    for result in (expected, pieces[-1]):
-        assert all(result.pop(key) >= 0 for key in ("cpu_seconds", "seconds"))
-    assert pieces[-1] == expected
-    assert list(tmp_path.iterdir()) == [], "what is over needs no file"
+def training_of(block: dict[str, Any] | None, **options: Any) -> Training:
+    return Training(Cell("tiny", "any", 0, 4, 1e-2), STUDY, Subject(SIZE, block, **options))
 
 
 @pytest.mark.parametrize(
-    "subject",
-    [
-        Subject(SIZE),
-        Subject(SIZE, {"coverage": 0.5}),
-        Subject(SIZE, dropping=Dropping(0.5)),
-        Subject(SIZE, dropping=Dropping(0.5, "depth")),
-    ],
-    ids=["dense", "block", "dropping", "by depth"],
+    "block",
+    [{"coverage": 0.5, "branch_scale": "none"}, {"strategy": "neuron", "coverage": 0.5, "subnetworks": 2}],
+    ids=["block", "neuron"],
 )
-def test_a_step_costs_the_operations_that_are_counted(subject: Subject) -> None:
-    training = _Training(Cell("tiny", "any", 0, 4, 1e-2), STUDY, subject, Resources())
+def test_a_step_is_that_of_the_reference(block: dict[str, Any]) -> None:
+    training = training_of(block)
+    config, plan = next(training.planner.plans(training.num_steps))
+    model = deepcopy(training.model).requires_grad_(True)
+    is_scaled = config.branch_scale == "training"
+    reference = Reference(model, plan, adamw, mean_loss, clip=STUDY.clip, is_scaled=is_scaled)
+    reference.model.zero_grad()
+    for group in reference.optimizer.param_groups:
+        group["lr"] = 1e-2
+    rows = text.training_rows(CORPUS.train, 0, 0, 8, SIZE.length)
+    reference.step([[own] for own in rows.chunk(4)])
+    training.train_step(0, plan)
+    for name, parameter in training.model.named_parameters():
+        torch.testing.assert_close(parameter, model.get_parameter(name), rtol=1e-5, atol=1e-5, msg=name)
+
+
+def adamw(named: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    matrices = [parameter for parameter in named.values() if parameter.dim() > 1]
+    vectors = [parameter for parameter in named.values() if parameter.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=STUDY.betas)
+
+
+def test_dropped_rows_add_nothing_and_the_others_more() -> None:
+    """The same as a model whose branches are multiplied by hand."""
+    training = training_of(None, branch_dropout=0.5)
+    assert training.dropout is not None
+    training.dropout.draw(8, seed=3)
+    factors = torch.stack([torch.cat(of_branch) for of_branch in training.dropout.factors])
+    assert sorted({*factors.flatten().tolist()}) == [0.0, 2.0]
+    assert factors.count_nonzero(1).tolist() == [4] * 4
+    rows = text.training_rows(CORPUS.train, 0, 0, 8, SIZE.length)
+    losses = training.workers.backward(rows.chunk(4))
+    model = deepcopy(training.model).requires_grad_(False)
+    for worker, of_worker in enumerate(rows.chunk(4)):
+        expected = 0.0
+        for row in range(2):
+            single = deepcopy(model)
+            for index, branch in enumerate(training.workers.branches):
+                for name in branch.outputs:
+                    single.get_parameter(name).mul_(factors[index, 2 * worker + row])
+            expected += float(mean_loss(single, of_worker[row : row + 1])) / 2
+        assert losses[worker] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("block", [None, {"coverage": 0.5}], ids=["dense", "block"])
+def test_a_step_costs_the_operations_that_are_counted(block: dict[str, Any] | None) -> None:
+    training = training_of(block)
     _, plan = next(training.planner.plans(training.num_steps))
     with FlopCounter() as counter:
-        training.train_step(plan)
-    assert counter.total == pytest.approx(STUDY.tokens(subject) * training.planner.step_flops(plan), rel=1e-12)
+        training.train_step(0, plan)
+    assert counter.total == pytest.approx(STUDY.tokens() * training.planner.step_flops(plan), rel=1e-12)
 
 
-def assert_equal(model: nn.Module, expected: nn.Module, held: dict[str, torch.Tensor] | None = None) -> None:
-    """To rounding of sums in another order."""
-    for (name, value), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):
-        kept = torch.ones_like(value) if held is None else held[name]
-        torch.testing.assert_close(value * kept, wanted * kept, rtol=1e-5, atol=1e-6, msg=name)
+def test_outputs_are_scaled_by_their_coverage() -> None:
+    """As a Llama's have names."""
+    training = training_of({"coverage": [{"profile": "linear", "first": 1.0, "last": 0.25}], "strategy": "neuron"})
+    _, plan = next(training.planner.plans(training.num_steps))
+    model = training.model
+    expected = {name: value.detach().clone() for name, value in model.named_parameters()}
+    for index, unit in enumerate(plan.units):
+        for piece in unit.pieces:
+            if ".o_proj." in piece.parameter or ".down_proj." in piece.parameter:
+                piece.narrow(expected[piece.parameter]).mul_(plan.coverage_of(index))
+    scale_outputs(model, plan)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
 
 
 def test_a_budget_is_spent_and_not_more() -> None:
     budget = 20 * STUDY.tokens() * dense_flops(SIZE)
-    results = [run(Cell("tiny", name, 0, 20, 1e-3), STUDY, SUBJECTS[name]) for name in ("dense", "half")]
-    dense, half = (result for result in results if result is not None)
+    dense, half = (run_cell(Cell("tiny", name, 0, 20, 1e-3)) for name in ("dense", "half"))
     assert dense["steps"] == 20 < half["steps"]
     for result in (dense, half):
         assert result["flops"] == pytest.approx(budget, rel=0.03)  # whole steps
@@ -99,24 +129,17 @@ def test_all_subjects_have_plans() -> None:
     assert {name for cells in SETS.values() for _, name, _ in cells} <= SUBJECTS.keys()
 
 
-def done(path: Path, minutes: float, *arguments: str) -> list[dict[str, Any]]:
-    """Cells in the file after a run with one thread."""
-    options = parse_arguments(["--output", str(path), "--study", "tiny", "--budgets", "2", *arguments])
-    store = Store(path)
-    with ThreadPoolExecutor(1) as pool:
-        end = datetime.now(tz=UTC) + timedelta(minutes=minutes)
-        work(list(cells(options, store)), store, pool, num_processes=1, resources=Resources(end=end))
-    return Store(path).cells
-
-
 def test_rates_are_tuned_on_a_seed_that_no_figure_has(tmp_path: Path) -> None:
-    path = tmp_path / "study.json"
-    tried = done(path, 9, "--only", "dense", "--tune")
+    arguments = ["--output", str(tmp_path / "study.json"), "--study", "tiny", "--budgets", "2", "--only", "dense"]
+    store = Store(tmp_path / "study.json")
+    for cell in cells(parse_arguments([*arguments, "--tune"]), store):
+        store.add(run(cell, STUDY, Subject(SIZE)))
+    tried = Store(tmp_path / "study.json").cells
     assert [cell["seed"] for cell in tried] == [TUNING_SEED] * 3
     assert sorted(cell["rate"] for cell in tried) == [2e-3, 4e-3, 8e-3]
     best = min(tried, key=lambda cell: cell["loss"])["rate"]
     assert (tuned_rate(tried, "tiny", "dense"), tuned_rate(tried, "tiny", "half")) == (best, None)
-    assert [cell["rate"] for cell in done(path, 9, "--only", "dense") if cell["seed"] == 0] == [best]
+    assert [(cell.seed, cell.rate) for cell in cells(parse_arguments(arguments), store)] == [(0, best)]
 
 
 class FakeFile:
@@ -130,8 +153,8 @@ class FakeFile:
 def test_no_text_is_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even copies of a file."""
     files = [(f"{name}.py", FakeFile(bytes([100 + name % 50]) * 100)) for name in range(100)]  # each content twice
-    monkeypatch.setattr(text, "source_files", lambda _: iter(files))
-    corpus = text.read_corpus("any")
+    monkeypatch.setattr(text, "source_files", lambda: iter(files))
+    corpus = text.read_corpus()
     trained, validated = ({*side.tolist()} for side in (corpus.train, corpus.validation))
     assert trained
     assert validated
