@@ -30,6 +30,7 @@ from sdp_deepspeed.checkpoint.planners import LoadPlanner, SavePlanner, State, a
 from sdp_deepspeed.checkpoint.random_state import random_state, restore_random_state
 from sdp_deepspeed.checkpoint.rank_state import RankState, buffers_of_rank, restore_buffers
 from sdp_deepspeed.checkpoint.saved_tensors import Targets, make_targets, written_state
+from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.consistency import gather_objects, gather_results, run_on_all_ranks
 from sdp_deepspeed.parallel.groups import control_group
 
@@ -176,23 +177,37 @@ class Checkpointer:
 
     # ---- load -------------------------------------------------------------------------------------------------------
 
-    def find(self, folder: Path, tag: str | None, control: dist.ProcessGroup) -> Checkpoint | None:
+    def find(
+        self, folder: Path, tag: str | None, control: dist.ProcessGroup, *, lr_scheduler: Any = None
+    ) -> Checkpoint | None:
         """Find and verify the checkpoint to load, without changing anything.
 
         Args:
             tag: name of the checkpoint. Default: the one in `latest`, or if that is damaged, the newest complete one.
+            lr_scheduler: scheduler that is to load the stored state; None if there is none.
 
         Returns:
-            None if the folder has no checkpoint.
+            None, with a warning, if the folder has no checkpoint.
 
         Raises:
-            ValueError: on all ranks, if the checkpoint is missing or damaged.
+            ValueError: on all ranks, if the checkpoint is missing, damaged, plain DeepSpeed's, or of another LR
+                scheduler.
         """
         self.wait()
+        run_on_all_ranks(lambda: _refuse_foreign(folder, tag), control)
         path = self._choose(folder, tag, control)
         if path is None:
+            if dist.get_rank() == 0:
+                logger.warning("load_checkpoint: %s has no checkpoint, so nothing was loaded", folder)
             return None
-        return Checkpoint(path, run_on_all_ranks(lambda: read_bytes(files.Reader(path), COMMON), control))
+
+        def read() -> dict[str, Any]:
+            facts = read_bytes(files.Reader(path), COMMON)
+            if hasattr(lr_scheduler, "state_dict"):
+                _check_scheduler(lr_scheduler, facts["common"]["lr_scheduler"])
+            return facts
+
+        return Checkpoint(path, run_on_all_ranks(read, control))
 
     def restore(
         self,
@@ -253,6 +268,34 @@ class Checkpointer:
         if problems:
             raise ValueError(f"{folder} has no complete checkpoint{f' {tag!r}' if tag else ''}: {'; '.join(problems)}")
         return None
+
+
+def _refuse_foreign(folder: Path, tag: str | None) -> None:
+    """Raise ValueError for a checkpoint of plain DeepSpeed.
+
+    Args:
+        tag: name of the checkpoint. Default: the one in `latest`.
+    """
+    name = next(iter(atomic_folder.tags_to_try(folder)), None) if tag is None else tag
+    if name is not None and any((folder / name).glob("*_optim_states.pt")):
+        raise ValueError(
+            f"{folder / name} is a ZeRO checkpoint of DeepSpeed; export its weights with zero_to_fp32.py, and start "
+            "from them"
+        )
+
+
+def _check_scheduler(scheduler: Any, stored: Mapping[str, Any] | None) -> None:
+    """Raise ValueError for the state of a different scheduler, which would silently restart or change this one. Later
+    versions of a class may have more keys, or fewer, but hardly both."""
+    here = scheduler.state_dict()
+    if not stored:
+        return
+    only_stored, only_here = sorted(stored.keys() - here.keys()), sorted(here.keys() - stored.keys())
+    if only_stored and only_here:
+        raise ValueError(
+            f"the checkpoint's LR scheduler has {quoted(only_stored)}, {type(scheduler).__name__} has "
+            f"{quoted(only_here)}; use the saved class, or pass load_lr_scheduler_states=False"
+        )
 
 
 def _gather(call: str, work: Callable[[], Any], control: dist.ProcessGroup) -> list[Any]:

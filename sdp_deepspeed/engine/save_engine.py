@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.utils import log_dist
-
-from sdp_deepspeed.checkpoint import atomic_folder
 from sdp_deepspeed.checkpoint.save_and_load import COUNTERS
 from sdp_deepspeed.engine.plans import follow_schedule, rank_state
-from sdp_deepspeed.messages import quoted
-from sdp_deepspeed.parallel.consistency import run_on_all_ranks
 
 if TYPE_CHECKING:
     from sdp_deepspeed.engine.engine import SubnetworkEngine
@@ -51,16 +45,11 @@ def load_engine(
     Returns:
         Path of the checkpoint and the client state; (None, None) if the folder has no checkpoint.
     """
-    control = engine.groups.control
-    run_on_all_ranks(lambda: _refuse_foreign(folder, tag), control)
-    checkpoint = engine.checkpoints.find(folder, tag, control)
+    lr_scheduler = engine.lr_scheduler if scheduler and not module_only else None
+    checkpoint = engine.checkpoints.find(folder, tag, engine.groups.control, lr_scheduler=lr_scheduler)
     if checkpoint is None:
-        text = f"load_checkpoint: {folder} has no checkpoint, so nothing was loaded"
-        log_dist(text, ranks=[0], level=logging.WARNING)
         return None, None
     common = checkpoint.facts["common"]
-    if scheduler and not module_only:
-        run_on_all_ranks(lambda: _check_scheduler(engine.lr_scheduler, common["lr_scheduler"]), control)
     engine.optimizer.zero_grad()  # drop gradients of the current run
     if not module_only:  # per-rank state is restored under the same plan only
         follow_schedule(engine, common["counters"]["global_steps"])
@@ -71,20 +60,6 @@ def load_engine(
         if scaler.dynamic and common["loss_scaler"].get("dynamic", True):  # a run in bf16 or fp32 saved the scale 1
             vars(scaler).update(common["loss_scaler"])
     return str(checkpoint.path), common["client_state"]
-
-
-def _refuse_foreign(folder: Path, tag: str | None) -> None:
-    """Raise ValueError for a checkpoint of plain DeepSpeed.
-
-    Args:
-        tag: name of the checkpoint. Default: the one in `latest`.
-    """
-    name = next(iter(atomic_folder.tags_to_try(folder)), None) if tag is None else tag
-    if name is not None and any((folder / name).glob("*_optim_states.pt")):
-        raise ValueError(
-            f"{folder / name} is a ZeRO checkpoint of DeepSpeed; export its weights with zero_to_fp32.py, and start "
-            "from them"
-        )
 
 
 def _restore_progress(engine: SubnetworkEngine, counters: Mapping[str, int], scheduler: Any) -> None:
@@ -98,13 +73,3 @@ def _restore_progress(engine: SubnetworkEngine, counters: Mapping[str, int], sch
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     if engine.lr_scheduler is not None and scheduler is not None:
         engine.lr_scheduler.load_state_dict(scheduler)
-
-
-def _check_scheduler(scheduler: Any, stored: Any) -> None:
-    """Raise ValueError for the state of a different scheduler, which would silently restart this one."""
-    here = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
-    if stored and here and not stored.keys() & here.keys():
-        raise ValueError(
-            f"the checkpoint's LR scheduler has {quoted(sorted(stored))}, {type(scheduler).__name__} has "
-            f"{quoted(sorted(here))}; use the saved class, or pass load_lr_scheduler_states=False"
-        )

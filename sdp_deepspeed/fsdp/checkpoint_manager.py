@@ -209,8 +209,9 @@ class CheckpointManager:
                 optimizer or LR scheduler.
         """
         state = self._state("load_checkpoint")
-        name = None if tag is None else str(tag)
-        checkpoint = self._checkpointer.find(Path(load_dir), name, state.groups.control)
+        scheduler = self._lr_scheduler if load_lr_scheduler_states and not load_module_only else None
+        name, control = None if tag is None else str(tag), state.groups.control
+        checkpoint = self._checkpointer.find(Path(load_dir), name, control, lr_scheduler=scheduler)
         if checkpoint is None:
             return None, None
         self._checkpointer.restore(
@@ -224,9 +225,9 @@ class CheckpointManager:
         if not load_module_only:
             self.global_steps = common["counters"]["global_steps"]
             stored = common["lr_scheduler"]
-            if load_lr_scheduler_states and self._lr_scheduler is not None and stored is not None:
-                run_on_all_ranks(lambda: self._lr_scheduler.load_state_dict(stored), state.groups.control)
-                _fit_to_groups(self._lr_scheduler, self._optimizer.param_groups)
+            if scheduler is not None and stored is not None:
+                run_on_all_ranks(lambda: scheduler.load_state_dict(stored), control)
+                _fit_to_groups(scheduler, self._optimizer.param_groups)
         return str(checkpoint.path), common["client_state"]
 
     def load_pretrained(self, folder: str | Path) -> None:
