@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from sdp_deepspeed.masking.mask import is_masked
+from sdp_deepspeed.masking.mask import Mask, is_masked
 from sdp_deepspeed.messages import KEY
 
-if TYPE_CHECKING:
-    from sdp_deepspeed.engine.engine import SubnetworkEngine
 
-_engines: WeakKeyDictionary[nn.Module, weakref.ref[SubnetworkEngine]] = WeakKeyDictionary()  # by their model
+class MaskingEngine(Protocol):
+    """An engine that has reduced its model to a subnetwork."""
+
+    @property
+    def mask(self) -> Mask: ...
+
+    def release(self) -> None: ...
 
 
-def record_engine(model: nn.Module, engine: SubnetworkEngine) -> None:
+_engines: WeakKeyDictionary[nn.Module, weakref.ref[MaskingEngine]] = WeakKeyDictionary()  # by their model
+
+
+def record_engine(model: nn.Module, engine: MaskingEngine) -> None:
     """Remember the engine of a model, for `make_whole`."""
     _engines[model] = weakref.ref(engine)
 

@@ -40,39 +40,28 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from deepspeed import comm as deepspeed_comm  # so that its comms logger records averages and gathered weights
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION
-from deepspeed.utils import log_dist, logger
+from deepspeed.utils import log_dist
 from torch import nn
 
 from sdp_deepspeed.checkpoint.atomic_folder import output_folder
 from sdp_deepspeed.checkpoint.exported_folder import save_pretrained
 from sdp_deepspeed.checkpoint.hugging_face import load_pretrained
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
-from sdp_deepspeed.checkpoint.save_and_load import Checkpointer
+from sdp_deepspeed.checkpoint.save_and_load import COUNTERS
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.engine.dense_view import DenseView
+from sdp_deepspeed.engine.core import Core, Replanned
 from sdp_deepspeed.engine.earlier_engines import make_whole, record_engine
 from sdp_deepspeed.engine.full_access import install_full_access
 from sdp_deepspeed.engine.monitor import StepEvents
 from sdp_deepspeed.engine.optimizer_options import check_bucket_size, loss_scaler, sharded_options, skips_overflow
-from sdp_deepspeed.engine.plans import (
-    Replanned,
-    check_schedule,
-    find_schedule,
-    follow_schedule,
-    new_config,
-    plan_and_mask,
-    rank_state,
-    replan,
-)
+from sdp_deepspeed.engine.plans import Plans
 from sdp_deepspeed.engine.refused_settings import (
     refuse_config,
     refuse_frozen,
     refuse_single_processes,
     refuse_unused,
 )
-from sdp_deepspeed.engine.save_engine import load_engine, save_engine
 from sdp_deepspeed.engine.tensor_parallel import (
     DividedEngine,
     check_mpu,
@@ -81,32 +70,17 @@ from sdp_deepspeed.engine.tensor_parallel import (
 from sdp_deepspeed.engine.zero_optimizer import SubnetworkOptimizer
 from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.masking.replaced import KnownParameters
 from sdp_deepspeed.masking.running_statistics import (
     average_running_statistics,
     estimate_statistics,
     tracking_norms,
     write_statistics,
 )
-from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.masking.wrappers import compile_in_place
-from sdp_deepspeed.messages import announce
-from sdp_deepspeed.parallel.consistency import (
-    CallBarrier,
-    check_agreement,
-    check_same_parameters,
-    first_batches,
-    gather_objects,
-    run_on_all_ranks,
-)
+from sdp_deepspeed.parallel.consistency import CallBarrier, check_same_parameters, first_batches, run_on_all_ranks
 from sdp_deepspeed.parallel.groups import Groups, control_group
-from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
-from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
-from sdp_deepspeed.parallel.param_groups import agreed_param_groups
 from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.strategies import unit_costs
-from sdp_deepspeed.schedule import Schedule
 
 _numbers = itertools.count()  # of engines; all ranks build them together, so the counts agree
 
@@ -116,24 +90,12 @@ class SubnetworkEngine(DividedEngine):
 
     Attributes:
         block: the parsed block.
-        plan: which subnetwork holds which unit, the same on every rank.
-        coverage: C of the plan, weighted by FLOPs.
-        mask: this rank's subnetwork.
-        groups: process groups.
-        schedule: the plans over time; None if the plan is fixed.
-        phase, draw: current phase of the schedule, and number of re-drawn assignments.
-        stage_of_config: ZeRO stage at the beginning of the run.
+        core: the model under the current plan.
     """
 
     block: SubnetworkConfig
-    plan: Plan
-    coverage: float
-    mask: Mask
-    groups: Groups
-    checkpoints: Checkpointer
+    core: Core
     optimizer: SubnetworkOptimizer
-    schedule: Schedule | None
-    phase = draw = stage_of_config = 0
     _deferred: DeferredWeights | None = None  # of a model built under `Init`
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **options: Any) -> None:
@@ -161,28 +123,56 @@ class SubnetworkEngine(DividedEngine):
         if self.optimizer is None:
             raise ValueError(f"{KEY} needs an optimizer: name one in the config, or pass one to deepspeed.initialize")
         record_engine(model, self)
-        self._step_events = StepEvents.of(self)
-        self.checkpoints = Checkpointer(**self.block.checkpoint.model_dump())
-        for name in self.optimizer.sharded.param_groups:
-            install_full_access(self.mask.parameters[name], name, self)
+        self._step_events = StepEvents.of(self, self.core)
+        for name in self.core.optimizer.param_groups:
+            install_full_access(self.mask.parameters[name], name, self.optimizer)
+
+    @property
+    def plan(self) -> Plan:
+        """Which subnetwork holds which unit, the same on every rank."""
+        return self.core.plan
+
+    @property
+    def coverage(self) -> float:
+        """C of the plan, weighted by FLOPs."""
+        return self.core.coverage
+
+    @property
+    def mask(self) -> Mask:
+        """This rank's subnetwork."""
+        return self.core.mask
+
+    @property
+    def groups(self) -> Groups:
+        """Process groups."""
+        return self.core.groups
+
+    @property
+    def phase(self) -> int:
+        """Current phase of the schedule."""
+        return self._plans.phase
 
     # ---- construction -------------------------------------------------------------------------------------------
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         super()._configure_distributed_model(model)
         self._find_tensor_parallel()
-        self.stage_of_config = int(self.zero_optimization_stage())
-        refuse_stage(self.stage_of_config, self.tensor_parallel)
-        if self.stage_of_config == 0:
+        stage = int(self.zero_optimization_stage())
+        refuse_stage(stage, self.tensor_parallel)
+        if stage == 0:
             log_dist(f"{KEY}: ZeRO stage 0 runs as stage 1, which sends the same and shards more", ranks=[0])
         self._barrier = CallBarrier(f"sdp_deepspeed/barrier/{next(_numbers)}")
-        self.schedule = find_schedule(self)
-        check_schedule(self)
-        self.plan, self.mask = plan_and_mask(self, self.block)
-        if self.mask.scaled and dist.get_rank() == 0:
-            by_init = self._deferred is not None
-            text = describe_scale(self.module, self.mask.branches, self.mask.scaled, by_init=by_init)
-            announce(f"{KEY}.{text}", logger)
+        self.core = Core(
+            self.module,
+            self.device,
+            self.block,
+            self.tensor_parallel,
+            self._data_parallel_groups(),
+            self._control,
+            self._barrier,
+            self._deferred,
+        )
+        self._plans = Plans(self, self.core)
 
     def _broadcast_model(self) -> None:
         check_same_parameters(self.module, self._data_parallel_groups(), self._control)
@@ -206,64 +196,17 @@ class SubnetworkEngine(DividedEngine):
 
     def _configure_zero_optimizer(self, optimizer: Any) -> SubnetworkOptimizer:
         check_bucket_size(self)
-        given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        frozen = [name for name, p in self.mask.parameters.items() if id(p) in given and not self.mask.trainable[name]]
-        self._known_parameters = KnownParameters(self.module, self.mask.parameters, frozen)
         allow = bool(self.block.allow_optimizer or self.zero_allow_untested_optimizer())
-        run_on_all_ranks(lambda: check_optimizer(type(optimizer), allow=allow), self._control)
-        self._param_group_of = agreed_param_groups(optimizer, self.mask, self._frozen_before, self._control)
+        options = sharded_options(self, int(self.zero_optimization_stage()))
+        self.core.start(optimizer, options, frozen=self._frozen_before, allow=allow)
+        self._deferred = None
         return SubnetworkOptimizer(
-            self._shard(self.block, self.plan, self.mask, optimizer),
+            self.core,
             loss_scaler(self),
             skips_overflow=skips_overflow(self),
             reports_norm=bool(self.zero_compute_grad_norm()),
             process_group=self.seq_data_parallel_group,
-            wait=self._barrier.wait,
-            before_mode=self._before_mode,
         )
-
-    def _shard(
-        self, block: SubnetworkConfig, plan: Plan, mask: Mask, optimizer: torch.optim.Optimizer
-    ) -> ShardedOptimizer:
-        """Reduce the dense module to this rank's subnetwork, and make the optimizer step this rank's shards."""
-        self.block, self.plan, self.mask = block, plan, mask
-        costs = unit_costs(self.module, mask.plan.units)
-        self.coverage = plan.mean_coverage([cost.flops for cost in costs])
-        holder_sets = {holders for pieces in mask.pieces.values() for _, holders in pieces}
-        self.groups = Groups(
-            holder_sets, ranks=self._data_parallel_groups(), control=self._control, comm=deepspeed_comm
-        )
-        mask.apply()
-        if (deferred := self._deferred) is not None:
-            seed = gather_objects(deferred.seed, self._control)[0]
-            run_on_all_ranks(lambda: deferred.materialize(mask, self.device, seed), self._control)
-            self._deferred = None
-        self._partial_sums = self.tensor_parallel.sum_partial_gradients(mask.parameters)
-        sharded = ShardedOptimizer(
-            optimizer,
-            mask,
-            self.groups,
-            self._param_group_of,
-            regime="backward" if plan.regime == "backward" else "forward",
-            tp_replicated=self.tensor_parallel.tp_replicated(mask.parameters),
-            **sharded_options(self),
-        )
-        self.dense_view = DenseView(
-            mask, self.groups, self.device, refresh=sharded.refresh_shards, wait=self._barrier.wait
-        )
-        return sharded
-
-    def apply_plan(self, block: SubnetworkConfig, plan: Plan, mask: Mask) -> None:
-        """Apply another plan, without moving optimizer state. Collective; the module must be dense."""
-        self.dense_view.close()
-        self.optimizer.sharded.close()
-        self.groups.close()
-        for handle in self._partial_sums:
-            handle.remove()
-        self.optimizer.state.clear()
-        self.optimizer.sharded = self._shard(block, plan, mask, self.optimizer.optimizer)
-        # A backward pass through a graph of the earlier plan would be silently incomplete: let autograd refuse it.
-        torch.autograd.graph.increment_version(list(mask.parameters.values()))
 
     # ---- training -----------------------------------------------------------------------------------------------
 
@@ -273,7 +216,7 @@ class SubnetworkEngine(DividedEngine):
         Raises:
             RuntimeError: a Parameter, or outside `dense` its `.data`, was replaced.
         """
-        self._check_parameters()
+        self.core.check_parameters()
         return super().forward(*inputs, **kwargs)
 
     def backward(
@@ -284,9 +227,9 @@ class SubnetworkEngine(DividedEngine):
         Raises:
             RuntimeError: inside `dense`; a Parameter was replaced.
         """
-        self._refuse_dense("backward")
-        self._check_parameters()
-        if self.optimizer.sharded.stage == 2:
+        self.core.refuse_dense("backward")
+        self.core.check_parameters()
+        if self.core.optimizer.stage == 2:
             self._barrier.record_step()
         self._step_events.note(loss, is_share=not scale_wrt_gas)
         return super().backward(loss, retain_graph, scale_wrt_gas, **options)
@@ -294,17 +237,17 @@ class SubnetworkEngine(DividedEngine):
     def _backward_prologue(self) -> None:
         """Called by DeepSpeed before each backward pass, in which the reducer's hooks receive the gradients."""
         is_last = self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
-        self.optimizer.sharded.reducer.is_last_micro_step = is_last
+        self.core.optimizer.reducer.is_last_micro_step = is_last
         super()._backward_prologue()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Called by DeepSpeed's engine after each backward pass. Stage 2 reduces gradients here; stage 1 does so at the
         accumulation boundary with `overlap_comm`, otherwise in `step`."""
-        self.optimizer.sharded.reducer.finish_backward()
+        self.core.optimizer.reducer.finish_backward()
 
     def _backward_epilogue(self) -> None:
         if self.inside_no_sync_ctxt:  # DeepSpeed does not call `allreduce_gradients`
-            self.optimizer.sharded.reducer.finish_backward()
+            self.core.optimizer.reducer.finish_backward()
         super()._backward_epilogue()
 
     def _flush_coalesced_reduction_zero12(self, optimizer: SubnetworkOptimizer) -> None:
@@ -323,7 +266,7 @@ class SubnetworkEngine(DividedEngine):
                 the boundary, a rank does not call it.
             AssertionError: on all ranks, if a Parameter had no gradient (`ignore_unused_parameters`).
         """
-        self._refuse_dense("step")
+        self.core.refuse_dense("step")
         if self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation():
             self._before_boundary()
         before = self.global_steps
@@ -331,26 +274,20 @@ class SubnetworkEngine(DividedEngine):
         if self.global_steps > before:
             self._step_events.write()
         if self.block.check_agreement and self.was_step_applied():
-            run_on_all_ranks(lambda: check_agreement(self.mask, self.groups), self._control)
-            held = self.held_tensors()
-            run_on_all_ranks(lambda: self.tensor_parallel.check_tp_replicated(held, self._control), self._control)
-        follow_schedule(self, self.global_steps)
+            self.core.check_agreement()
+        self._plans.follow(self.global_steps)
 
     def _before_boundary(self) -> None:
         """Checks before a step that updates weights, and its announcement to ranks that wait in another call."""
         is_managed = self.managed_gradient_accumulation()
         by_caller = self._is_gradient_accumulation_boundary is not None or not is_managed
-        if by_caller and self.optimizer.sharded.stage == 2:  # the number of backward passes may differ
+        if by_caller and self.core.optimizer.stage == 2:  # the number of backward passes may differ
             self._barrier.wait("engine.step")
         self._barrier.record_step()
-        self._check_parameters()
-        refuse_frozen(self)
+        self.core.check_parameters()
+        refuse_frozen(self, self.core.optimizer)
         if not self.zero_ignore_unused_parameters() and self.zero_optimization() and self.zero_cpu_offload():
-            run_on_all_ranks(lambda: refuse_unused(self), self._control)
-
-    def _check_parameters(self) -> None:
-        self._known_parameters.check()
-        self.mask.check_shapes()
+            run_on_all_ranks(lambda: refuse_unused(self.core.optimizer), self._control)
 
     def clip_fp32_gradients(self) -> None:
         """Does nothing: the sharded optimizer clips by the norm of the averaged dense gradient."""
@@ -359,10 +296,6 @@ class SubnetworkEngine(DividedEngine):
         """As in DeepSpeed; see `SubnetworkOptimizer.zero_grad`."""
         self.optimizer.zero_grad()
         super().zero_grad()
-
-    def _before_mode(self, call: str) -> None:
-        self._refuse_dense(call)
-        self._barrier.wait(call)
 
     def replan(self, block: Mapping[str, Any], *, stage: int | None = None) -> Replanned:
         """Continue training under another plan. Collective, between two steps, with equal arguments on all ranks.
@@ -378,7 +311,7 @@ class SubnetworkEngine(DividedEngine):
             ValueError, RuntimeError: on all ranks, before anything is changed.
         """
         self._barrier.wait("engine.replan")
-        return replan(self, run_on_all_ranks(lambda: new_config(self, block, stage), self._control), stage)
+        return self._plans.replan(block, stage)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -404,8 +337,16 @@ class SubnetworkEngine(DividedEngine):
         folder = run_on_all_ranks(lambda: output_folder(save_dir), self._control)
         if self.checkpoint_tag_validation_fail():
             self._checkpoint_tag_validation(str(tag))
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        scheduler, scaler = self.lr_scheduler, vars(self.optimizer.loss_scaler)
+        common = {
+            "counters": {counter: getattr(self, counter) for counter in COUNTERS},
+            "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+            "loss_scaler": {key: value for key, value in scaler.items() if isinstance(value, bool | int | float)},
+            "client_state": dict(client_state or {}),
+        }
         options = {"latest": save_latest, "exclude_frozen": exclude_frozen_parameters}
-        save_engine(self, folder, tag, client_state or {}, **options)
+        self.core.checkpoints.save(folder, name, self.core.state(), common, **options)
         return True
 
     def load_checkpoint(
@@ -430,17 +371,37 @@ class SubnetworkEngine(DividedEngine):
         if custom_load_fn is not None:
             raise ValueError("load_checkpoint: custom_load_fn is not supported; use load_module_strict=False")
         self._before_checkpoint("load_checkpoint")
-        loaded = load_engine(
-            self,
-            Path(load_dir),
-            None if tag is None else str(tag),
-            module_only=load_module_only,
-            scheduler=load_lr_scheduler_states,
-            optimizer_states=load_optimizer_states and not load_module_only,
+        core, name, is_resumed = self.core, None if tag is None else str(tag), not load_module_only
+        scheduler = self.lr_scheduler if is_resumed and load_lr_scheduler_states else None
+        checkpoint = core.checkpoints.find(Path(load_dir), name, self._control, lr_scheduler=scheduler)
+        if checkpoint is None:
+            return None, None
+        common = checkpoint.facts["common"]
+        self.optimizer.zero_grad()  # drop gradients of the current run
+        if is_resumed:  # per-rank state is restored under the same plan only
+            self._plans.follow(common["counters"]["global_steps"])
+        core.checkpoints.restore(
+            checkpoint,
+            core.state(),
+            optimizer_states=load_optimizer_states and is_resumed,
+            own_state=is_resumed,
             strict=load_module_strict,
         )
-        follow_schedule(self, self.global_steps)
-        return loaded
+        if is_resumed:
+            self._restore_progress(common, scheduler)
+        return str(checkpoint.path), common["client_state"]
+
+    def _restore_progress(self, common: Mapping[str, Any], scheduler: Any) -> None:
+        """Set counters, loss scale and LR scheduler, and restart the current step, which may have another number of
+        micro-batches."""
+        for counter, value in common["counters"].items():
+            setattr(self, counter, value)
+        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
+        if scheduler is not None and common["lr_scheduler"] is not None:
+            scheduler.load_state_dict(common["lr_scheduler"])
+        scaler = self.optimizer.loss_scaler
+        if scaler.dynamic and common["loss_scaler"].get("dynamic", True):  # a run in bf16 or fp32 saved the scale 1
+            vars(scaler).update(common["loss_scaler"])
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Load weights from a local folder in Hugging Face format (safetensors). Collective; each rank reads what it
@@ -451,7 +412,7 @@ class SubnetworkEngine(DividedEngine):
                 model.
         """
         self._before_checkpoint("load_pretrained")
-        load_pretrained(rank_state(self), Path(folder))
+        load_pretrained(self.core.state(), Path(folder))
 
     def wait_for_checkpoint(self) -> None:
         """Wait until an asynchronous checkpoint is complete. Collective; call it before the program exits.
@@ -459,11 +420,11 @@ class SubnetworkEngine(DividedEngine):
         Raises:
             RuntimeError: on all ranks, if the checkpoint could not be written.
         """
-        self.checkpoints.wait()
+        self.core.checkpoints.wait()
 
     def _before_checkpoint(self, call: str) -> None:
-        self._refuse_dense(call)
-        self._check_parameters()
+        self.core.refuse_dense(call)
+        self.core.check_parameters()
         self._barrier.wait(call)
         average_running_statistics(self.mask, self.seq_data_parallel_group, self.device)
 
@@ -471,8 +432,8 @@ class SubnetworkEngine(DividedEngine):
 
     def train(self, mode: bool = True) -> Self:
         """As in DeepSpeed. Training mode makes the module the subnetwork again."""
-        if mode and "dense_view" in vars(self):
-            self.dense_view.end_evaluation()
+        if mode and self.optimizer is not None:
+            self.core.dense_view.end_evaluation()
         super().train(mode)
         return self
 
@@ -485,9 +446,9 @@ class SubnetworkEngine(DividedEngine):
         Raises:
             RuntimeError: Parameters were replaced, for example by `load_state_dict(assign=True)`.
         """
-        with self.dense_view.resident(), self._state_dicts.whole():
+        with self.core.dense_view.resident(), self._state_dicts.whole():
             yield
-            self._known_parameters.check()
+            self.core.known_parameters.check()
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
         """Export the dense model with the module's `save_pretrained`; without one, write its state dict to safetensors
@@ -506,7 +467,7 @@ class SubnetworkEngine(DividedEngine):
             if dist.get_rank() == 0:
                 save_pretrained(self.module, to, tokenizer, **state, **options)
 
-        with self.dense_view.resident("save_pretrained"), self._state_dicts.whole():
+        with self.core.dense_view.resident("save_pretrained"), self._state_dicts.whole():
             run_on_all_ranks(write, self._control)
 
     def save_16bit_model(
@@ -514,7 +475,7 @@ class SubnetworkEngine(DividedEngine):
     ) -> bool:
         """As in DeepSpeed, for the dense model; collective."""
         save = super().save_16bit_model
-        with self.dense_view.resident("save_16bit_model"), self._state_dicts.whole():
+        with self.core.dense_view.resident("save_16bit_model"), self._state_dicts.whole():
             run_on_all_ranks(lambda: save(save_dir, save_filename, exclude_frozen_parameters), self._control)
         return True
 
@@ -525,30 +486,18 @@ class SubnetworkEngine(DividedEngine):
             log_dist(f"{KEY}: the model has no batch norms with running statistics", ranks=[0])
             return 0
 
-        with unchanged_random_state(), self.dense_view.resident("reestimate_batch_norm"):  # may draw numbers
+        with unchanged_random_state(), self.core.dense_view.resident("reestimate_batch_norm"):  # may draw numbers
             taken = first_batches(batches, num_batches, self._control)
             statistics = run_on_all_ranks(lambda: estimate_statistics(self.module, taken), self._control)
             write_statistics(statistics, self.seq_data_parallel_group)
         return len(norms)
 
-    def _refuse_dense(self, call: str) -> None:
-        self.dense_view.end_evaluation()
-        if self.dense_view.is_resident:
-            raise RuntimeError(f"{call} inside engine.dense(): leave the context first, on all ranks")
-
     def release(self) -> None:
         """Turn the module into the dense model again, for another engine. Collective; ends this engine."""
-        self._refuse_dense("deepspeed.initialize")
-        self.checkpoints.close()
-        self.dense_view.make_resident("deepspeed.initialize")
-        self.dense_view.close()
+        self.core.refuse_dense("deepspeed.initialize")
+        self.core.close()
         self.optimizer.destroy()
-        for handle in self._partial_sums:
-            handle.remove()
-        self.groups.close()
-        dist.destroy_process_group(self._control)
 
     def held_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers that this rank stores, by dense name."""
-        tensors: dict[str, torch.Tensor] = {**self.mask.parameters, **self.mask.buffers}
-        return {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
+        return self.core.held_tensors()

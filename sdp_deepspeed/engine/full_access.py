@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from sdp_deepspeed.checkpoint.fill import BoxDirectory, fill
 from sdp_deepspeed.checkpoint.planners import State, add_box
+from sdp_deepspeed.engine.zero_optimizer import SubnetworkOptimizer
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.parallel.boxes import Box, shard_boxes
 from sdp_deepspeed.parallel.consistency import gather_objects
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 
-if TYPE_CHECKING:
-    from sdp_deepspeed.engine.engine import SubnetworkEngine
-
 Quantity = Literal["weight", "gradient", "state"]
 
 
-def install_full_access(parameter: nn.Parameter, name: str, engine: SubnetworkEngine) -> None:
-    """Install the attributes that DeepSpeed's functions use.
-
-    Args:
-        engine: its `optimizer.sharded` is the sharded optimizer.
-    """
-    access, target = _Access(engine, name), parameter
+def install_full_access(parameter: nn.Parameter, name: str, optimizer: SubnetworkOptimizer) -> None:
+    """Install the attributes that DeepSpeed's functions use."""
+    access, target = _Access(optimizer, name), parameter
     vars(target).update(
         _hp_mapping=None,  # if present, DeepSpeed's functions call the methods
         _hp_grad=access,  # if not None, they do not return this rank's local gradient
@@ -46,12 +40,14 @@ def install_full_access(parameter: nn.Parameter, name: str, engine: SubnetworkEn
 class _Access:
     """The methods of one Parameter. Holds weak references; a pickled Parameter has no engine."""
 
-    def __init__(self, engine: SubnetworkEngine | None, name: str) -> None:
-        self._engine = (lambda: None) if engine is None else weakref.ref(engine)
+    def __init__(self, optimizer: SubnetworkOptimizer | None, name: str) -> None:
+        self._of_engine = (lambda: None) if optimizer is None else weakref.ref(optimizer)
         self._name = name
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if (engine := self._engine()) is not None and engine.mask.is_applied and engine.mask.is_partial(self._name):
+        optimizer = self._of_engine()
+        mask = None if optimizer is None else optimizer.sharded.mask
+        if mask is not None and mask.is_applied and mask.is_partial(self._name):
             raise RuntimeError(
                 f"{self._name}: this rank holds only a part, so it cannot be pickled; save the state dict inside "
                 "`with engine.dense():` on all ranks"
@@ -59,10 +55,10 @@ class _Access:
         return _Access, (None, self._name)
 
     def _optimizer(self) -> ShardedOptimizer:
-        engine = self._engine()
-        if engine is None:
+        optimizer = self._of_engine()
+        if optimizer is None:
             raise RuntimeError(f"the engine that trained {self._name!r} no longer exists")
-        return engine.optimizer.sharded
+        return optimizer.sharded
 
     def get(self, optim_state_key: str | None = None) -> torch.Tensor:
         kind: Quantity = "weight" if optim_state_key is None else "state"

@@ -4,14 +4,13 @@ writes."""
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 
+from sdp_deepspeed.engine.core import Core
 from sdp_deepspeed.parallel.consistency import gather_objects
-
-if TYPE_CHECKING:
-    from sdp_deepspeed.engine.engine import SubnetworkEngine
 
 _DEFAULT_INTERVAL = 10  # steps
 
@@ -27,19 +26,17 @@ class StepEvents:
         interval: number of steps between two events, the same on all ranks. None: no events.
     """
 
-    def __init__(self, engine: SubnetworkEngine, interval: int | None) -> None:
-        self._engine, self._interval = engine, interval
+    def __init__(self, engine: DeepSpeedEngine, core: Core, interval: int | None) -> None:
+        self._engine, self._core, self._interval = engine, core, interval
         self._losses: list[torch.Tensor] = []
         self._are_shares = False
 
     @classmethod
-    def of(cls, engine: SubnetworkEngine) -> StepEvents:
+    def of(cls, engine: DeepSpeedEngine, core: Core) -> StepEvents:
         """Create it with the interval of rank 0, which writes the events; collective."""
-        enabled, given = gather_objects(
-            (bool(engine.monitor.enabled), engine.steps_per_print()), engine.groups.control
-        )[0]
+        enabled, given = gather_objects((bool(engine.monitor.enabled), engine.steps_per_print()), core.control)[0]
         interval = int(given) if given and math.isfinite(given) else _DEFAULT_INTERVAL  # Accelerate passes infinity
-        return cls(engine, interval if enabled else None)
+        return cls(engine, core, interval if enabled else None)
 
     def note(self, loss: Any, *, is_share: bool) -> None:
         """Record the loss, before a backward pass.
@@ -59,11 +56,11 @@ class StepEvents:
         engine = self._engine
         total = float(torch.stack(losses).float().sum()) if losses else math.nan
         mean = total if self._are_shares or not losses else total / len(losses)
-        every = gather_objects(mean, engine.groups.control)
+        every = gather_objects(mean, self._core.control)
         values = {
-            "subnetwork_loss" if engine.plan.trains_subnetworks else "train_loss": sum(every) / len(every),
+            "subnetwork_loss" if self._core.plan.trains_subnetworks else "train_loss": sum(every) / len(every),
             "gradient_norm": engine.get_global_grad_norm(),
-            "coverage": engine.coverage,
+            "coverage": self._core.coverage,
         }
         engine.monitor.write_events(
             [(f"Train/Samples/{name}", float(v), engine.global_samples) for name, v in values.items() if v is not None]

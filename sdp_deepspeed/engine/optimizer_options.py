@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 
-if TYPE_CHECKING:
-    from sdp_deepspeed.engine.engine import SubnetworkEngine
 
-
-def sharded_options(engine: SubnetworkEngine) -> dict[str, Any]:
-    """Keyword arguments of `ShardedOptimizer`."""
+def sharded_options(engine: DeepSpeedEngine, stage: int) -> dict[str, Any]:
+    """Keyword arguments of `ShardedOptimizer` at a ZeRO stage."""
     model_dtype, accumulation_dtype = engine.get_data_types()
     zero = engine._config.zero_config
     has_size = "reduce_bucket_size" in zero.model_fields_set
     offload = zero.offload_optimizer
     sums_in_fp32 = accumulation_dtype == torch.float32 and model_dtype != torch.float32
-    stage = int(engine.zero_optimization_stage())
     offloads = offload is not None and offload.device == "cpu"
-    in_bf16_optimizer = uses_bf16_optimizer(engine)
     return {
         "stage": max(1, stage),  # 0 sends the same as 1, and has the same results
         "clip": float(engine.gradient_clipping() or 0),
-        "clips_updates": stage > 0 and not in_bf16_optimizer,
+        "clips_updates": stage > 0 and not uses_bf16_optimizer(engine, stage),
         "bucket_size": int(engine.zero_reduce_bucket_size()) if has_size else None,
         "overlap": bool(engine.zero_overlap_comm()),
         "gradient_dtype": torch.float32 if sums_in_fp32 else None,
@@ -34,24 +30,24 @@ def sharded_options(engine: SubnetworkEngine) -> dict[str, Any]:
     }
 
 
-def uses_bf16_optimizer(engine: SubnetworkEngine) -> bool:
+def uses_bf16_optimizer(engine: DeepSpeedEngine, stage: int) -> bool:
     """Whether DeepSpeed would build its `BF16_Optimizer`, not that of ZeRO stages 1 and 2."""
-    is_stage_1 = engine.zero_optimization_stage() == 1 and not engine.zero_cpu_offload()
-    return bool(is_stage_1) and engine.get_data_types() == (torch.bfloat16, torch.float32)
+    is_stage_1 = stage == 1 and not engine.zero_cpu_offload()
+    return is_stage_1 and engine.get_data_types() == (torch.bfloat16, torch.float32)
 
 
-def check_bucket_size(engine: SubnetworkEngine) -> None:
+def check_bucket_size(engine: DeepSpeedEngine) -> None:
     """Raise AssertionError where DeepSpeed does: ZeRO stages 1 and 2 need an even `allgather_bucket_size`, which has no
     effect here."""
-    size = engine.zero_allgather_bucket_size()
-    if size % 2 and engine.zero_optimization_stage() > 0 and not uses_bf16_optimizer(engine):
+    size, stage = engine.zero_allgather_bucket_size(), int(engine.zero_optimization_stage())
+    if size % 2 and stage > 0 and not uses_bf16_optimizer(engine, stage):
         raise AssertionError(
             f"zero_optimization.allgather_bucket_size: got {size}, which must be a multiple of 2 "
             "(nccl_start_alignment_factor); use an even number"
         )
 
 
-def skips_overflow(engine: SubnetworkEngine) -> bool:
+def skips_overflow(engine: DeepSpeedEngine) -> bool:
     """Whether steps with non-finite gradients are skipped, as in DeepSpeed: in fp16; in bf16 if the config says so; in
     fp32 only under ZeRO."""
     if engine.bfloat16_enabled():
@@ -60,7 +56,7 @@ def skips_overflow(engine: SubnetworkEngine) -> bool:
     return under_zero or bool(engine.fp16_enabled())
 
 
-def loss_scaler(engine: SubnetworkEngine) -> LossScalerBase:
+def loss_scaler(engine: DeepSpeedEngine) -> LossScalerBase:
     """DeepSpeed's loss scaler: static, dynamic, or 1 without fp16."""
     return CreateLossScaler(
         engine.get_data_types()[0],

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from sdp_deepspeed.messages import KEY, quoted
 
 if TYPE_CHECKING:
-    from sdp_deepspeed.engine.engine import SubnetworkEngine
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 
 _AVERAGE = "gradients are averaged over their holders; remove the key"
 _MASTERS = "masters and optimizer state are fp32; remove the key"
@@ -152,23 +154,23 @@ def refuse_single_processes() -> None:
         )
 
 
-def refuse_frozen(engine: SubnetworkEngine) -> None:
+def refuse_frozen(engine: DeepSpeedEngine, optimizer: ShardedOptimizer) -> None:
     """Raise RuntimeError for parameters that were frozen after the start, at stage 0 in fp32: DeepSpeed does not step
     them there. In its other stages and precisions momentum and decay keep changing them, as here in every stage."""
     if engine.zero_optimization_stage() > 0 or engine.get_data_types()[0] != torch.float32:
         return
-    held = [name for bucket in engine.optimizer.sharded.held for name in bucket.layout.names]
-    if frozen := [name for name in dict.fromkeys(held) if not engine.mask.parameters[name].requires_grad]:
+    held = [name for bucket in optimizer.held for name in bucket.layout.names]
+    if frozen := [name for name in dict.fromkeys(held) if not optimizer.mask.parameters[name].requires_grad]:
         raise RuntimeError(
             f"frozen after deepspeed.initialize: {quoted(frozen)}; at ZeRO stage 0 momentum and weight decay "
             "would still change them, so freeze them before"
         )
 
 
-def refuse_unused(engine: SubnetworkEngine) -> None:
+def refuse_unused(optimizer: ShardedOptimizer) -> None:
     """Raise AssertionError for parameters of this rank without a gradient in this step. As in DeepSpeed,
     `ignore_unused_parameters: false` has an effect with CPU offload only."""
-    if unused := engine.optimizer.sharded.reducer.unused():
+    if unused := optimizer.reducer.unused():
         raise AssertionError(
             f"unused parameters: {quoted(unused)} had no gradient in this step; use them in the loss, or set "
             "zero_optimization.ignore_unused_parameters to true"

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from sdp_deepspeed.atomic_files import write_text
 from sdp_deepspeed.checkpoint import atomic_folder
 from sdp_deepspeed.checkpoint.files import CHECKSUMS
 from sdp_deepspeed.parallel.consistency import gather_objects, raise_on_all_ranks, run_on_all_ranks
-
-if TYPE_CHECKING:
-    from sdp_deepspeed.engine.team_engine import TeamEngine
+from sdp_deepspeed.teams.team import Team
 
 
 @contextmanager
 def written_together(
-    engine: TeamEngine, folder: Path, tag: str, *, latest: bool, control: dist.ProcessGroup
+    engine: DeepSpeedEngine, team: Team, folder: Path, tag: str, *, latest: bool, control: dist.ProcessGroup
 ) -> Iterator[None]:
     """Context in which DeepSpeed writes a checkpoint, with the team's state before and `latest` after it. Collective.
 
@@ -41,7 +40,7 @@ def written_together(
 
     def write_state() -> None:
         Path(folder, tag).mkdir(parents=True, exist_ok=True)
-        torch.save(engine.team.state_dict(), _state_file(folder / tag))
+        torch.save(team.state_dict(), _state_file(folder / tag))
 
     run_on_all_ranks(write_state, control)
     host: Any = engine
@@ -71,7 +70,7 @@ def refuse_whole(folder: Path, tag: str | None) -> None:
         )
 
 
-def load_state(engine: TeamEngine, folder: Path, control: dist.ProcessGroup) -> None:
+def load_state(team: Team, folder: Path, control: dist.ProcessGroup) -> None:
     """Load the team's state on all ranks, or, if it is damaged on one of them, on none. Collective.
 
     Args:
@@ -85,14 +84,14 @@ def load_state(engine: TeamEngine, folder: Path, control: dist.ProcessGroup) -> 
         problem = _describe(file, error)
     else:
         try:
-            engine.team.load_state_dict(state)
+            team.load_state_dict(state)
         except ValueError as error:
             refused = error
         except (KeyError, RuntimeError, TypeError) as error:
             problem = _describe(file, error)
     raise_on_all_ranks(refused, control)
     if problem := next(filter(None, gather_objects(problem, control)), ""):
-        engine.team.drop_state(problem)
+        team.drop_state(problem)
 
 
 def _describe(file: Path, error: Exception) -> str:

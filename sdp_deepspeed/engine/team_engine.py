@@ -187,7 +187,7 @@ class TeamEngine(DividedEngine):
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         is_later = self.checkpoint_engine.is_decoupled()  # writes in the background
         latest = save_latest and not is_later
-        with written_together(self, Path(save_dir), tag, latest=latest, control=self._control):
+        with written_together(self, self.team, Path(save_dir), tag, latest=latest, control=self._control):
             return super().save_checkpoint(save_dir, tag, client_state or {}, save_latest and is_later, **options)
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *arguments: Any, **options: Any) -> Any:
@@ -207,7 +207,7 @@ class TeamEngine(DividedEngine):
             problem = error
         raise_on_all_ranks(problem, self._control)
         if path is not None:
-            load_state(self, Path(path).parent, self._control)
+            load_state(self.team, Path(path).parent, self._control)
         return path, client_state
 
 

@@ -13,6 +13,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
+from sdp_deepspeed.engine.core import Core
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 
 _MODES = ("train", "eval")  # methods of optimizers with modes, such as schedule-free ones
@@ -22,13 +23,11 @@ class SubnetworkOptimizer(ZeROOptimizer):
     """The optimizer of DeepSpeed's engine.
 
     Args:
-        sharded: the implementation.
+        core: its `optimizer` is the implementation.
         loss_scaler: DeepSpeed's loss scaler.
         skips_overflow: whether to skip steps with non-finite gradients.
         reports_norm: whether to report the gradient norm (`compute_grad_norm`).
         process_group: the data-parallel group.
-        wait: called before averaged gradients are dropped, to synchronize all ranks.
-        before_mode: called before the optimizer's mode is changed, to synchronize all ranks.
     """
 
     custom_loss_scaler = False
@@ -36,30 +35,29 @@ class SubnetworkOptimizer(ZeROOptimizer):
 
     def __init__(
         self,
-        sharded: ShardedOptimizer,
+        core: Core,
         loss_scaler: LossScalerBase,
         *,
         skips_overflow: bool,
         reports_norm: bool,
         process_group: dist.ProcessGroup,
-        wait: Callable[[str], None],
-        before_mode: Callable[[str], None],
     ) -> None:
         super().__init__()
-        self.sharded, self.loss_scaler = sharded, loss_scaler
+        self._core, self.loss_scaler = core, loss_scaler
         self.skips_overflow, self.reports_norm = skips_overflow, reports_norm
-        self.dp_process_group, self._wait, self._before_mode = process_group, wait, before_mode
+        self.dp_process_group = process_group
         self.external_loss_scale: float | None = None
         self.overflow = False
         self._global_grad_norm: float | None = None
         for mode in _MODES:
-            if callable(change := getattr(sharded.optimizer, mode, None)):
-                vars(sharded.optimizer)[mode] = partial(self._change_mode, mode, change)
+            if callable(change := getattr(self.optimizer, mode, None)):
+                vars(self.optimizer)[mode] = partial(self._change_mode, mode, change)
 
     def _change_mode(self, mode: str, change: Callable[[], Any]) -> None:
         """In place of the optimizer's `train` or `eval`; see `ShardedOptimizer.change_mode`."""
         if mode != self.sharded.mode:
-            self._before_mode(f"optimizer.{mode}")
+            self._core.refuse_dense(f"optimizer.{mode}")
+            self._core.barrier.wait(f"optimizer.{mode}")
             self.sharded.change_mode(mode, change)
 
     def __getattr__(self, name: str) -> Any:
@@ -67,6 +65,10 @@ class SubnetworkOptimizer(ZeROOptimizer):
         if name in _MODES:
             return getattr(self.optimizer, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def sharded(self) -> ShardedOptimizer:
+        return self._core.optimizer
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -111,7 +113,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
             RuntimeError: a rank that must call it, too, continues training instead.
         """
         if self.sharded.reducer.is_averaged:
-            self._wait("zero_grad")
+            self._core.barrier.wait("zero_grad")
         self.sharded.reducer.zero_grad()
 
     # ---- loss scale ---------------------------------------------------------------------------------------------

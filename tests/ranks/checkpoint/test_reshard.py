@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from sdp_deepspeed.checkpoint.saved_tensors import written_state
-from sdp_deepspeed.engine.plans import rank_state
 from tests.helpers.checkpointed_runs import dense_of, dense_tensors, settings_of
 from tests.helpers.models import batches
 from tests.helpers.ranks import Rank, run_ranks
@@ -94,7 +93,7 @@ def write(run: Run, name: str, folder: Path, rank: Rank) -> None:
     """Each element of each dense tensor is written by one rank."""
     engine = engine_of(run.settings(), model())
     train(engine, num_steps=3)
-    parts = gathered(written_state(rank_state(engine)))
+    parts = gathered(written_state(engine.core.state()))
     engine.save_checkpoint(str(folder / name), client_state={"position": 3})
     stored = dense_tensors(folder / name / "global_step3")
     if rank.rank == 0:
@@ -109,7 +108,7 @@ def read(run: Run, source: str, folder: Path, rank: Rank) -> None:
     _, client_state = engine.load_checkpoint(str(folder / source))
     assert client_state == {"position": 3}
     assert (engine.global_steps, engine.lr_scheduler.last_batch_iteration) == (3, 2)
-    stored, parts = dense_tensors(folder / source / "global_step3"), gathered(written_state(rank_state(engine)))
+    stored, parts = dense_tensors(folder / source / "global_step3"), gathered(written_state(engine.core.state()))
     if rank.rank == 0:
         found = dense_of(parts)
         assert {key.partition("/")[0] for key in found} == {"weight", "exp_avg", "exp_avg_sq"}

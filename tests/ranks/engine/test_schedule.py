@@ -164,15 +164,17 @@ def test_resumes_in_any_phase(rank: Rank) -> None:
 def test_draws_follow_the_interval(rank: Rank) -> None:
     run = GROWING | {"block": {"holders": 1, "redraw_interval": 2}}
     engine, hashes, draws = start(run), set(), []
-    for steps in range(6):
-        hashes.add(engine.plan.hash)
-        draws.append(engine.draw)
-        train_step(engine, samples_of(steps, rank.size)[rank.rank])
+    with mock.patch("sdp_deepspeed.engine.core.announce") as announced:
+        for steps in range(6):
+            hashes.add(engine.plan.hash)
+            draws.append(engine._plans.draw)
+            train_step(engine, samples_of(steps, rank.size)[rank.rank])
+    assert not announced.called, "a table of the plan for each draw"
     assert draws == [0, 0, 1, 1, 2, 2]
     assert len(hashes) > 1
     assert engine.phase == 0
     whole = start(GROWING | {"block": {"holders": 2, "redraw_interval": 1}})
-    with mock.patch("sdp_deepspeed.engine.plans.replan", side_effect=AssertionError("nothing to draw")):
+    with mock.patch("sdp_deepspeed.engine.core.Core.replan", side_effect=AssertionError("nothing to draw")):
         train_step(whole, samples_of(0, rank.size)[rank.rank])
 
 
@@ -199,6 +201,6 @@ def test_a_turn_that_fails_leaves_the_phase(rank: Rank) -> None:
     engine = start(GROWING)
     for steps in range(2):
         train_step(engine, samples_of(steps, rank.size)[rank.rank])
-    with mock.patch("sdp_deepspeed.engine.plans.plan_and_mask", side_effect=ValueError("no")):
+    with mock.patch("sdp_deepspeed.engine.core.Core.plan_and_mask", side_effect=ValueError("no")):
         refusal(ValueError, lambda: train_step(engine, samples_of(2, rank.size)[rank.rank]), "schedule[1]: no")
     assert (engine.phase, engine.zero_optimization_stage()) == (0, 1)

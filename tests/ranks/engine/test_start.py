@@ -58,7 +58,7 @@ def test_an_accelerator_that_one_rank_has(rank: Rank) -> None:
 def test_groups_have_the_timeout_of_the_run(rank: Rank) -> None:
     """A rank that hangs must not be waited for longer in messages between all ranks, or by an asynchronous save."""
     engine = engine_of(config(holders=1, checkpoint={"asynchronous": True}))
-    for group in (engine._control, engine.checkpoints._group):
+    for group in (engine._control, engine.core.checkpoints._group):
         assert group._get_backend(torch.device("cpu")).options._timeout == COLLECTIVE_TIMEOUT
 
 

@@ -1,0 +1,276 @@
+"""A plan in force on this rank, and the change to another one. DeepSpeed's engine (engine.py) is around it.
+
+Re-planning continues a live run under another plan, as if a checkpoint were saved and loaded, but in memory. All checks
+run before anything is changed. During the exchange, each rank has the dense weights in the run's precision. The user's
+optimizer, param groups and Parameters stay the same objects.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed import comm as deepspeed_comm  # so that its comms logger records averages and gathered weights
+from deepspeed.utils import log_dist, logger
+from torch import nn
+
+from sdp_deepspeed import planner
+from sdp_deepspeed.checkpoint.rank_state import RankState
+from sdp_deepspeed.checkpoint.save_and_load import Checkpointer
+from sdp_deepspeed.checkpoint.state_transfer import collect_state, load_state
+from sdp_deepspeed.config import SubnetworkConfig
+from sdp_deepspeed.engine.dense_view import DenseView
+from sdp_deepspeed.engine.tensor_parallel import TensorParallel
+from sdp_deepspeed.init import DeferredWeights
+from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.masking.proof import replicated_layers
+from sdp_deepspeed.masking.replaced import KnownParameters
+from sdp_deepspeed.masking.scale import describe_scale
+from sdp_deepspeed.messages import KEY, announce, quoted
+from sdp_deepspeed.parallel.consistency import (
+    CallBarrier,
+    check_agreement,
+    check_same_plan,
+    gather_objects,
+    run_on_all_ranks,
+)
+from sdp_deepspeed.parallel.groups import Groups
+from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
+from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
+from sdp_deepspeed.parallel.param_groups import agreed_param_groups
+from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.strategies import unit_costs
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """Cost of a re-plan.
+
+    Args:
+        sent_bytes: maximum over ranks of the bytes sent, without the dense weights.
+        seconds: maximum over ranks of the time taken.
+    """
+
+    sent_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"re-planned in {self.seconds:.3g} s; a rank sent up to {self.sent_bytes:,} bytes of optimizer state"
+
+
+class Core:
+    """The model of an engine under a plan. The constructor computes the first one; `start` applies it.
+
+    Args:
+        module: dense, on `device`.
+        block: the parsed block.
+        data_parallel: ranks of the data-parallel group of each tensor-parallel rank.
+        control: gloo group of all ranks.
+        deferred: weights of a model built under `Init`; None if the module has them.
+
+    Attributes:
+        plan: which subnetwork holds which unit, the same on every rank.
+        coverage: C of the plan, weighted by FLOPs.
+        mask: this rank's subnetwork.
+        groups: process groups.
+        optimizer: steps the shards that this rank owns.
+        dense_view: makes the module dense, and a subnetwork again.
+    """
+
+    coverage: float
+    groups: Groups
+    optimizer: ShardedOptimizer
+    dense_view: DenseView
+    checkpoints: Checkpointer
+    known_parameters: KnownParameters
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        block: SubnetworkConfig,
+        tensor_parallel: TensorParallel,
+        data_parallel: Sequence[tuple[int, ...]],
+        control: dist.ProcessGroup,
+        barrier: CallBarrier,
+        deferred: DeferredWeights | None,
+    ) -> None:
+        self.module, self.device, self.block, self.control, self.barrier = module, device, block, control, barrier
+        self.tensor_parallel, self._data_parallel, self._deferred = tensor_parallel, data_parallel, deferred
+        self.plan, self.mask = self.plan_and_mask(block)
+        if self.mask.scaled and dist.get_rank() == 0:
+            text = describe_scale(module, self.mask.branches, self.mask.scaled, by_init=deferred is not None)
+            announce(f"{KEY}.{text}", logger)
+
+    def plan_and_mask(self, block: SubnetworkConfig, *, logs: bool = True) -> tuple[Plan, Mask]:
+        """Compute the plan of a block and this rank's mask, without applying it. Collective; the module must be dense.
+
+        Args:
+            logs: whether to log the plan and warnings.
+
+        Raises:
+            ValueError: on all ranks, if the block does not fit the model or the number of ranks.
+        """
+        me = dist.get_rank()
+        members = next(ranks for ranks in self._data_parallel if me in ranks)
+        branches, shards = self.tensor_parallel.branches, self.tensor_parallel.shards
+
+        def make() -> tuple[Plan, Mask]:
+            plan, mask, warnings = planner.plan_and_mask(
+                self.module, block, len(members), members.index(me), branches, shards
+            )
+            if logs:
+                for warning in [*warnings, *replicated_layers(self.module)]:
+                    log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
+                if me == 0:
+                    announce(f"{KEY}\n{plan.table(unit_costs(self.module, mask.plan.units))}", logger)
+            return plan, mask
+
+        plan, mask = run_on_all_ranks(make, self.control)
+        check_same_plan(plan, self.control)
+        return plan, mask
+
+    def start(
+        self, optimizer: torch.optim.Optimizer, options: Mapping[str, Any], *, frozen: Collection[str], allow: bool
+    ) -> None:
+        """Reduce the module to this rank's subnetwork, and make the optimizer step this rank's shards. Collective.
+
+        Args:
+            optimizer: of the dense model's parameters.
+            options: of `ShardedOptimizer`.
+            frozen: see `agreed_param_groups`.
+            allow: see `check_optimizer`.
+        """
+        mask, given = self.mask, {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        never_trained = [name for name, p in mask.parameters.items() if id(p) in given and not mask.trainable[name]]
+        self.known_parameters = KnownParameters(self.module, mask.parameters, never_trained)
+        run_on_all_ranks(lambda: check_optimizer(type(optimizer), allow=allow), self.control)
+        self._param_group_of = agreed_param_groups(optimizer, mask, frozen, self.control)
+        self._apply(self.block, self.plan, mask, optimizer, options)
+        self.checkpoints = Checkpointer(**self.block.checkpoint.model_dump())
+
+    def _apply(
+        self,
+        block: SubnetworkConfig,
+        plan: Plan,
+        mask: Mask,
+        optimizer: torch.optim.Optimizer,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.block, self.plan, self.mask = block, plan, mask
+        costs = unit_costs(self.module, mask.plan.units)
+        self.coverage = plan.mean_coverage([cost.flops for cost in costs])
+        holder_sets = {holders for pieces in mask.pieces.values() for _, holders in pieces}
+        self.groups = Groups(holder_sets, ranks=self._data_parallel, control=self.control, comm=deepspeed_comm)
+        mask.apply()
+        if (deferred := self._deferred) is not None:
+            seed = gather_objects(deferred.seed, self.control)[0]
+            run_on_all_ranks(lambda: deferred.materialize(mask, self.device, seed), self.control)
+            self._deferred = None
+        self._partial_sums = self.tensor_parallel.sum_partial_gradients(mask.parameters)
+        self.optimizer = ShardedOptimizer(
+            optimizer,
+            mask,
+            self.groups,
+            self._param_group_of,
+            regime="backward" if plan.regime == "backward" else "forward",
+            tp_replicated=self.tensor_parallel.tp_replicated(mask.parameters),
+            **options,
+        )
+        self.dense_view = DenseView(
+            mask, self.groups, self.device, refresh=self.optimizer.refresh_shards, wait=self.barrier.wait
+        )
+
+    def replan(self, block: SubnetworkConfig, options: Mapping[str, Any], *, logs: bool = True) -> Replanned:
+        """Continue under the plan of another block. Collective, between two steps.
+
+        Args:
+            options: of `ShardedOptimizer`.
+            logs: whether to log the plan and warnings.
+
+        Raises:
+            ValueError, RuntimeError: on all ranks. All checks run before anything is changed.
+        """
+        begin = time.monotonic()
+        self.checkpoints.wait()
+        self.dense_view.make_resident("engine.replan")
+        try:
+            plan, mask = self.plan_and_mask(block, logs=logs)
+        except Exception:
+            self.dense_view.end()
+            raise
+        with torch.no_grad():
+            snapshot = collect_state(self.state())
+            run_on_all_ranks(lambda: self._apply_other(block, plan, mask, options), self.control)
+            sent = load_state(snapshot, self.state(), self.device)
+        del snapshot
+        costs = gather_objects((sent, time.monotonic() - begin), self.control)
+        return Replanned(*map(max, zip(*costs, strict=True)))
+
+    def _apply_other(self, block: SubnetworkConfig, plan: Plan, mask: Mask, options: Mapping[str, Any]) -> None:
+        optimizer = self.optimizer.optimizer
+        self._close_plan()
+        optimizer.state.clear()
+        self._apply(block, plan, mask, optimizer, options)
+        # A backward pass through a graph of the earlier plan would be silently incomplete: let autograd refuse it.
+        torch.autograd.graph.increment_version(list(mask.parameters.values()))
+
+    def refuse_replan(self) -> None:
+        """Raise ValueError or RuntimeError if the state of the run does not allow re-planning."""
+        self.dense_view.end_evaluation()
+        self.known_parameters.check()
+        self.refuse_dense("engine.replan")
+        self.optimizer.refuse_unfinished("engine.replan")
+        mask = self.mask
+        frozen = [n for n, p in mask.parameters.items() if mask.trainable[n] and p.numel() and not p.requires_grad]
+        held = {piece.parameter for pieces in mask.pieces.values() for piece, _ in pieces if mask.is_held(piece)}
+        if frozen := [name for name in frozen if name in held]:
+            raise ValueError(
+                f"engine.replan: {quoted(frozen)} required gradients at deepspeed.initialize but not now; undo that, "
+                "or load a checkpoint in a new engine"
+            )
+
+    def state(self) -> RankState:
+        """This rank's share of the model and optimizer state."""
+        return RankState(self.mask, self.optimizer, self.groups, self.tensor_parallel.shards)
+
+    def check_parameters(self) -> None:
+        """Raise RuntimeError if a Parameter, or outside the dense view its `.data`, was replaced."""
+        self.known_parameters.check()
+        self.mask.check_shapes()
+
+    def check_agreement(self) -> None:
+        """Compare weights with the other holders and the tensor-parallel ranks; collective. See `check_agreement`."""
+        run_on_all_ranks(lambda: check_agreement(self.mask, self.groups), self.control)
+        held = self.held_tensors()
+        run_on_all_ranks(lambda: self.tensor_parallel.check_tp_replicated(held, self.control), self.control)
+
+    def held_tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers that this rank stores, by dense name."""
+        tensors: dict[str, torch.Tensor] = {**self.mask.parameters, **self.mask.buffers}
+        return {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
+
+    def refuse_dense(self, call: str) -> None:
+        """Raise RuntimeError if the user has made the module dense; an evaluation ends."""
+        self.dense_view.end_evaluation()
+        if self.dense_view.is_resident:
+            raise RuntimeError(f"{call} inside engine.dense(): leave the context first, on all ranks")
+
+    def close(self) -> None:
+        """Leave the module dense, for another engine. Collective."""
+        self.checkpoints.close()
+        self.dense_view.make_resident("deepspeed.initialize")
+        self._close_plan()
+        dist.destroy_process_group(self.control)
+
+    def _close_plan(self) -> None:
+        self.dense_view.close()
+        self.optimizer.close()
+        self.groups.close()
+        for handle in self._partial_sums:
+            handle.remove()
