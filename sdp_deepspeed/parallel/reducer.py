@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -21,6 +22,14 @@ from sdp_deepspeed.parallel.groups import reduce, reduce_scatter
 
 if TYPE_CHECKING:
     from sdp_deepspeed.masking.mask import Mask
+
+
+class _Place(Enum):
+    """Where the gradient of a tensor is that was moved to buckets."""
+
+    BUCKETS = "in buckets; `.grad` is None"
+    GRAD_IS_VIEW = "`.grad` is a view of the bucket"
+    GRAD_WAS_DROPPED = "`.grad` is a view, after an earlier one was removed from it"
 
 
 class Reducer:
@@ -71,11 +80,11 @@ class Reducer:
         self._is_offloaded = self._device.type == "cuda" and any(bucket.offloaded is not None for bucket in buckets)
         self._next = 0  # index of the first bucket that has not been reduced
         self._num_missing = [len(bucket.layout.names) for bucket in buckets]  # tensors without a gradient in this pass
-        self._seen: set[str] = set()  # tensors with a gradient in this pass
-        self._used: set[str] = set()  # the same, in earlier passes of this step
-        self._filled: set[str] = set()  # tensors whose gradient was moved to buckets; `.grad` is None
-        self._in_buckets: set[str] = set()  # whole tensors whose `.grad` is a view of their bucket
-        self._dropped: set[str] = set()  # those of `_in_buckets` whose `.grad` was removed since
+        self._pass = 0  # number of backward passes
+        self._last_pass: dict[
+            str, int
+        ] = {}  # in which a tensor had a gradient, of tensors with one since the last step
+        self._places: dict[str, _Place] = {}  # of gradients that are in buckets
         self._hooks = [
             tensor.parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._on_gradient(name))
             for name, tensor in tensors.items()
@@ -98,12 +107,12 @@ class Reducer:
             )
         tensor = self._tensors[name]
         reduces_early = not self.is_coalescing and (self._stage == 2 or (self.overlap and self.is_last_micro_step))
-        if reduces_early and name in self._seen:
+        if reduces_early and self._last_pass.get(name) == self._pass:
             raise RuntimeError(
                 f"{name!r} received two gradients in one backward pass; set use_reentrant=False for activation "
                 "checkpointing, or use ZeRO stage 1 without overlap_comm"
             )
-        self._seen.add(name)
+        self._last_pass[name] = self._pass
         if tensor.buckets[0] < self._next:
             raise RuntimeError(
                 f"{name!r} received a gradient after its bucket was reduced; call step() or engine.zero_grad() before "
@@ -128,25 +137,23 @@ class Reducer:
         assert gradient is not None
         if tensor.dim is None and targets[0].dtype == gradient.dtype:
             if targets[0].data_ptr() != gradient.data_ptr():
-                if name in self._in_buckets and not gradient.requires_grad:  # create_graph adds out of place
-                    self._dropped.add(name)
-                self._in_buckets.add(name)
+                is_new = name not in self._places or gradient.requires_grad  # create_graph adds out of place
+                self._places[name] = self._places.get(name, _Place.GRAD_IS_VIEW) if is_new else _Place.GRAD_WAS_DROPPED
                 targets[0].copy_(gradient)
                 parameter.grad = targets[0]
             return
-        if name in self._filled:
+        if name in self._places:
             torch._foreach_add_(targets, list(tensor.slices(gradient)))
         else:
             torch._foreach_copy_(targets, list(tensor.slices(gradient)))
-            self._filled.add(name)
+            self._places[name] = _Place.BUCKETS
         parameter.grad = None
 
     @torch.no_grad()
     def finish_backward(self) -> None:
         """Called by the engine after each backward pass, on every rank. Stage 2 reduces the remaining buckets; stage 1
         does so after the last micro-step with overlap, else in `finish`."""
-        self._used |= self._seen
-        self._seen.clear()
+        self._pass += 1
         if self.is_coalescing:
             return
         if self._stage == 2:
@@ -159,7 +166,7 @@ class Reducer:
 
     def unused(self) -> list[str]:
         """Tensors of this rank without a gradient since the last step."""
-        return [name for name in self._tensors if name not in self._used]
+        return [name for name in self._tensors if name not in self._last_pass]
 
     @property
     def is_local(self) -> bool:
@@ -169,7 +176,7 @@ class Reducer:
     def local_gradient(self, name: str) -> Sequence[torch.Tensor]:
         """What this rank has accumulated of a tensor's gradient, before it is averaged: its held slices, or nothing."""
         tensor = self._tensors.get(name)
-        if tensor is not None and name in self._filled:
+        if tensor is not None and self._places.get(name) is _Place.BUCKETS:
             return [self._buckets[place.bucket_index].gradient_views[place.index_in_bucket] for place in tensor.places]
         gradient = None if tensor is None else tensor.parameter.grad
         return () if tensor is None or gradient is None else tensor.slices(gradient)
@@ -190,8 +197,11 @@ class Reducer:
     def _refuse_dropped(self) -> None:
         """Raise RuntimeError if every `.grad` was set to None since the last step, other than by `zero_grad`: those
         of cut tensors were moved to buckets before, and would still count."""
-        dropped = self._dropped | {name for name in self._in_buckets if self._parameters[name].grad is None}
-        if dropped and dropped == self._in_buckets and self._filled:
+        views = [name for name, place in self._places.items() if place is not _Place.BUCKETS]
+        are_dropped = all(
+            self._places[name] is _Place.GRAD_WAS_DROPPED or self._parameters[name].grad is None for name in views
+        )
+        if views and are_dropped and len(views) < len(self._places):
             raise RuntimeError(
                 "every .grad was set to None, but other gradients are in buckets; to drop all, call engine.zero_grad()"
             )
@@ -201,7 +211,7 @@ class Reducer:
         """Drop the gradients of this step. If `is_averaged`, all ranks must call it."""
         if self._stream is not None:  # its reductions may still use the gradients
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._used.clear()
+        self._last_pass.clear()
         for parameter in self._parameters.values():
             parameter.grad = None
         for bucket in self._buckets:
@@ -214,12 +224,11 @@ class Reducer:
     def _restart(self) -> None:
         self._next = 0
         self._num_missing = [len(bucket.layout.names) for bucket in self._buckets]
-        for marked in (self._seen, self._filled, self._in_buckets, self._dropped):
-            marked.clear()
+        self._places.clear()
 
     def has_gradients(self) -> bool:
         """Whether there are gradients of an unfinished step."""
-        if self._filled or any(bucket.average is not None for bucket in self._buckets):
+        if _Place.BUCKETS in self._places.values() or any(bucket.average is not None for bucket in self._buckets):
             return True
         return any(parameter.grad is not None for parameter in self._parameters.values())
 
@@ -265,7 +274,7 @@ class Reducer:
         empty: list[torch.Tensor] = []
         for place, target in zip(bucket.places, bucket.gradient_views, strict=True):
             name = place.name
-            if name in self._filled:
+            if self._places.get(name) is _Place.BUCKETS:
                 continue
             gradient = self._parameters[name].grad
             if gradient is None:
