@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from logging import Logger
 
 from torch import nn
 
 from sdp_deepspeed.architectures import CROSS_ATTENTION, LocatedBranch
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.masking.proof import proven_branches, with_cells
-from sdp_deepspeed.messages import KEY
+from sdp_deepspeed.masking.proof import proven_branches, replicated_layers, with_cells
+from sdp_deepspeed.messages import KEY, announce
 from sdp_deepspeed.plan.assign import MAX_SETS_PER_RANK, assign, num_components
 from sdp_deepspeed.plan.coverage import Given, default_subnetworks, describe_holders, holders_of_units, whole_holders
 from sdp_deepspeed.plan.plan import Plan
@@ -96,6 +97,17 @@ def plan_and_mask(
     plan, warnings = plan_model(model, block, data_parallel_size, branches=branches, shards=shards)
     is_scaled = block.branch_scale == "training"
     return plan, Mask(model, shards.local_plan(plan), rank, branches, is_scaled=is_scaled), warnings
+
+
+def announce_plan(model: nn.Module, plan: Plan, mask: Mask, warnings: Sequence[str], logger: Logger) -> None:
+    """Log warnings about a plan and print its table; call it on one rank.
+
+    Args:
+        model: dense, in the mask's coordinates.
+    """
+    for warning in [*warnings, *replicated_layers(model)]:
+        logger.warning("%s: %s", KEY, warning)
+    announce(f"{KEY}\n{plan.table(unit_costs(model, mask.plan.units))}", logger)
 
 
 def _crossing(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> list[int]:

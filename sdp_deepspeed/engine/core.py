@@ -7,7 +7,6 @@ optimizer, param groups and Parameters stay the same objects.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed import comm as deepspeed_comm  # so that its comms logger records averages and gathered weights
-from deepspeed.utils import log_dist, logger
+from deepspeed.utils import logger
 from torch import nn
 
 from sdp_deepspeed import planner
@@ -28,7 +27,6 @@ from sdp_deepspeed.engine.dense_view import DenseView
 from sdp_deepspeed.engine.tensor_parallel import TensorParallel
 from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.masking.proof import replicated_layers
 from sdp_deepspeed.masking.replaced import KnownParameters
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.messages import KEY, announce, quoted
@@ -124,11 +122,8 @@ class Core:
             plan, mask, warnings = planner.plan_and_mask(
                 self.module, block, len(members), members.index(me), branches, shards
             )
-            if logs:
-                for warning in [*warnings, *replicated_layers(self.module)]:
-                    log_dist(f"{KEY}: {warning}", ranks=[0], level=logging.WARNING)
-                if me == 0:
-                    announce(f"{KEY}\n{plan.table(unit_costs(self.module, mask.plan.units))}", logger)
+            if logs and me == 0:
+                planner.announce_plan(self.module, plan, mask, warnings, logger)
             return plan, mask
 
         plan, mask = run_on_all_ranks(make, self.control)

@@ -43,7 +43,7 @@ from sdp_deepspeed.init import DeferredWeights, move_in_place
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.check import is_checkpointed
 from sdp_deepspeed.masking.forwards import set_data
-from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.masking.wrappers import compile_in_place, without_wrappers
 from sdp_deepspeed.messages import KEY, announce, quoted
@@ -60,7 +60,7 @@ from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import unit_costs
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
-from sdp_deepspeed.planner import plan_model
+from sdp_deepspeed.planner import announce_plan, plan_model
 
 logger = logging.getLogger("sdp_deepspeed")
 T = TypeVar("T", bound=nn.Module)
@@ -247,9 +247,7 @@ def _plan(call: CheckedCall) -> PlannedModel:
     mask = Mask(module, local_plan, call.mesh.get_local_rank(), branches, is_scaled=is_scaled)
     branch_modules = list(modules_by_branch(mask))
     if dist.get_rank() == 0:
-        for warning in [*warnings, *replicated_layers(module)]:
-            logger.warning("%s: %s", KEY, warning)
-        announce(f"{KEY}\n{plan.table(unit_costs(module, plan.units))}", logger)
+        announce_plan(module, plan, mask, warnings, logger)
         if mask.scaled:
             announce(f"{KEY}.{describe_scale(module, branches, mask.scaled, by_init=is_deferred)}", logger)
     return PlannedModel(plan, mask, branch_modules, together, state_names, deferred)

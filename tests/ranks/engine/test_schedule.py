@@ -164,7 +164,7 @@ def test_resumes_in_any_phase(rank: Rank) -> None:
 def test_draws_follow_the_interval(rank: Rank) -> None:
     run = GROWING | {"block": {"holders": 1, "redraw_interval": 2}}
     engine, hashes, draws = start(run), set(), []
-    with mock.patch("sdp_deepspeed.engine.core.announce") as announced:
+    with mock.patch("sdp_deepspeed.planner.announce") as announced:
         for steps in range(6):
             hashes.add(engine.plan.hash)
             draws.append(engine._plans.draw)
