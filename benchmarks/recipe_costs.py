@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.provenance import provenance
-from benchmarks.learning.plans import build
+from benchmarks.learning.plans import build, phases
 from benchmarks.learning.subjects import STUDIES, SUBJECTS, Size, Study, Subject
 from benchmarks.quality import LABELS, NARROW
 from sdp_deepspeed.atomic_files import write_text
@@ -37,19 +37,8 @@ def main() -> None:
 def costs_of(subject: Subject, study: Study) -> list[dict[str, Any]]:
     """Of each phase of a run: its share of the steps, and of a step peak bytes, sent bytes and FLOPs of a rank."""
     rows = subject.rows or study.rows
-    phases = [(share, subject.size, block) for share, block in _blocks(subject)]
-    return [{"share": share, **_step(size, block, rows, study.num_workers)} for share, size, block in phases]
-
-
-def _blocks(subject: Subject) -> list[tuple[float, dict[str, Any]]]:
-    """The block of each phase, with the phase's share of the steps."""
-    block = dict(subject.block or {"coverage": 1.0})
-    begin, found = 0.0, []
-    for phase in block.pop("schedule", [{}]):
-        end = phase.get("until", 1.0)
-        found.append((end - begin, block | {key: value for key, value in phase.items() if key != "until"}))
-        begin = end
-    return found
+    found = phases(subject)
+    return [{"share": share, **_step(subject.size, block, rows, study.num_workers)} for share, block in found]
 
 
 def _step(size: Size, block: dict[str, Any], rows: int, num_workers: int) -> dict[str, Any]:

@@ -288,16 +288,6 @@ def host_time(result: Result) -> str:
     return f"{result['model']['num_hidden_layers']} layers; {_commit(result)}:\n\n" + table(heads, rows)
 
 
-def meeting_time(result: Result) -> str:
-    """Host time of a meeting on one rank, and what it sends."""
-    rows = []
-    for row in result["results"]:
-        seconds, held = statistics.median(row["seconds"]), row["held"] / row["parameters"]
-        cells = [f"{held:.2f}", f"{seconds:.1f}", f"{row['sent'] / 1e6:.0f}", str(row["all_to_alls"])]
-        rows.append([f"{row['teams']} teams, C = {Fraction(row['coverage'])}", *cells])
-    return table(["", "parameters of a team", "host time, s", "sent, MB", "all-to-alls"], rows)
-
-
 def meeting(result: Result) -> str:
     """A sentence: host time of a meeting and what it sends, by coverage, of the fewest and the most teams."""
     parts = []
@@ -370,7 +360,6 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_100mbit", "time_to_loss_20mbit")),
     "lost-team": (lost_team, ("time_to_loss_1gbit", "lost_team_20mbit")),
     "meeting": (meeting, ("meeting_time",)),
-    "meeting-time": (meeting_time, ("meeting_time",)),
     "quality": (partial(quality, {name: LABELS[name] for name in IN_RESULTS}, 500), ("learning", "recipe_costs")),
     "quality-readme": (
         partial(quality, {name: LABELS[name] for name in IN_README}, 1000),

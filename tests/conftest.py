@@ -38,9 +38,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="tests marked slow too, every case of the oracle grid, and thorough properties",
     )
     parser.addoption("--gpu", action="store_true", help="tests marked gpu run on a GPU; all others stay on the CPU")
-    parser.addoption(
-        "--torchvision", help="folder with torchvision, for its tests (tests/helpers/torchvision_models.py)"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

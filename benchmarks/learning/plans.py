@@ -8,8 +8,6 @@ PyTorch's formula: five products where forward has two.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,7 +70,17 @@ def _scores(size: Size) -> float:
     return 4 * size.length * size.width
 
 
-@dataclass(frozen=True)
+def phases(subject: Subject) -> list[tuple[float, dict[str, Any]]]:
+    """The block of each phase of a run, with the phase's share of the steps."""
+    block = dict(subject.block or {"coverage": 1.0})
+    begin, found = 0.0, []
+    for phase in block.pop("schedule", [{}]):
+        end = phase.get("until", 1.0)
+        found.append((end - begin, block | {key: value for key, value in phase.items() if key != "until"}))
+        begin = end
+    return found
+
+
 class Planner:
     """The plans of one subject.
 
@@ -80,14 +88,16 @@ class Planner:
         seed: of which subnetworks hold what.
     """
 
-    subject: Subject
-    study: Study
-    seed: int = 0
+    def __init__(self, subject: Subject, study: Study, seed: int = 0) -> None:
+        self.subject, self.study, self.seed = subject, study, seed
+        with torch.device("meta"):
+            self._model = build(subject.size, seed=0)
 
     def num_steps(self, flops: float) -> int:
         """As many as cost that much, at least one in each phase."""
-        phases = (self.subject.block or {}).get("schedule", [{}])
-        return max(len(phases), round(flops / (self.study.tokens(self.subject) * self._mean_flops())))
+        of_phases = phases(self.subject)
+        mean = sum(share * self.step_flops(self._plan(_parsed(block))) for share, block in of_phases)
+        return max(len(of_phases), round(flops / (self.study.tokens(self.subject) * mean)))
 
     def step_flops(self, plan: Plan) -> float:
         """Of a step under a plan; without a block of a dense step."""
@@ -97,58 +107,24 @@ class Planner:
 
     def plans(self, num_steps: int) -> Iterator[tuple[SubnetworkConfig, Plan]]:
         """What each step has; the same objects where nothing changes."""
-        schedule, kept, current = self._schedule(num_steps), None, None
+        block = {**(self.subject.block or {"coverage": 1.0}), "seed": self.seed}
+        if "redraw_interval" in block:
+            block["seed"] *= 1_000_003  # draws have the seeds after it: those of different runs must be far apart
+        if "schedule" in block:
+            block["total_steps"] = num_steps
+        schedule, known, current = Schedule.of({KEY: block}), None, None
         for step in range(num_steps):
             place = (schedule.phase_after(step), schedule.draw_after(step)) if schedule else None
-            if current is None or place != kept:
-                config = self._config(schedule.config_after(step)[KEY] if schedule else self._block)
-                current, kept = (config, self._plan(config)), place
+            if current is None or place != known:
+                config = _parsed(schedule.config_after(step)[KEY] if schedule else block)
+                current, known = (config, self._plan(config)), place
             yield current
 
-    def _mean_flops(self) -> float:
-        """Over a run of any length."""
-        schedule = self._schedule(1000)
-        if schedule is None:
-            return self.step_flops(self._plan(self._config(self._block)))
-        ends = [phase.until_step or 1000 for phase in schedule.phases]
-        shares = [(end - phase.first_step + 1) / 1000 for phase, end in zip(schedule.phases, ends, strict=True)]
-        plans = [self._plan(self._config(schedule.config_after(end - 1)[KEY])) for end in ends]
-        return sum(share * self.step_flops(plan) for share, plan in zip(shares, plans, strict=True))
-
-    @property
-    def _block(self) -> Mapping[str, Any]:
-        """Draws of a seed have the seeds after it, so those of different runs must be far apart."""
-        if self.subject.block is None:
-            return {"coverage": 1.0}
-        is_drawn = "redraw_interval" in self.subject.block
-        return {**self.subject.block, "seed": self.seed * 1_000_003 if is_drawn else self.seed}
-
-    def _schedule(self, num_steps: int) -> Schedule | None:
-        if self.subject.block is None:
-            return None
-        block = dict(self._block)
-        if any("until" in phase for phase in block.get("schedule", ())):
-            block["total_steps"] = num_steps
-        self._config(block)
-        return Schedule.of({KEY: block})
-
-    def _config(self, block: Mapping[str, Any]) -> SubnetworkConfig:
-        config = parse({KEY: dict(block)})
-        assert config is not None
-        return config
-
-    @cached_property
-    def _model(self) -> nn.Module:
-        """Shapes only."""
-        with torch.device("meta"):
-            return build(self.subject.size, seed=0)
-
-    @cached_property
-    def _plans(self) -> dict[str, Plan]:
-        return {}
-
     def _plan(self, config: SubnetworkConfig) -> Plan:
-        key = repr(config)
-        if key not in self._plans:
-            self._plans[key] = plan_model(self._model, config, self.study.num_workers)[0]
-        return self._plans[key]
+        return plan_model(self._model, config, self.study.num_workers)[0]
+
+
+def _parsed(block: Mapping[str, Any]) -> SubnetworkConfig:
+    config = parse({KEY: dict(block)})
+    assert config is not None
+    return config

@@ -305,28 +305,8 @@ class MixtureLayer(Layer):
         self.mlp = Mixture()  # type: ignore[assignment]
 
 
-class StateSpace(nn.Module):
-    """Gated, with a short causal convolution and a recurrence along the tokens, as in Mamba."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_proj, self.out_proj = nn.Linear(WIDTH, 2 * NEURONS, bias=False), nn.Linear(NEURONS, WIDTH, bias=False)
-        self.conv1d = nn.Conv1d(NEURONS, NEURONS, 3, padding=2, groups=NEURONS)
-        self.A_log, self.D = nn.Parameter(torch.zeros(NEURONS)), nn.Parameter(torch.ones(NEURONS))
-        self.norm = nn.RMSNorm(NEURONS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inside, gate = self.in_proj(x).chunk(2, dim=-1)
-        inside = F.silu(self.conv1d(inside.mT)[..., : x.shape[1]].mT)
-        state, states = torch.zeros_like(inside[:, 0]), []
-        for token in inside.unbind(1):
-            state = torch.exp(-torch.exp(self.A_log)) * state + token
-            states.append(state + self.D * token)
-        return self.out_proj(self.norm(torch.stack(states, 1)) * F.silu(gate))
-
-
 class Forms(nn.Module):
-    """Several forms of one class: attention, state space, or neither; with or without a norm after the addition."""
+    """Several forms of one class: attention, an MLP, or neither; with or without a norm after the addition."""
 
     def __init__(self, mixer: nn.Module | None, *, is_post_norm: bool = False) -> None:
         super().__init__()
@@ -342,7 +322,7 @@ class Forms(nn.Module):
 
 
 def stack_of_forms() -> nn.Module:
-    kinds = (Attention, StateSpace)
+    kinds = (Attention, Mlp)
     return Stack(*(Forms(kind(), is_post_norm=post) for kind in kinds for post in (False, True)), Forms(None))
 
 

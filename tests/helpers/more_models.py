@@ -130,12 +130,9 @@ SPECIMENS: dict[str, Specimen] = {
     "bloom_post_norm": _whole_heads(
         hf.BloomForCausalLM, hf.BloomConfig, _BLOOM, apply_residual_connection_post_layernorm=True
     ),
-    "camembert": _whole_heads(hf.CamembertForMaskedLM, hf.CamembertConfig, _BERT),
     "cohere": _grouped(hf.CohereForCausalLM, hf.CohereConfig, use_qk_norm=True, logit_scale=1.0),
-    "cohere2": _grouped(hf.Cohere2ForCausalLM, hf.Cohere2Config, sliding_window=3, logit_scale=1.0),
     "convnext": Specimen(hf.ConvNextForImageClassification, hf.ConvNextConfig, num_blocks=3, options=_CONVNEXT),
     "deberta_v2": _whole_heads(hf.DebertaV2ForMaskedLM, hf.DebertaV2Config, _BERT | _RELATIVE),
-    "deit": _whole_heads(hf.DeiTForImageClassification, hf.DeiTConfig, _VIT),
     "dinov2": _whole_heads(hf.Dinov2ForImageClassification, hf.Dinov2Config, _DINOV2, num_heads=3, mlp_ratio=3),
     "dinov2_swiglu": _whole_heads(
         hf.Dinov2WithRegistersForImageClassification,
@@ -145,7 +142,6 @@ SPECIMENS: dict[str, Specimen] = {
         use_swiglu_ffn=True,
         mlp_ratio=2,
     ),
-    "electra": _whole_heads(hf.ElectraForMaskedLM, hf.ElectraConfig, _BERT, embedding_size=20),
     "falcon": _whole_heads(hf.FalconForCausalLM, hf.FalconConfig, _FALCON, multi_query=False, parallel_attn=False),
     "falcon_alibi": _whole_heads(
         hf.FalconForCausalLM, hf.FalconConfig, _FALCON, alibi=True, multi_query=False, parallel_attn=False
@@ -154,23 +150,17 @@ SPECIMENS: dict[str, Specimen] = {
         hf.FalconForCausalLM, hf.FalconConfig, _FALCON, num_heads=3, new_decoder_architecture=True, num_kv_heads=3
     ),
     "falcon_multi_query": _whole_heads(hf.FalconForCausalLM, hf.FalconConfig, _FALCON, multi_query=True),
-    "gemma": _grouped(hf.GemmaForCausalLM, hf.GemmaConfig),
     "gemma2": _grouped(hf.Gemma2ForCausalLM, hf.Gemma2Config, **_WINDOW),
     "gemma3": _grouped(
         hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, **_WINDOW, layer_types=["sliding_attention", "full_attention"]
     ),
     "glm": _grouped(hf.GlmForCausalLM, hf.GlmConfig, attention_bias=True, **_PARTIAL),
-    "glm4": _grouped(hf.Glm4ForCausalLM, hf.Glm4Config, attention_bias=True, **_PARTIAL),
     "gptj": _whole_heads(hf.GPTJForCausalLM, hf.GPTJConfig, _GPTJ),
     "granite": _grouped(
         hf.GraniteForCausalLM, hf.GraniteConfig, residual_multiplier=0.7, embedding_multiplier=2.0, logits_scaling=2.0
     ),
-    "llama4_dense": _grouped(hf.Llama4ForCausalLM, hf.Llama4TextConfig, intermediate_size_mlp=27, moe_layers=[]),
     "modernbert": _whole_heads(hf.ModernBertForMaskedLM, hf.ModernBertConfig, _SIZES, local_attention=4),
-    "mt5": _whole_heads(hf.MT5ForConditionalGeneration, hf.MT5Config, _T5, num_heads=3),
-    "olmo": _grouped(hf.OlmoForCausalLM, hf.OlmoConfig, clip_qkv=1.0),
     "olmo2": _grouped(hf.Olmo2ForCausalLM, hf.Olmo2Config),
-    "olmo3": _grouped(hf.Olmo3ForCausalLM, hf.Olmo3Config, sliding_window=3),
     "opt": _whole_heads(hf.OPTForCausalLM, hf.OPTConfig, _OPT),
     "opt_post_norm": _whole_heads(hf.OPTForCausalLM, hf.OPTConfig, _OPT, do_layer_norm_before=False),
     "phi": _grouped(hf.PhiForCausalLM, hf.PhiConfig, qk_layernorm=True),
@@ -179,11 +169,8 @@ SPECIMENS: dict[str, Specimen] = {
     "qwen3_vl": _vision_language(hf.Qwen3VLForConditionalGeneration, hf.Qwen3VLConfig, **_QWEN3_TOWER),
     "resnet": _resnet("basic"),
     "resnet_bottleneck": _resnet("bottleneck", hidden_sizes=[12, 20], hidden_act="gelu"),
-    "roberta": _whole_heads(hf.RobertaForMaskedLM, hf.RobertaConfig, _BERT),
-    "smollm3": _grouped(hf.SmolLM3ForCausalLM, hf.SmolLM3Config, no_rope_layer_interval=2),
     "stablelm": _grouped(hf.StableLmForCausalLM, hf.StableLmConfig, use_qkv_bias=True),
     "stablelm_head_norms": _grouped(hf.StableLmForCausalLM, hf.StableLmConfig, qk_layernorm=True),
-    "stablelm_parallel": _grouped(hf.StableLmForCausalLM, hf.StableLmConfig, use_parallel_residual=True),
     "starcoder2": _grouped(
         hf.Starcoder2ForCausalLM, hf.Starcoder2Config, residual_dropout=0.0, embedding_dropout=0.0, sliding_window=3
     ),
@@ -192,7 +179,6 @@ SPECIMENS: dict[str, Specimen] = {
     "t5": _whole_heads(hf.T5ForConditionalGeneration, hf.T5Config, _T5, num_heads=3),
     "vit": _whole_heads(hf.ViTForImageClassification, hf.ViTConfig, _VIT),
     "whisper": _whole_heads(hf.WhisperForConditionalGeneration, hf.WhisperConfig, _WHISPER, num_blocks=10),
-    "xlm_roberta": _whole_heads(hf.XLMRobertaForMaskedLM, hf.XLMRobertaConfig, _BERT),
 }
 # What two tensor-parallel ranks divide.
 _EVEN = {
@@ -211,9 +197,8 @@ def even(name: str) -> Specimen:
 ALL_SPECIMENS: dict[str, Specimen] = {**models.SPECIMENS, **SPECIMENS}
 # Biases of keys that are not rotated, or in part: the softmax does not see them, so their gradients are rounding.
 KEY_BIASES = (
-    *("bert", "camembert", "electra", "opt", "opt_post_norm", "roberta", "xlm_roberta"),
-    *("glm", "glm4", "phi", "stablelm"),
-    *("deit", "dinov2", "dinov2_swiglu", "swin", "vit"),
+    *("bert", "opt", "opt_post_norm", "glm", "phi", "stablelm"),
+    *("dinov2", "dinov2_swiglu", "swin", "vit"),
 )
 # Attention whose heads cannot be cut.
-UNCUT = ("bloom", "bloom_post_norm", "falcon_multi_query", "olmo2", "olmo3", "stablelm_head_norms")
+UNCUT = ("bloom", "bloom_post_norm", "falcon_multi_query", "olmo2", "stablelm_head_norms")

@@ -69,6 +69,21 @@ def test_host_time(tmp_path: Path) -> None:
     assert few["collectives"] < many["collectives"]
 
 
+def test_sizes_on_a_gpu_continue_where_the_file_ends(tmp_path: Path) -> None:
+    """On the CPU, of a tiny model. Half of the blocks need half of their FLOPs, on both hosts."""
+    names = "(DDP|ZeRO-1|FSDP2|forward x block, C=0.5)$"
+    first = run(tmp_path, "benchmarks/on_gpu.py", "sizes", "--select", "DDP$")["results"]
+    result = run(tmp_path, "benchmarks/on_gpu.py", "sizes", "--select", names)
+    assert result["is_complete"]
+    assert result["results"][: len(first)] == first, "not measured again"
+    flops = {cell["name"]: cell["flops"] for cell in result["results"]}
+    dense = flops["DDP"]
+    assert dense == flops["ZeRO-1"] == flops["FSDP2"]
+    for host in ("ZeRO-1", "FSDP2"):
+        half = flops[f"SDP + {host}, forward x block, C=0.5"]
+        assert 0.5 * dense < half < 0.6 * dense  # embeddings and head are everybody's
+
+
 def test_time_of_a_meeting(tmp_path: Path) -> None:
     """At C = 1 each rank of a team of 8 sends 2 (K - 1) / K of its share to the K teams."""
     result = run(tmp_path, "benchmarks/meeting_time.py", "--model", "tiny", "--repeats", "1")

@@ -226,35 +226,24 @@ def norm(average: Mapping[str, torch.Tensor]) -> float:
 
 @dataclass
 class LossScale:
-    """Dynamic loss scale of fp16, as in DeepSpeed's ZeRO optimizers without `consecutive_hysteresis`.
+    """Dynamic loss scale of fp16, as in DeepSpeed's ZeRO optimizers with a `hysteresis` of 1.
 
     Args:
         value: 2 ** `initial_scale_power`.
         window: number of steps without overflow after which it doubles; the first after an overflow does not count.
-        hysteresis: number of overflows before it is halved.
-        smallest: `min_loss_scale`.
     """
 
     value: float
     window: int
-    hysteresis: int = 1
-    smallest: float = 1.0
     num_steps: int = field(default=0, init=False)
     last_overflow: int = field(default=-1, init=False)
-
-    def __post_init__(self) -> None:
-        self.left = self.hysteresis
 
     def update(self, overflow: bool) -> None:
         """Update after each step, including skipped ones."""
         if overflow:
             self.last_overflow = self.num_steps
-            if self.left == 1:
-                self.value = max(self.value / 2, self.smallest)
-            else:
-                self.left -= 1
+            self.value /= 2
         elif (good := self.num_steps - self.last_overflow - 1) > 0 and good % self.window == 0:
-            self.left = self.hysteresis
             self.value *= 2
         self.num_steps += 1
 
@@ -302,12 +291,6 @@ class Reference:
         self.masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in self.weights.items()}
         self.optimizer = self.make_optimizer(self.masters)
         self.scheduler = self.make_scheduler(self.optimizer) if self.make_scheduler else None
-
-    @torch.no_grad()
-    def reset_masters(self) -> None:
-        """Set the fp32 masters to weights that were loaded into the model."""
-        for name, parameter in self.weights.items():
-            self.masters[name].copy_(parameter)
 
     def step(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[float]], float]:
         """Run one step.

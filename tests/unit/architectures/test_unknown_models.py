@@ -72,6 +72,12 @@ def test_a_description_is_of_what_inherits_the_forward() -> None:
     assert (first.description.norm, first.description.body) == (None, "ff")
 
 
+def test_a_model_that_is_a_layer_is_refused() -> None:
+    architectures.register(Layer, Branch("mlp", norm="norm", body="ff"))
+    with pytest.raises(ValueError, match=r"the class of the model itself, Layer, is described.*Sequential"):
+        proven_branches(Layer(), "neuron")
+
+
 def test_what_no_description_can_be() -> None:
     with pytest.raises(ValueError, match="'mlp': body: name the submodule"):
         Branch("mlp", norm="norm")

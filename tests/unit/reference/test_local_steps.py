@@ -116,22 +116,6 @@ def test_holders_average_and_step_from_the_anchors(regime: str) -> None:
     assert [values(team.model) for team in reference.teams] == [values(model)] * 2
 
 
-def test_plain_averaging() -> None:
-    """Outer SGD with 1 and no momentum: the mean of the holders' weights."""
-    model = Sums()
-    reference = reference_of(sums("forward"), LocalSteps(1, 1.0, 0.0), model)
-    reference.step([[1.0], [3.0]])
-    assert values(model) == pytest.approx([A - 0.1, B - 0.2, S - 0.2])
-
-
-def test_weight_decay_does_not_reach_units_that_a_team_only_runs() -> None:
-    reference = reference_of(sums("backward"), LocalSteps(10, 1.0, 0.0), Sums(), weight_decay=0.5)
-    reference.step([[0.0], [0.0]])
-    decayed = 1 - 0.1 * 0.5
-    assert values(reference.teams[0].model) == pytest.approx([A * decayed, B * decayed, S * decayed])
-    assert values(reference.teams[1].model) == pytest.approx([A, B * decayed, S * decayed])
-
-
 def test_replicas_average_gradients_in_each_step_and_clip_as_a_team() -> None:
     """Two ranks each. Team 0 has x = 1, 3, mean 2: its norm 2 sqrt(3) is cut to 1, so each element to 1 / sqrt(3).
     Team 1 has x = 0, 0.2: its norm 0.1 sqrt(2) is not cut."""
@@ -143,24 +127,6 @@ def test_replicas_average_gradients_in_each_step_and_clip_as_a_team() -> None:
     cut = 1 / math.sqrt(3)
     expected = [A - 0.1 * cut, B - 0.1 * (cut + 0.1) / 2, S - 0.1 * (cut + 0.1) / 2]
     assert values(model) == pytest.approx(expected)
-
-
-def test_neurons_are_averaged_one_by_one() -> None:
-    """Rows 0 and 1 of one matrix: row 0 in team 0 alone, row 1 in both, row 2 shared; gradients are x."""
-
-    class Rows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.v = nn.Parameter(torch.tensor([[1.0], [2.0], [4.0]]))
-
-        def forward(self, x: float) -> torch.Tensor:
-            return (self.v * x).sum()
-
-    units = tuple(Unit(f"neuron{j}", (Piece("v", 0, j, 1),)) for j in range(2))
-    plan = Plan("forward", "neuron", 2, None, 0, units, ((0,), (0, 1)), (0, 1))
-    model = Rows()
-    reference_of(plan, LocalSteps(1, 1.0, 0.0), model).step([[1.0], [3.0]])
-    assert model.v.flatten().tolist() == pytest.approx([1 - 0.1, 2 - 0.2, 4 - 0.2])
 
 
 def test_running_statistics_are_averaged_over_all_teams() -> None:
