@@ -41,7 +41,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-checkpoint = typer.Typer(help="Inspect, verify, export and import checkpoints.")
+checkpoint = typer.Typer(help="Inspect, verify and export checkpoints.")
 app.add_typer(checkpoint, name="checkpoint")
 
 

@@ -182,7 +182,7 @@ def _describe(traced: Trace, layer: Layer, path: BranchPath, live: set[Node]) ->
     relative = tuple(module.name for module in bodies)
     first = bodies[0]
     return Branch(
-        _type_of(traced, layer, path, mine),
+        _type_of(layer, mine),
         norm=tuple(module.name for module in norms) or None,
         body=relative[0] if len(relative) == 1 else relative,
         after=(*(module.name for module in after), *tail),
@@ -229,7 +229,7 @@ def _modules(
         inside = [node for node in work if is_inside(node.module, name)]
         if mine.isdisjoint(inside):
             return
-        if mine.issuperset(inside) and (known := _as_whole(traced, layer, path, mine, name, inside, stream, live)):
+        if mine.issuperset(inside) and (known := _as_whole(traced, layer, path, name, inside, stream, live)):
             found.append(known)
             return
         for key, child in module.named_children():
@@ -244,7 +244,6 @@ def _as_whole(
     traced: Trace,
     layer: Layer,
     path: BranchPath,
-    mine: set[Node],
     name: str,
     inside: Sequence[Node],
     stream: set[Node],
@@ -397,7 +396,7 @@ def _outputs(layer: Layer, path: BranchPath, mine: set[Node]) -> tuple[str, ...]
     return tuple(names)
 
 
-def _type_of(traced: Trace, layer: Layer, path: BranchPath, mine: set[Node]) -> str:
+def _type_of(layer: Layer, mine: set[Node]) -> str:
     """Type of a branch, by what it computes."""
     operators = set[str]().union(*(node.operators for node in mine))
     if any("attention" in name for name in operators) or _has_softmax_of_products(mine):

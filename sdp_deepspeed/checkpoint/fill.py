@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, State
 from sdp_deepspeed.parallel.consistency import gather_objects, run_on_all_ranks
-from sdp_deepspeed.plan.tensor_parallel_shards import TensorParallelShards
 
 _BYTES = 2**28  # of dense tensors per exchange
 
@@ -144,17 +143,3 @@ def _batches(metadata: Metadata) -> Iterator[tuple[set[str], torch.dtype]]:
 def _values(offered: State, item: ReadItem) -> torch.Tensor:
     box = offered[item.storage_index.fqn].parts[_offset(item.storage_index)]
     return box[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
-
-
-@torch.no_grad()
-def join_parts(name: str, part: torch.Tensor, shards: TensorParallelShards, group: dist.ProcessGroup) -> torch.Tensor:
-    """The dense tensor of which each tensor-parallel rank has a part; collective in the tensor-parallel group.
-
-    Args:
-        shards: which part this rank has.
-        group: may be of another backend than the default group, which `fill` uses.
-    """
-    dense = part.new_zeros(shards.divisions[name].shape)
-    shards.part(name, dense).copy_(part)
-    dist.all_reduce(dense, group=group)  # exact, since others add zeros; parts may have different sizes
-    return dense

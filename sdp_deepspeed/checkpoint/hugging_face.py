@@ -10,6 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,24 +87,20 @@ def _tokenizer(folder: Path) -> Any:
         raise ValueError(f"{folder} has no tokenizer that can be loaded: {str(error).splitlines()[0]}") from None
 
 
-def dense_state_dict(
-    state: RankState, device: torch.device, dtype: torch.dtype | None = None
-) -> dict[str, torch.Tensor]:
+def dense_state_dict(state: RankState, device: torch.device) -> dict[str, torch.Tensor]:
     """Gather the live dense model in host memory of rank 0; empty on other ranks. Collective.
 
     Args:
         device: device of collectives in the default group.
-        dtype: dtype of floating-point weights. Default: that of the run; masters are rounded once.
     """
     offered = {key: boxes for key, boxes in written_state(state).items() if key.startswith(f"{WEIGHT}/")}
     directory = BoxDirectory(offered, state.groups.control)
     live: dict[str, torch.Tensor] = {**state.mask.parameters, **state.mask.buffers}
-    dtypes = _dtypes({name: str(tensor.dtype).removeprefix("torch.") for name, tensor in live.items()}, dtype)
     stored: dict[str, Any] = directory.metadata.state_dict_metadata
     shapes = {key.partition("/")[2]: tensor.size for key, tensor in stored.items()} if dist.get_rank() == 0 else {}
-    tensors = run_on_all_ranks(
-        lambda: _room_for(shapes, dtypes), state.groups.control
-    )  # an allocation error is raised on all ranks
+
+    allocate = partial(_room_for, shapes, {name: tensor.dtype for name, tensor in live.items()})
+    tensors = run_on_all_ranks(allocate, state.groups.control)  # an allocation error is raised on all ranks
     fill(_whole(tensors), offered, directory, device)
     return tensors
 

@@ -44,7 +44,8 @@ class Checkpoint:
     """A verified checkpoint.
 
     Args:
-        facts: everything but tensors, common to all ranks; "common" is the argument of `save`.
+        facts: everything but tensors, common to all ranks; "common" has counters, LR scheduler, loss scaler and client
+            state.
     """
 
     path: Path
@@ -74,24 +75,36 @@ class Checkpointer:
     def save(
         self,
         folder: Path,
-        tag: str,
+        tag: str | None,
         state: RankState,
-        common: Mapping[str, Any],
+        counters: Mapping[str, int],
         *,
-        latest: bool = True,
-        exclude_frozen: bool = False,
+        lr_scheduler: Any,
+        loss_scaler: Mapping[str, Any] | None = None,
+        client_state: Mapping[str, Any] | None,
+        latest: bool,
+        exclude_frozen: bool,
     ) -> None:
         """Save a checkpoint to `folder / tag`.
 
         Args:
-            common: state of the whole run: tensors, numbers, strings, lists and dicts.
+            tag: default: the step.
+            counters: by the names in COUNTERS.
+            client_state: tensors, numbers, strings, lists and dicts, as the state of the LR scheduler.
 
         Raises:
-            ValueError: on all ranks, if the tag is invalid or differs between ranks, `common` has other types, or
+            ValueError: on all ranks, if the tag is invalid or differs between ranks, a state has other types, or
                 another job writes to the folder.
             RuntimeError: on all ranks, if this or a previous asynchronous save fails. Earlier checkpoints are intact.
         """
         control, is_first = state.groups.control, dist.get_rank() == 0
+        tag = f"global_step{counters['global_steps']}" if tag is None else str(tag)
+        common = {
+            "counters": dict(counters),
+            "lr_scheduler": lr_scheduler.state_dict() if hasattr(lr_scheduler, "state_dict") else None,
+            "loss_scaler": dict(loss_scaler or {}),
+            "client_state": dict(client_state or {}),
+        }
         self.wait()
         numbers = _gather(f"save {tag!r} in {folder}", lambda: group_facts(state), control)
 
@@ -100,7 +113,7 @@ class Checkpointer:
             tensors = written_state(state, exclude_frozen=exclude_frozen)
             of_rank = {"random": random_state(), "buffers": buffers_of_rank(state)}
             add_bytes(tensors, f"{RANK}/{dist.get_rank()}", plain_bytes(of_rank))
-            whole = plain_bytes(_facts(state, numbers) | {"common": dict(common)})
+            whole = plain_bytes(_facts(state, numbers) | {"common": common})
             if is_first:
                 add_bytes(tensors, COMMON, whole)
                 self._take_lock(folder)

@@ -19,7 +19,7 @@ Order of a training step; methods with an underscore, and `allreduce_gradients`,
    if the caller sets the boundary). DeepSpeed's `step` then calls `SubnetworkOptimizer.step` (zero_optimizer.py), which
 
    - calls `ShardedOptimizer.step` (parallel/optimizer.py) with the loss scale. That averages the remaining gradients
-     (`Reducer.finish`), computes their norm (one all-reduce; see `gradient_norm`), unscales and clips, calls the
+     (`Reducer.finish_step`), computes their norm (one all-reduce; see `gradient_norm`), unscales and clips, calls the
      `step` of the user's optimizer on this rank's shards, and all-gathers weights: in the forward regime over the
      holders of each bucket (`_gather_shards`), in the backward regime over all ranks (`GatheredRange.all_gather`). If
      the norm is not finite, it skips the update where DeepSpeed does (`skips_overflow`);
@@ -27,7 +27,7 @@ Order of a training step; methods with an underscore, and `allreduce_gradients`,
    - keeps the norm (`compute_grad_norm`), and whether the update was skipped, for DeepSpeed to read.
 
    DeepSpeed drops gradients and steps the learning-rate schedule. After that come the monitor's events,
-   `check_agreement` and a new plan (`follow_schedule`), where they are due.
+   `check_agreement` and a new plan (`Plans.follow`), where they are due.
 """
 
 from __future__ import annotations
@@ -337,16 +337,18 @@ class SubnetworkEngine(DividedEngine):
         folder = run_on_all_ranks(lambda: output_folder(save_dir), self._control)
         if self.checkpoint_tag_validation_fail():
             self._checkpoint_tag_validation(str(tag))
-        name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        scheduler, scaler = self.lr_scheduler, vars(self.optimizer.loss_scaler)
-        common = {
-            "counters": {counter: getattr(self, counter) for counter in COUNTERS},
-            "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
-            "loss_scaler": {key: value for key, value in scaler.items() if isinstance(value, bool | int | float)},
-            "client_state": dict(client_state or {}),
-        }
-        options = {"latest": save_latest, "exclude_frozen": exclude_frozen_parameters}
-        self.core.checkpoints.save(folder, name, self.core.state(), common, **options)
+        scaler = vars(self.optimizer.loss_scaler).items()
+        self.core.checkpoints.save(
+            folder,
+            tag,
+            self.core.state(),
+            {counter: getattr(self, counter) for counter in COUNTERS},
+            lr_scheduler=self.lr_scheduler,
+            loss_scaler={key: value for key, value in scaler if isinstance(value, bool | int | float)},
+            client_state=client_state,
+            latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+        )
         return True
 
     def load_checkpoint(

@@ -142,7 +142,7 @@ def _prepare(optimizer: ShardedOptimizer, kind: Quantity, key: str) -> None:
     if kind == "gradient":
         if not optimizer.reducer.is_last_micro_step:
             raise RuntimeError("gradients are averaged after the last micro-step; read or set them before step() only")
-        optimizer.reducer.finish()
+        optimizer.reducer.finish_step()
     elif kind == "state":
         parameters = [parameter for bucket in optimizer.held for parameter in bucket.parameters]
         states = [(parameter, optimizer.optimizer.state.get(parameter, {})) for parameter in parameters]
@@ -157,7 +157,7 @@ def _values(optimizer: ShardedOptimizer, name: str, kind: Quantity, key: str) ->
     """Yield the boxes that this rank owns of a parameter, with views of their values; nothing for missing state."""
     for bucket in (bucket for bucket in optimizer.held if name in bucket.layout.names):
         if kind == "gradient":
-            bucket.set_gradients(bucket.average)
+            bucket.set_shard_gradient(bucket.average)
         for box in shard_boxes(bucket):
             state = optimizer.optimizer.state.get(box.tensor, {})
             tensor = {"weight": box.tensor, "gradient": box.tensor.grad, "state": state.get(key)}[kind]

@@ -26,7 +26,7 @@ def arm() -> None:
     patches = {
         "deepspeed": _patch_deepspeed,
         "accelerate.accelerator": _patch_accelerate,
-        "transformers.trainer": _patch_trainer,
+        "transformers.trainer": patch_trainer,
     }
     for name, patch in patches.items():
         module = sys.modules.get(name)
@@ -175,7 +175,3 @@ def _runs_deepspeed_on_cpus() -> bool:
         and "LOCAL_RANK" in os.environ
         and (os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.accelerator.is_available())
     )
-
-
-def _patch_trainer() -> None:
-    patch_trainer()

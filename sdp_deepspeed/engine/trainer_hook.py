@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from math import prod
@@ -53,21 +53,16 @@ def patch_trainer() -> None:
         _follow_team(self)
         return loss
 
-    evaluate = host.Trainer.evaluate
+    def with_dense_model(call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with _dense_model_of_teams(self):
+                return call(self, *args, **kwargs)
 
-    @wraps(evaluate)
-    def dense_evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _dense_model_of_teams(self):
-            return evaluate(self, *args, **kwargs)
+        return run
 
-    predict = host.Trainer.predict
-
-    @wraps(predict)
-    def dense_predict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _dense_model_of_teams(self):
-            return predict(self, *args, **kwargs)
-
-    host.Trainer.evaluate, host.Trainer.predict = dense_evaluate, dense_predict
+    host.Trainer.evaluate = with_dense_model(host.Trainer.evaluate)
+    host.Trainer.predict = with_dense_model(host.Trainer.predict)
     host.Trainer.log, host.get_model_param_count = labelled_log, dense_count
     host.Trainer.training_step = noted_step
     _patch_config()

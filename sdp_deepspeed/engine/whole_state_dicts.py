@@ -10,7 +10,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from sdp_deepspeed.checkpoint.fill import join_parts
 from sdp_deepspeed.plan.tensor_parallel_shards import TensorParallelShards
 
 
@@ -49,7 +48,7 @@ class WholeStateDicts:
             if key != name and name in state:  # tied to another key
                 state[key] = state[name]
             elif key in state:
-                state[key] = join_parts(name, state[key].detach(), self._shards, self._group)
+                state[key] = self._shards.join(name, state[key].detach(), self._group)
 
     def _narrow(self, divided: Mapping[str, str], _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
         if not self._are_whole:

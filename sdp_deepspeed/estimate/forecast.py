@@ -135,6 +135,8 @@ def forecast_of(
         return plain["FSDP2" if fsdp2 else f"ZeRO-{deepspeed.stage}"]
     if fsdp2 is None:
         refuse_settings(config)
+    if ranks_per_node is not None and num_ranks % ranks_per_node:
+        raise ValueError(f"ranks_per_node: got {ranks_per_node}, which does not divide {num_ranks} ranks")
     with model.fake:
         tensors = dense_tensors(model.module)
         branches = proven_branches(model.module, block.strategy)
@@ -145,8 +147,6 @@ def forecast_of(
         mask = Mask(model.module, plan, rank, branches, is_scaled=block.branch_scale == "training")
         mask.apply()
     memory: dict[str, Any] = {"ignored": mask.tensors(), "parameters": mask.parameters}
-    if ranks_per_node is not None and num_ranks % ranks_per_node:
-        raise ValueError(f"ranks_per_node: got {ranks_per_node}, which does not divide {num_ranks} ranks")
     first = 0 if ranks_per_node is None else rank // ranks_per_node * ranks_per_node
     node = range(first, first + (ranks_per_node or num_ranks))
     if fsdp2 is not None:

@@ -171,15 +171,16 @@ class CheckpointManager:
         """
         state = self._state("save_checkpoint")
         folder = run_on_all_ranks(lambda: output_folder(save_dir), self._sharded.groups.control)
-        common = {
-            "counters": {"global_steps": self.global_steps, "global_samples": 0, "skipped_steps": 0},
-            "lr_scheduler": None if self._lr_scheduler is None else self._lr_scheduler.state_dict(),
-            "loss_scaler": {},
-            "client_state": dict(client_state or {}),
-        }
-        name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        options = {"latest": save_latest, "exclude_frozen": exclude_frozen_parameters}
-        self._checkpointer.save(folder, name, state, common, **options)
+        self._checkpointer.save(
+            folder,
+            tag,
+            state,
+            {"global_steps": self.global_steps, "global_samples": 0, "skipped_steps": 0},
+            lr_scheduler=self._lr_scheduler,
+            client_state=client_state,
+            latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+        )
 
     def load_checkpoint(
         self,

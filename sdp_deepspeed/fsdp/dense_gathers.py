@@ -16,12 +16,10 @@ class Segment(NamedTuple):
     Args:
         rank: data-parallel index of the sender.
         values: view of the elements, of the same shape on all ranks: sent by `rank`, overwritten on the others.
-        is_kept: whether this rank has the elements, and ignores those that it receives.
     """
 
     rank: int
     values: torch.Tensor
-    is_kept: bool = False
 
 
 def gather_segments(segments: Sequence[Segment], group: RankGroup) -> None:
@@ -34,14 +32,14 @@ def gather_segments(segments: Sequence[Segment], group: RankGroup) -> None:
     for dtype in dict.fromkeys(segment.values.dtype for segment in segments):
         same = [segment for segment in segments if segment.values.dtype == dtype]
         sizes, starts = [0] * group.size, []
-        for rank, values, _ in same:
+        for rank, values in same:
             starts.append(sizes[rank])
             sizes[rank] += values.numel()
         flat = torch.empty((group.size, max(sizes)), dtype=dtype, device=same[0].values.device)
-        for (rank, values, _), start in zip(same, starts, strict=True):
+        for (rank, values), start in zip(same, starts, strict=True):
             if rank == group.position:
                 flat[rank, start : start + values.numel()].view(values.shape).copy_(values)
         all_gather([flat.view(-1)], [flat[group.position]], [group])
-        for (rank, values, is_kept), start in zip(same, starts, strict=True):
-            if rank != group.position and not is_kept:
+        for (rank, values), start in zip(same, starts, strict=True):
+            if rank != group.position:
                 values.copy_(flat[rank, start : start + values.numel()].view(values.shape))

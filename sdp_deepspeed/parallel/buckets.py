@@ -158,7 +158,7 @@ class Bucket:
         else:
             self.average = average if self.average is None else self.average.add_(average)
 
-    def set_gradients(self, gradient: torch.Tensor | None) -> None:
+    def set_shard_gradient(self, gradient: torch.Tensor | None) -> None:
         """Set the gradient of `shard` for the optimizer; None removes it."""
         gradients = [None] * len(self.parameters) if gradient is None else self.stepped(gradient)
         for parameter, value in zip(self.parameters, gradients, strict=True):

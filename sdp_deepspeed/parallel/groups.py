@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType
@@ -65,10 +65,8 @@ class Groups:
         holder_sets: all sets in the plan; ascending data-parallel indices.
         ranks: global ranks by data-parallel index, ascending, a list for each tensor-parallel rank. Default: all
             ranks, without tensor parallelism.
-        nodes: identifier of the node of each global rank. Default: host names, gathered over the control group.
-        control: a gloo group of all ranks. Default: a new group.
+        control: a gloo group of all ranks.
         comm: module with the collectives, see `RankGroup`.
-        timeout: timeout of the groups. Default: that of the default group.
 
     Attributes:
         ranks: the argument.
@@ -76,7 +74,7 @@ class Groups:
         data_parallel: the group of this rank's data-parallel ranks.
         tensor_parallel_rank: index of the list in `ranks` that contains this rank.
         tensor_parallel_size: number of lists in `ranks`.
-        control: gloo group of all ranks, for barriers and objects.
+        control: the argument, for barriers and objects.
         some_hold_alone: whether a holder set, of any rank, is a single rank.
         num_groups: number of process groups of this rank, with control, without the default group.
     """
@@ -86,21 +84,17 @@ class Groups:
         holder_sets: Collection[Holders],
         *,
         ranks: Sequence[Sequence[int]] | None = None,
-        nodes: Sequence[Hashable] | None = None,
-        control: dist.ProcessGroup | None = None,
+        control: dist.ProcessGroup,
         comm: ModuleType = dist,
-        timeout: timedelta | None = None,
     ) -> None:
         everyone, me = list(range(dist.get_world_size())), dist.get_rank()
         ranks = [everyone] if ranks is None else ranks
         self.ranks = [list(members) for members in ranks]
         self.tensor_parallel_size = len(ranks)
-        timeout = timeout or default_group_timeout()
-        self.control = control or control_group(timeout)
-        self._created = [] if control is self.control else [self.control]
-        if nodes is None:
-            nodes = [""] * len(everyone)
-            dist.all_gather_object(nodes, socket.gethostname(), group=self.control)
+        self.control, timeout = control, default_group_timeout()
+        self._created = list[Any]()
+        nodes = [""] * len(everyone)
+        dist.all_gather_object(nodes, socket.gethostname(), group=control)
         self.some_hold_alone = any(len(holders) == 1 for holders in holder_sets)
         self._groups: dict[Holders, RankGroup] = {}
         for tensor_parallel_rank, members in enumerate(self.ranks):
@@ -142,7 +136,7 @@ def _rank_group(
     holders: Holders,
     ranks: list[int],
     process_group: dist.ProcessGroup | None,
-    nodes: Sequence[Hashable],
+    nodes: Sequence[str],
     comm: ModuleType,
 ) -> RankGroup:
     position = ranks.index(dist.get_rank())
@@ -172,13 +166,9 @@ def group_of_one() -> dist.ProcessGroup:
 _of_one = WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]()
 
 
-def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A new gloo group of all ranks, for barriers and objects. Collective.
-
-    Args:
-        timeout: timeout of its collectives. Default: that of the default group.
-    """
-    group: Any = dist.new_group(backend="gloo", timeout=timeout or default_group_timeout(), group_desc=CONTROL)
+def control_group() -> dist.ProcessGroup:
+    """A new gloo group of all ranks, for barriers and objects, with the timeout of the default group. Collective."""
+    group: Any = dist.new_group(backend="gloo", timeout=default_group_timeout(), group_desc=CONTROL)
     return group
 
 

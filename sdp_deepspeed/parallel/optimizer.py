@@ -2,7 +2,7 @@
 
 A step (`ShardedOptimizer.step`), for every bucket (buckets.py) that this rank holds:
 
-1. Gradients are averaged (`Reducer.finish`): reduce-scattered over the holders and divided by their number. Of H
+1. Gradients are averaged (`Reducer.finish_step`): reduce-scattered over the holders and divided by their number. Of H
    holders, the one at position i owns the i-th of H equal shards of the bucket, and has the average of that shard.
    Stage 1 does this after the last micro-step; stage 2 does it in every backward pass, where owners accumulate their
    shards and local gradients are freed.
@@ -183,7 +183,7 @@ class ShardedOptimizer:
                 "when the engine was built; add them before deepspeed.initialize"
             )
         self._refuse_offloaded("step()")
-        self.reducer.finish()
+        self.reducer.finish_step()
         gradients = [bucket.average for bucket in self.held if bucket.average is not None]
         self.norm = gradient_norm(self._owned_gradients(), self._device) / loss_scale
         if check_overflow and not torch.isfinite(self.norm):
@@ -191,15 +191,15 @@ class ShardedOptimizer:
             return False
         self._restore_views()  # users may have replaced `.data`
         for bucket, gradient in zip(self.held, gradients, strict=True):
-            bucket.set_gradients(gradient)
+            bucket.set_shard_gradient(gradient)
         if self._clips_updates:
             self._step_clipped_updates(gradients, loss_scale)
         else:
             scale_gradients(gradients, self.norm, self.clip, loss_scale)
             self.optimizer.step()
         for bucket in self.held:
-            bucket.set_gradients(None)
-            bucket.average = None
+            bucket.set_shard_gradient(None)
+            bucket.average = None  # may be a view of local gradients, in whose memory weights are gathered next
         self._gather(reuse_gradients=True)
         self.reducer.zero_grad()
         return True

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sdp_deepspeed.masking.mask import Mask
 
 
-class _Place(Enum):
+class _State(Enum):
     """Where the gradient of a tensor is that was moved to buckets."""
 
     BUCKETS = "in buckets; `.grad` is None"
@@ -84,7 +84,7 @@ class Reducer:
         self._last_pass: dict[
             str, int
         ] = {}  # in which a tensor had a gradient, of tensors with one since the last step
-        self._places: dict[str, _Place] = {}  # of gradients that are in buckets
+        self._states: dict[str, _State] = {}  # of gradients that are in buckets
         self._hooks = [
             tensor.parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._on_gradient(name))
             for name, tensor in tensors.items()
@@ -137,22 +137,22 @@ class Reducer:
         assert gradient is not None
         if tensor.dim is None and targets[0].dtype == gradient.dtype:
             if targets[0].data_ptr() != gradient.data_ptr():
-                is_new = name not in self._places or gradient.requires_grad  # create_graph adds out of place
-                self._places[name] = self._places.get(name, _Place.GRAD_IS_VIEW) if is_new else _Place.GRAD_WAS_DROPPED
+                is_new = name not in self._states or gradient.requires_grad  # create_graph adds out of place
+                self._states[name] = self._states.get(name, _State.GRAD_IS_VIEW) if is_new else _State.GRAD_WAS_DROPPED
                 targets[0].copy_(gradient)
                 parameter.grad = targets[0]
             return
-        if name in self._places:
+        if name in self._states:
             torch._foreach_add_(targets, list(tensor.slices(gradient)))
         else:
             torch._foreach_copy_(targets, list(tensor.slices(gradient)))
-            self._places[name] = _Place.BUCKETS
+            self._states[name] = _State.BUCKETS
         parameter.grad = None
 
     @torch.no_grad()
     def finish_backward(self) -> None:
         """Called by the engine after each backward pass, on every rank. Stage 2 reduces the remaining buckets; stage 1
-        does so after the last micro-step with overlap, else in `finish`."""
+        does so after the last micro-step with overlap, else in `finish_step`."""
         self._pass += 1
         if self.is_coalescing:
             return
@@ -176,13 +176,13 @@ class Reducer:
     def local_gradient(self, name: str) -> Sequence[torch.Tensor]:
         """What this rank has accumulated of a tensor's gradient, before it is averaged: its held slices, or nothing."""
         tensor = self._tensors.get(name)
-        if tensor is not None and self._places.get(name) is _Place.BUCKETS:
+        if tensor is not None and self._states.get(name) is _State.BUCKETS:
             return [self._buckets[place.bucket_index].gradient_views[place.index_in_bucket] for place in tensor.places]
         gradient = None if tensor is None else tensor.parameter.grad
         return () if tensor is None or gradient is None else tensor.slices(gradient)
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish_step(self) -> None:
         """Reduce the remaining buckets after the last micro-step, and wait for the averages. Collective."""
         if self._stage < 2:
             self._refuse_dropped()
@@ -197,11 +197,11 @@ class Reducer:
     def _refuse_dropped(self) -> None:
         """Raise RuntimeError if every `.grad` was set to None since the last step, other than by `zero_grad`: those
         of cut tensors were moved to buckets before, and would still count."""
-        views = [name for name, place in self._places.items() if place is not _Place.BUCKETS]
+        views = [name for name, place in self._states.items() if place is not _State.BUCKETS]
         are_dropped = all(
-            self._places[name] is _Place.GRAD_WAS_DROPPED or self._parameters[name].grad is None for name in views
+            self._states[name] is _State.GRAD_WAS_DROPPED or self._parameters[name].grad is None for name in views
         )
-        if views and are_dropped and len(views) < len(self._places):
+        if views and are_dropped and len(views) < len(self._states):
             raise RuntimeError(
                 "every .grad was set to None, but other gradients are in buckets; to drop all, call engine.zero_grad()"
             )
@@ -216,7 +216,7 @@ class Reducer:
             parameter.grad = None
         for bucket in self._buckets:
             bucket.average = None
-            bucket.set_gradients(None)
+            bucket.set_shard_gradient(None)
             bucket.drop_gradients()
         self.is_averaged = self.is_last_micro_step = False
         self._restart()
@@ -224,11 +224,11 @@ class Reducer:
     def _restart(self) -> None:
         self._next = 0
         self._num_missing = [len(bucket.layout.names) for bucket in self._buckets]
-        self._places.clear()
+        self._states.clear()
 
     def has_gradients(self) -> bool:
         """Whether there are gradients of an unfinished step."""
-        if _Place.BUCKETS in self._places.values() or any(bucket.average is not None for bucket in self._buckets):
+        if _State.BUCKETS in self._states.values() or any(bucket.average is not None for bucket in self._buckets):
             return True
         return any(parameter.grad is not None for parameter in self._parameters.values())
 
@@ -274,7 +274,7 @@ class Reducer:
         empty: list[torch.Tensor] = []
         for place, target in zip(bucket.places, bucket.gradient_views, strict=True):
             name = place.name
-            if self._places.get(name) is _Place.BUCKETS:
+            if self._states.get(name) is _State.BUCKETS:
                 continue
             gradient = self._parameters[name].grad
             if gradient is None:

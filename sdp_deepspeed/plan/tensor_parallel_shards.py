@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.branch import Zeros
@@ -17,9 +19,6 @@ from sdp_deepspeed.architectures.cut_tensors import CutTensor
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,15 @@ class TensorParallelShards:
         """View of this rank's part in a dense tensor with the shape of a divided parameter."""
         division = self.divisions[name]
         return dense.narrow(division.dim, sum(division.lengths[: self.index]), division.lengths[self.index])
+
+    @torch.no_grad()
+    def join(self, name: str, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """The dense tensor of a divided parameter, of which each rank has a part; collective in the tensor-parallel
+        group."""
+        dense = part.new_zeros(self.divisions[name].shape)
+        self.part(name, dense).copy_(part)
+        dist.all_reduce(dense, group=group)  # exact, since others add zeros; parts may have different sizes
+        return dense
 
     def division_of(self, piece: Piece) -> Division | None:
         """Division of the piece's tensor; None if it is not divided."""

@@ -89,16 +89,16 @@ class Exchange:
             [r for r in bucket if self._stores(team, r.holders) and self.attendance.copies(team, r.holders)]
             for team in self.attendance.teams
         ]
-        for r, received in self.send(bucket, wanted, values):
+        for r, received in self.send(wanted, values):
             r.of(target).copy_(received)
 
     def send(
-        self, bucket: Sequence[Range], wanted: Sequence[Sequence[Range]], values: Callable[[Range], torch.Tensor]
+        self, wanted: Sequence[Sequence[Range]], values: Callable[[Range], torch.Tensor]
     ) -> list[tuple[Range, torch.Tensor]]:
         """Send ranges from their sources to the teams that want them.
 
         Args:
-            wanted: ranges that each team wants, in the order of the bucket.
+            wanted: ranges of a bucket that each team wants, in its order.
             values: values of a range at its source, fp32.
 
         Returns:

@@ -317,7 +317,7 @@ class Result:
             [r for r in bucket if team in receivers and not self._team._stores(team, r.holders)]
             for team in self.attendance.teams
         ]
-        for r, values in exchange.send(bucket, wanted, lambda r: self._new(r)[0]):
+        for r, values in exchange.send(wanted, lambda r: self._new(r)[0]):
             self.dense[r.dense_offset : r.dense_offset + r.length] = values
 
     def take_over(self) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sdp_deepspeed.checkpoint.fill import join_parts
 from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
 from sdp_deepspeed.teams.shares import part
 
@@ -110,7 +109,7 @@ class TeamRanks(RankGroup):
         if name not in self._shards.divisions:
             return tensor
         assert self._tensor_parallel is not None
-        return join_parts(name, tensor, self._shards, self._tensor_parallel.process_group)
+        return self._shards.join(name, tensor, self._tensor_parallel.process_group)
 
     def close(self) -> None:
         for group in {self._data_parallel, self._tensor_parallel} - {self, None}:
