@@ -107,6 +107,17 @@ class LocalSteps(BaseModel):
         description="How long an exchange of 16 MB may take, before it is repeated with the teams that are still here.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _have_teams(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("teams") is None:
+            raise ValueError(
+                'teams, jobs of their own, have replaced local steps inside one job: add their number, "teams": K, and '
+                "start each by itself, with SDP_TEAM and TORCHFT_LIGHTHOUSE in its environment, or all on one machine "
+                "with `sdp teams K -- SCRIPT`; with FSDP2 call sdp_deepspeed.join before PyTorch's fully_shard"
+            )
+        return given
+
 
 class SubnetworkConfig(BaseModel):
     """The parsed block. Titles of fields are in error messages, descriptions in docs/config.md."""

@@ -72,5 +72,5 @@ def _explain_one(
     if value == "auto":
         where = "is only possible for subnetworks, assignment and total_steps"
         return f'{path}: "auto" {where}; expected {fields[name].title}'
-    detail = f" ({message})" if kind == "value_error" and name == "shared" else ""
+    detail = f" ({message})" if kind == "value_error" and name in ("shared", "local_steps") else ""
     return f"{path}: got {value!r}, expected {fields[name].title}{detail}"
