@@ -8,8 +8,6 @@ Of the engine only public calls are used: `deepspeed.initialize`, forward, `back
 from __future__ import annotations
 
 import itertools
-import math
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -23,15 +21,12 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 import sdp_deepspeed  # noqa: F401  (installs the import hook)
 from benchmarks.common.held_bytes import storage_bytes
 from sdp_deepspeed.masking.proof import proven_branches
 from tests.helpers import models
-from tests.helpers.expected_flops import dense_flops, worker_flops
 from tests.helpers.fp16_runs import fp16_is_supported
 from tests.helpers.models import batches, two_groups
 from tests.helpers.oracle_grid import KEY, PRECISIONS, Case
@@ -145,7 +140,6 @@ def check_case(case: Case, rank: Rank, **block: Any) -> None:
             run.compare_dense(step)
     run.compare_dense(step)
     run.check_storage()
-    run.check_compute(step[run.worker][0])
 
 
 @dataclass
@@ -241,42 +235,10 @@ class Run:
         assert found <= drift(self.case) * moved, (found, moved, found / moved)
 
     def compare_statistics(self, state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-        """Of batch norms: means over the ranks that run them. In fp32 sums of a few hundred activations in another
-        order; in 16 bits those may round the other way, as the statistics may in each step, and what they are of."""
-        tolerance = 1e-5 if self.case.precision == "fp32" else 4 * NUM_STEPS * rounding(self.case)
+        """Of batch norms: means over the ranks that run them, of sums of a few hundred activations in another order."""
         for name in expected.keys() & state.keys():
             difference = (state[name].double() - expected[name].double()).abs().max()
-            assert difference <= tolerance * expected[name].double().abs().max(), name
-
-    def check_compute(self, sample: Sample) -> None:
-        """A forward and a backward pass need what the dense model needs, without what this worker lacks; with
-        activation checkpointing, which need not run all again, at most that and a few forward passes. One kernel of
-        attention, of which torch knows the FLOPs; which of them runs depends else on what has a gradient. Counting
-        takes longer than training: one worker counts, not the same in all cases."""
-        case, engine = self.case, self.engine
-        if case.tensor_parallel > 1 or case.model == "qwen3_next":  # whose linear attention is no product of matrices
-            return
-        if self.worker != zlib.crc32(str(case).encode()) % case.num_workers:
-            with sdpa_kernel(SDPBackend.MATH):
-                engine.backward(loss_of(case, engine, sample))
-            return
-        model = deepcopy(self.dense).train()
-        with sdpa_kernel(SDPBackend.MATH):
-            dense = dense_flops(model, lambda: loss_of(case, model, sample))
-            with FlopCounterMode(display=False) as counter:
-                engine.backward(loss_of(case, engine, sample))
-            replaced = [name for branch in proven_branches(self.dense, "neuron") for name in branch.modules]
-            expected = worker_flops(model, engine.plan, self.subnetwork, dense, replaced)
-            found = counter.get_total_flops()
-            if case.checkpointing == "none":
-                assert found == expected, (found, expected, dense.total)
-            else:
-                checkpoint(case, model)
-                with FlopCounterMode(display=False) as counter:
-                    loss_of(case, model, sample).backward()
-                forward = sum(dense.of_modules.values())
-                again = math.ceil((counter.get_total_flops() - dense.total) / forward)  # layers may be nested
-                assert found <= expected + again * forward, (found, expected, dense.total, again)
+            assert difference <= 1e-5 * expected[name].double().abs().max(), name
 
     def check_storage(self) -> None:
         """Of what a worker lacks it stores nothing (forward regime)."""
@@ -335,24 +297,16 @@ def rounding(case: Case) -> float:
 def loss_tolerance(case: Case) -> float:
     """fp32: sums of a few thousand terms in another order. Else weights have 8 significant bits (fp16: 11), so a weight
     that rounds the other way is off by 2**-8 of itself; a loss near log(61) = 4.1 averages over thousands of them, and
-    stays within 2**-8 of it. T5 and Swin compute it in 16 bits, where two neighbors above 4 are 2**-5 apart."""
+    stays within 2**-8 of it. T5 computes it in 16 bits, where two neighbors above 4 are 2**-5 apart."""
     if case.precision == "fp32":
         return 1e-5
-    return (8 if case.model in ("t5", "swin") else 4.1) * rounding(case)
+    return (8 if case.model == "t5" else 4.1) * rounding(case)
 
 
 def norm_tolerance(case: Case, step: int) -> float:
     """fp32: sums of a few thousand squares in another order. Else gradients are rounded to 8 bits (fp16: 11) on the
     wire and between micro-steps, at most 2**-8 of each element, thrice with three micro-steps. After the first step
-    weights may have rounded the other way as well, which is allowed as much again: fp32 lies between the two. Where
-    batch norms have few numbers, gradients in bf16 are off by a tenth, in two halves by a fifth (seen beside fp32), and
-    their norm by less than a quarter of that. A gated delta net amplifies rounding: weights of Qwen3-Next that are off
-    by one unit in the last place change the norm by 6e-6, those of Mixtral by 2e-7. In the third step it is off by
-    8e-5, while in fp64 a subnetwork is the zeroed model to 1e-14."""
-    if case.precision == "fp32" and case.model == "qwen3_next":
-        return 2e-4
-    if case.precision != "fp32" and case.model.startswith("resnet"):
-        return 0.05
+    weights may have rounded the other way as well, which is allowed as much again: fp32 lies between the two."""
     if is_exact(case):
         return 0.1 * rounding(case) if step else 1e-5
     return 1e-5 if case.precision == "fp32" else (6 if step else 3) * rounding(case)
@@ -384,8 +338,6 @@ def drift(case: Case) -> float:
     nothing is rounded otherwise a tenth of one rounding is left, for single weights that round the other way later.
     """
     if case.precision == "fp32":
-        if case.model == "qwen3_next":  # norm_tolerance
-            return 2e-4
         is_multiplied = case.branch_scale == "training" and 2 * case.holders < case.num_subnetworks
         return 1e-4 if (case.tensor_parallel > 1 or is_multiplied) and case.optimizer == "AdamW" else 1e-5
     return (0.1 if is_exact(case) else 20 if case.model == "t5" else 4) * rounding(case)

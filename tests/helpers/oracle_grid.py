@@ -1,7 +1,7 @@
 """The oracle's cases: a table of axes, what cannot be combined, and the samples of it that are run.
 
 The gate runs the sample: each pair of values of two axes that can be combined is in some case of it. `--full` runs a
-thousand cases more and every family of models in every mode.
+thousand cases more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from tests.helpers import more_models
-from tests.helpers.mixtures import CUT_EVERYWHERE, MIXTURES, Mixture
+from tests.helpers.mixtures import Mixture
 from tests.helpers.models import Specimen
 from tests.helpers.more_models import ALL_SPECIMENS
 
@@ -39,10 +39,11 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 7, "loss_scale_window": 1, "hysteresis": 1}},
 }
-MODELS: dict[str, Specimen] = {**ALL_SPECIMENS, **{name: Mixture.of(name) for name in MIXTURES}}
-MODELS["mixtral"] = replace(MODELS["mixtral"], options={"intermediate_size": 16})  # grouped products take fours
-# What the sample trains of each kind of architecture. All others run in full, and in every mode in one process:
-# tests/unit/architectures.
+MODELS: dict[str, Specimen] = {
+    **ALL_SPECIMENS,
+    "mixtral": replace(Mixture.of("mixtral"), options={"intermediate_size": 16}),  # grouped products take fours
+}
+# One of each kind of architecture; all others run in every mode in one process: tests/unit/architectures.
 ARCHITECTURES = (
     "llama_odd",  # 3 heads and 29 neurons: 2 and 4 do not divide them
     "llama_one_layer",
@@ -171,9 +172,12 @@ class Case:
 
     @property
     def specimen(self) -> Specimen:
+        specimen = MODELS[self.model]
         if self.tensor_parallel == 1:
-            return MODELS[self.model]
-        return even(self.model)
+            return specimen
+        if self.model in more_models.SPECIMENS:
+            return more_models.even(self.model)
+        return replace(specimen, options={**specimen.options, **EVEN})
 
     @property
     def block(self) -> dict[str, Any]:
@@ -208,8 +212,6 @@ class Case:
             KEY: self.block,
             **PRECISIONS[self.precision],
         }
-        if self.model.startswith("resnet") and self.precision == "bf16":  # batch norms take one dtype only
-            result["data_types"] = {"buffer_dtype": "bf16"}
         result |= {"managed_gradient_accumulation": False} if self.by_caller else {}
         result |= {"tensor_parallel": {"autotp_size": self.tensor_parallel}} if self.tensor_parallel > 1 else {}
         result |= {"communication_data_type": self.wire} if self.wire != "weights" else {}
@@ -221,18 +223,6 @@ class Case:
 EVEN = {"vocab_size": 62, "intermediate_size": 28}
 INDIVISIBLE = ("gpt2", "llama_odd")
 _DIVISIBLE = ("llama", "llama_one_layer", "gpt_neox_parallel", "t5")  # of ARCHITECTURES
-# In which AdamW blows rounding up: gradients that are nothing else, norms that start at 0 (1.5e-5 of their way), batch
-# norms of few numbers, and scores of 10 to 26 before the softmax (cosines times 10, a bias of up to 16), which are
-# rounded more than those of 1.
-BLOWN_UP = (*more_models.KEY_BIASES, "gemma3", "resnet_bottleneck", "swinv2", "qwen2_moe")
-
-
-def even(name: str) -> Specimen:
-    """A model that two tensor-parallel ranks can divide."""
-    if name in more_models.SPECIMENS:
-        return more_models.even(name)
-    specimen = MODELS[name]
-    return replace(specimen, options={**specimen.options, **EVEN})
 
 
 def why_not(case: Case) -> str | None:
@@ -274,7 +264,7 @@ def why_not(case: Case) -> str | None:
         # Rounding.
         "optimizer, precision: Adam turns signs of rounding into steps": case.precision != "fp32"
         and case.optimizer != "SGD",
-        "optimizer, model": case.optimizer == "AdamW" and case.model in BLOWN_UP,
+        "optimizer, model: batch norms of few numbers": case.optimizer == "AdamW" and is_resnet,
         "precision, model: few numbers to normalize, or an expert that rounding chooses": case.precision != "fp32"
         and (is_resnet or case.model == "mixtral"),
         "precision, model, tensor_parallel: T5's loss is in 16 bits, of sums in two halves": case.model == "t5"
@@ -362,29 +352,8 @@ def sample() -> tuple[Case, ...]:
     return tuple(chosen)
 
 
-@cache
-def other_families() -> tuple[Case, ...]:
-    """Every model that is not in the sample, in every mode that it has; some with tensor parallelism."""
-    found = []
-    for number, name in enumerate(name for name in MODELS if name not in ARCHITECTURES):
-        is_uncut = name in more_models.UNCUT or (name in MIXTURES and name not in CUT_EVERYWHERE)
-        strategies = ("block",) if is_uncut else ("neuron", "block")
-        for strategy, regime in itertools.product(strategies, ("forward", "backward")):
-            optimizer = "SGD" if name in BLOWN_UP or name in MIXTURES else "AdamW"
-            case = Case(2, 1, regime, strategy, name, stage=1 + number % 2, optimizer=optimizer)
-            found.append(replace(case, ranks=3, holders=2) if number % 8 == 0 else case)
-    # Norms and factors after a branch; arguments by head; several bodies.
-    for name, regime, strategy, optimizer in (
-        ("granite", "forward", "neuron", "AdamW"),
-        ("gemma2", "backward", "block", "AdamW"),
-        ("opt", "backward", "neuron", "SGD"),
-    ):
-        found.append(Case(4, 1, regime, strategy, name, tensor_parallel=2, optimizer=optimizer))
-    return tuple(found)
-
-
 def cases(*, full: bool) -> tuple[Case, ...]:
-    """What is run: the sample, or with `--full` a part of the grid and the other families too."""
+    """What is run: the sample, or with `--full` a part of the grid too."""
     stage_0 = Case(2, 1, stage=0), Case(4, 2, "backward", "neuron", stage=0, precision="bf16", optimizer="SGD")
-    more = (*grid()[:NUM_FULL], *other_families()) if full else ()
+    more = grid()[:NUM_FULL] if full else ()
     return tuple(dict.fromkeys((*stage_0, *sample(), *more)))

@@ -29,7 +29,6 @@ DEFAULTS: dict[str, Any] = {
     "neuron_groups": None,
     "branch_scale": "training",
 }
-Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def language_model() -> nn.Module:
@@ -59,8 +58,6 @@ class Sequence_:
 
     Args:
         phases: the first is how it starts, with its stage.
-        optimizer: from the model; None takes that of the config.
-        options: makes more arguments of `deepspeed.initialize`.
     """
 
     size: int
@@ -68,20 +65,14 @@ class Sequence_:
     precision: str = "fp32"
     model: Callable[[], nn.Module] = language_model
     loss: Callable[[Any, torch.Generator], torch.Tensor] = tokens_loss
-    optimizer: Optimizer | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
-    options: Callable[[], Mapping[str, Any]] = dict
 
     def engine(self, phase: Phase, stage: int) -> Any:
         settings = settings_of(stage, self.precision, **(DEFAULTS | dict(phase.block))) | dict(self.config)
         settings["zero_optimization"] = {**settings["zero_optimization"], "stage": stage}
         if "coverage" in phase.block or str(phase.block.get("assignment", "")).endswith(".json"):
             del settings["subnetwork_data_parallel"]["holders"]
-        model = self.model()
-        if self.optimizer is None:
-            return engine_of(settings, model, **self.options())
-        settings = {key: value for key, value in settings.items() if key != "optimizer"}
-        return engine_of(settings, model, optimizer=self.optimizer(model), **self.options())
+        return engine_of(settings, self.model())
 
     def train(self, engine: Any, num_steps: int) -> list[float]:
         """Each rank's own batches, the same for an engine that stands at the same step."""

@@ -6,14 +6,11 @@ import argparse
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from benchmarks import compare
-from benchmarks.common.contestants import DDP, FSDP2, Contestant, train
-from benchmarks.common.measured_step import measured_step
+from benchmarks.common.contestants import DDP, FSDP2, Contestant
 from benchmarks.common.models import NARROW, num_parameters
-from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.config import MODES
 from tests.helpers.ranks import Rank
 
@@ -55,47 +52,3 @@ def test_contestants_hold_and_send_what_they_must(rank: Rank) -> None:
         assert mine["peak"] > mine["weights"] + mine["gradients"] + mine["optimizer"]
         assert mine["collectives"] >= mine["process_groups"] >= 1
     assert all(len(row["seconds"]) == 2 for row in found.values())
-
-
-def test_collectives_are_counted(rank: Rank) -> None:
-    """Bytes that this rank must send, by hand."""
-    others, num_bytes, vector = rank.size - 1, 48, torch.ones(12)
-    cases = {
-        "allreduce_": (lambda: dist.all_reduce(vector), 2 * num_bytes * others // rank.size),
-        "_allgather_base_": (
-            lambda: dist.all_gather_into_tensor(torch.empty(12 * rank.size), vector),
-            num_bytes * others,
-        ),
-        "_reduce_scatter_base_": (
-            lambda: dist.reduce_scatter_tensor(torch.empty(12 // rank.size), vector),
-            num_bytes * others // rank.size,
-        ),
-        "broadcast_": (lambda: dist.broadcast(vector, 0), num_bytes * others // rank.size),
-        "reduce_": (lambda: dist.reduce(vector, 1), 0 if rank.rank == 1 else num_bytes),
-    }
-    for operator, (call, expected) in cases.items():
-        with TrafficCounter() as counter:
-            call()
-        assert dict(counter.bytes_by_operator) == {operator: expected}, operator
-        assert (counter.num_collectives, len(counter.groups)) == (1, 1)
-    with TrafficCounter() as counter:
-        works = [dist.irecv(torch.empty(12), 1 - rank.rank), dist.isend(vector, 1 - rank.rank)]
-        for work in works:
-            assert work is not None
-            work.wait()
-    assert (counter.total, counter.num_collectives) == (num_bytes, 1)
-
-
-def test_measuring_changes_nothing(rank: Rank) -> None:
-    batch = torch.arange(8)[None]
-    losses = []
-    for measured in (False, True):
-        engine = HALF.build(SHAPE, "fp32", micro_batch=1, bucket=100_000)
-        train(engine, batch)
-        if measured:
-            with measured_step(engine):
-                train(engine, batch)
-        else:
-            train(engine, batch)
-        losses.append(float(train(engine, batch)))
-    assert losses[0] == losses[1]

@@ -113,7 +113,6 @@ def test_what_one_rank_cannot_do(rank: Rank) -> None:
         ("sdp_deepspeed.checkpoint.files.Reader.read", 1, load),
         ("sdp_deepspeed.checkpoint.atomic_folder.publish", 0, save),
         ("sdp_deepspeed.checkpoint.save_and_load.written_state", 1, save),
-        ("sdp_deepspeed.checkpoint.files.Writer.write_data", 1, save),
     ):
         fails = mock.patch(name, side_effect=OSError(5, "Input/output error"))
         with fails if rank.rank == failing else nullcontext():

@@ -1,4 +1,4 @@
-"""Resuming with other param groups, accumulation, optimizers, precisions, and with tensors of no elements."""
+"""Resuming with other param groups, accumulation, precisions, and with tensors of no elements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.world(2)
 
 def test_a_group_of_which_a_rank_owns_nothing(rank: Rank) -> None:
     """Rank 0 writes what is one for the run; step counts of a group that it does not step are told by others."""
-    for stage, part in itertools.product((0, 1), ("layers.0.self_attn", "layers.0.mlp", "layers.1.mlp")):
+    for stage, part in itertools.product((0, 1), ("layers.0.self_attn", "layers.1.mlp")):
 
         def start(part: str = part, stage: int = stage) -> Any:
             model = llama()
@@ -70,34 +70,6 @@ def test_another_accumulation_begins_a_step(rank: Rank) -> None:
         micro_step(resumed, batch)
         steps.append(resumed.global_steps)
     assert steps == [3, 4, 4, 5]
-
-
-@pytest.mark.slow
-def test_another_optimizer(rank: Rank) -> None:
-    """DeepSpeed's and PyTorch's Adam go on with each other's state; with SGD's none does."""
-    adam = {"lr": 1e-2, "weight_decay": 0.1}
-    in_host_memory = {"stage": 1, "offload_optimizer": {"device": "cpu"}}  # by DeepSpeedCPUAdam
-    kinds: dict[str, dict[str, Any]] = {
-        "torch": {"optimizer": {"type": "AdamW", "params": adam | {"torch_adam": True}}},
-        "deepspeed": {"optimizer": {"type": "AdamW", "params": adam}, "zero_optimization": in_host_memory},
-        "sgd": {"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}},
-    }
-    for kind, settings in kinds.items():
-        engine = engine_of(settings_of() | settings)
-        train(engine, num_steps=2)
-        engine.save_checkpoint(str(rank.folder / kind))
-    for kind, settings in kinds.items():
-        for source in kinds:
-            engine = engine_of(settings_of() | settings)
-            load = partial(engine.load_checkpoint, str(rank.folder / source))
-            if "sgd" in (kind, source) and kind != source:
-                before = dense_state(engine)
-                refusal(ValueError, load, "optimizer state", "SGD", "Adam")
-                assert_identical(dense_state(engine), before)
-                load(load_optimizer_states=False)
-            else:
-                load()
-            train(engine, num_steps=1, first=2)
 
 
 def test_empty_tensors(rank: Rank) -> None:

@@ -14,15 +14,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from sdp_deepspeed.config import MODES, Mode
-from tests.helpers.models import SPECIMENS, batches, llama, loss_of
+from tests.helpers.models import SPECIMENS, batches, loss_of
 from tests.helpers.ranks import Rank
 from tests.helpers.training import dense_state, engine_of, sgd, train
 
 pytestmark = pytest.mark.world(2)
-
-
-def layers_of(model: Any) -> Any:
-    return model.model.layers if hasattr(model, "model") else model.transformer.h
 
 
 def start(model: nn.Module, stage: int, mode: Mode, **block: Any) -> Any:
@@ -91,25 +87,6 @@ def test_wrapped_before(rank: Rank) -> None:
     assert list(dense_state(engine)) == names
 
 
-@pytest.mark.slow
-def test_compiled_layers(rank: Rank) -> None:
-    """Each layer wrapped by itself, with checkpointing: layers that look alike share a graph, as without us."""
-    for mode, limit in zip(MODES, (4, 1, 4, 4), strict=True):  # of a layer's two parts, this one is held or that one
-        model: Any = llama(6)
-        model.config.use_cache = False
-        layers = layers_of(model)
-        for index, layer in enumerate(layers):
-            layers[index] = torch.compile(layer, backend="eager")
-        engine = start(model, 1, mode)
-        expected = engine_of(sgd(clip=0.5, regime=mode.regime, strategy=mode.strategy), llama(6))
-        losses = train(engine, num_steps=2)
-        graphs, breaks = num_graphs()
-        assert 1 <= graphs <= limit, (mode, graphs)
-        assert breaks == 0, (mode, dict(counters["graph_break"]))
-        assert losses == pytest.approx(train(expected, num_steps=2), rel=1e-5)
-        compare(engine, expected)
-
-
 def test_compiled_parts(rank: Rank) -> None:
     """A compiled MLP, a compiled linear layer in it, and forwards compiled as methods, both where they are replaced and
     where they run on what this rank has; a body in two parts does not run the held part twice."""
@@ -120,8 +97,8 @@ def test_compiled_parts(rank: Rank) -> None:
         (lambda layer: layer.mlp.down_proj, MODES[3], False),
     ]
     for part, mode, is_method in parts:
-        model = SPECIMENS["llama"].build()
-        for layer in layers_of(model):
+        model: Any = SPECIMENS["llama"].build()
+        for layer in model.model.layers:
             if is_method:
                 part(layer).forward = torch.compile(part(layer).forward, backend="eager")
             else:

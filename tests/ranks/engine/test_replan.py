@@ -12,12 +12,11 @@ from torch import nn
 
 from sdp_deepspeed import Init, architectures
 from sdp_deepspeed.plan.strategies import unit_costs
-from tests.helpers.fp16_runs import DYNAMIC, fp16_is_supported
 from tests.helpers.mixtures import mixture
 from tests.helpers.models import MIXED, TOKENS, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.replanned_runs import Phase, Sequence_, assert_same_run, check_sequence, tokens_loss
-from tests.helpers.tensor_parallel_models import OWN_SPECS, TP, Divided, OwnModel, build, describe_own, mpu
+from tests.helpers.tensor_parallel_models import OWN_SPECS, TP, build
 from tests.helpers.training import assert_identical, dense_state, refusal
 
 pytestmark = pytest.mark.world(2)
@@ -69,15 +68,6 @@ def divided(model: str, *phases: Phase, precision: str = "fp32", **settings: Any
     return Sequence_(4, phases, precision, model=partial(build, model), config={"tensor_parallel": tensor_parallel})
 
 
-def of_its_author() -> nn.Module:
-    describe_own()
-    return OwnModel(mpu().get_model_parallel_group())
-
-
-def own_groups() -> dict[str, Any]:
-    return {"mpu": mpu()}
-
-
 ALL_MODES = [
     *(Phase({}, 1), Phase(NEURON, 2), Phase(CUT), Phase(LAYERS, 0), Phase(BACKWARD), Phase({"holders": 2}, 2)),
     Phase(NEURON, 1),
@@ -117,17 +107,8 @@ SEQUENCES = {
     "divided_sums_of_partial_gradients": divided(
         "qwen3", Phase(NEURON | CHECKED, 1), Phase({"holders": 2}), Phase(CUT, 2), precision="bf16", **OWN_SPECS
     ),
-    "divided_by_its_author": Sequence_(
-        4,
-        [Phase(CHECKED, 1), Phase(NEURON), Phase(CUT, 2), Phase({"holders": 2})],
-        model=of_its_author,
-        options=own_groups,
-    ),
 }
-SLOW = (
-    *("modes_bf16", "offload", "saved_in_the_background", "three"),
-    *("divided_sums_of_partial_gradients", "divided_by_its_author"),
-)
+SLOW = ("modes_bf16", "offload", "saved_in_the_background", "three", "divided_sums_of_partial_gradients")
 
 
 @pytest.mark.parametrize(
@@ -137,26 +118,6 @@ SLOW = (
 def test_as_saved_and_loaded(rank: Rank, name: str) -> None:
     """Divided ones come last: DeepSpeed never forgets the groups of AutoTP."""
     check_sequence(SEQUENCES[name], rank)
-
-
-GROWING = [
-    {"until_step": 1, "stage": 1},
-    {"until_step": 3, "strategy": "block", "stage": 2},
-    {"holders": 2, "stage": 0},
-]
-
-
-@pytest.mark.slow
-@pytest.mark.world(4)
-def test_a_schedule_of_divided_models(rank: Rank) -> None:
-    Divided("qwen3", BACKWARD | NEURON | {"holders": 1, "schedule": GROWING}, num_steps=4).check(rank)
-
-
-@pytest.mark.slow
-def test_fp16(rank: Rank) -> None:
-    config = {"fp16": {"enabled": True} | DYNAMIC, "bf16": {"enabled": False}}
-    with fp16_is_supported():
-        check_sequence(Sequence_(2, AROUND, config=config), rank)
 
 
 def test_coverage_is_by_flops(rank: Rank) -> None:
@@ -231,17 +192,6 @@ def test_a_loss_of_the_plan_before(rank: Rank) -> None:
         last = engine(input_ids=TOKENS, labels=TOKENS).loss
         engine.replan(after)
         refusal(RuntimeError, lambda: engine.backward(last), "modified by an inplace operation")  # noqa: B023
-
-
-@pytest.mark.slow
-def test_compiled(rank: Rank) -> None:
-    """It is compiled anew for the shapes that are there."""
-    engine, other = RUN.engine(Phase({}), 1), RUN.engine(Phase(CUT), 1)
-    engine.compile(backend="eager")
-    other.compile(backend="eager")
-    engine.replan(CUT)
-    assert RUN.train(engine, 2) == RUN.train(other, 2)
-    assert_same_run(engine, other)
 
 
 def test_what_is_refused_leaves_no_trace(rank: Rank) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -176,24 +175,6 @@ def test_draws_follow_the_interval(rank: Rank) -> None:
     whole = start(GROWING | {"block": {"holders": 2, "redraw_interval": 1}})
     with mock.patch("sdp_deepspeed.engine.core.Core.replan", side_effect=AssertionError("nothing to draw")):
         train_step(whole, samples_of(0, rank.size)[rank.rank])
-
-
-@pytest.mark.slow
-def test_what_cannot_be_is_told_at_start(rank: Rank) -> None:
-    """On all ranks, by the engine's constructor."""
-    phase = {"until_step": 2, "holders": 1}
-    wrong: list[tuple[list[dict[str, Any]], str]] = [
-        ([phase, {"holders": 3}], "schedule[1]"),
-        ([phase, {"holders": 1, "subnetworks": 7}], "schedule[1]"),
-        ([phase | {"stage": 2}, {"holders": 2}], "schedule[0].stage: got 2, but zero_optimization.stage is 1"),
-        ([phase, {"holders": 1 + rank.rank}], "rank 1"),
-    ]
-    for schedule, words in wrong:
-        given = deepspeed_config(GROWING | {"block": {"schedule": schedule}})
-        given["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
-        refusal((ValueError, RuntimeError), partial(engine_of, given), words)
-    engine = start(GROWING)
-    refusal(ValueError, lambda: engine.replan({"holders": 2}), "schedule")
 
 
 def test_a_turn_that_fails_leaves_the_phase(rank: Rank) -> None:

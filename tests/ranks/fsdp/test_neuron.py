@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import sdp_deepspeed
-from sdp_deepspeed.fsdp import fsdp_groups, full_state_dict, sharded_model_of
+from sdp_deepspeed.fsdp import fsdp_groups, sharded_model_of
 from tests.helpers.collective_log import Issued, check_order, collectives_of_fsdp
 from tests.helpers.mixtures import MIXTURES, mixture
 from tests.helpers.models import SPECIMENS, batches, llama, loss_of
@@ -24,7 +23,6 @@ from tests.helpers.ranks import Rank
 from tests.helpers.sharded import (
     NUM_STEPS,
     check_against_reference,
-    compare_evaluation,
     gathered_state,
     micro_steps,
     optimizer_of,
@@ -81,30 +79,6 @@ def test_agrees_with_the_reference(rank: Rank, name: str, block: dict[str, Any],
     assert total.item() == sum(shape.numel() for shape in shapes.values())  # each element once, on one rank
 
 
-@pytest.mark.slow
-def test_collectives_have_one_order(rank: Rank) -> None:
-    """With activation checkpointing and without; evaluated before or not. Parts with the same holders in both layers,
-    of which each rank holds about half, are gathered and reduced together."""
-    for seed, (name, prepare) in enumerate([("qwen3", None), ("gpt_neox_parallel", checkpointed)]):
-        model = sharded(SPECIMENS[name].build(), NEURON | {"seed": seed, "neuron_groups": 4})
-        if prepare is not None:
-            prepare(model)
-        (step,) = itertools.islice(batches(rank.size, 1), 1)
-        if seed % 2:
-            model.eval()
-            with torch.no_grad():
-                loss_of(model, step[rank.rank][0])
-            model.train()
-        with collectives_of_fsdp() as log:
-            for _ in range(2):
-                micro_steps(model, step[rank.rank])
-        logs: list[Sequence[Issued]] = [[] for _ in range(rank.size)]
-        dist.all_gather_object(logs, log)
-        check_order(logs)
-        groups = {part.holders for part in sharded_model_of(model).held_parts() if part.dim is not None}
-        assert len(log) == 2 * (3 * len(groups) + 2), (len(log), groups)  # two of the root
-
-
 def test_skips_layers(rank: Rank) -> None:
     """All ranks skip the same layers of some passes, each checkpointed: groups that span a skipped layer are as those
     of single layers."""
@@ -136,28 +110,20 @@ def _same(hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
 
 
 @pytest.mark.world(2)
-def test_starts_without_storage(rank: Rank) -> None:
-    """Under `Init` a model has initial values of the dense model; on the meta device it stays there."""
-    config = SPECIMENS["gpt2"].build().config
-    with sdp_deepspeed.Init():
-        model, other = SPECIMENS["gpt2"].model(config), SPECIMENS["gpt2"].model(config)
-    found = full_state_dict(sharded(model, NEURON))
-    if rank.rank == 0:
-        assert found.keys() == other.state_dict().keys()
-        assert all(value.isfinite().all() for value in found.values())
-        stock = SPECIMENS["gpt2"].model(config).transformer.wte.weight.std()
-        assert 0.8 * stock < found["transformer.wte.weight"].std() < 1.2 * stock
-    for stock in (SPECIMENS["llama_biases"].build(), mixture("gpt_oss")):  # whose attention joins its sinks
+def test_starts_on_the_meta_device(rank: Rank) -> None:
+    """And stays there, until the user gives it values."""
+    attention_joins_its_sinks = mixture("gpt_oss")
+    for stock, block in ((llama(), {"holders": 1}), (attention_joins_its_sinks, NEURON)):
         with torch.device("meta"):
-            model = type(stock)(stock.config)
-        model = sharded(model, NEURON)
-        assert all(parameter.is_meta for parameter in model.parameters())
+            model: Any = type(stock)(stock.config)
+        model = sharded(model, block)
+        assert all(parameter.is_meta for parameter in model.parameters() if parameter.numel())
         model.to_empty(device="cpu")
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(torch.nan)
         model.apply(model._init_weights)
-        assert all(parameter.to_local().isfinite().all() for parameter in model.parameters())
+        assert all(value.isfinite().all() for value in gathered_state(model).values())
 
 
 def test_mixed_precision(rank: Rank) -> None:
@@ -181,24 +147,3 @@ def test_mixed_precision(rank: Rank) -> None:
         found, expected = loss_of(model, step[rank.rank][0]), loss_of(dense.bfloat16(), step[rank.rank][0])
     assert set(outputs) == {torch.float32}
     assert abs(found - expected) <= 2.0**-6 * expected, (found, expected, losses)
-
-
-@pytest.mark.slow
-def test_resident_and_frozen(rank: Rank) -> None:
-    """Kept weights are fetched anew once they have changed; what is frozen stays."""
-    dense = SPECIMENS["gpt2"].build()
-    for name, parameter in dense.named_parameters():
-        parameter.requires_grad_("mlp.c_fc" not in name)
-    model = sharded(deepcopy(dense), NEURON, reshard_after_forward=False)
-    dense.to(sharded_model_of(model).device)
-    own = optimizer_of(model)
-    for step in itertools.islice(batches(rank.size, 1), 2):
-        compare_evaluation(model, dense, step[rank.rank][0])
-        micro_steps(model, step[rank.rank])
-        own.step()
-        own.zero_grad()
-        state = gathered_state(model)
-        frozen = {name: value for name, value in dense.named_parameters() if not value.requires_grad}
-        assert all(torch.equal(state[name], value.cpu()) for name, value in frozen.items())
-        dense.load_state_dict(state)
-    compare_evaluation(model, dense, step[rank.rank][0])

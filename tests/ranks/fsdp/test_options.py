@@ -122,33 +122,17 @@ def test_leaves_out_what_is_ignored(rank: Rank) -> None:
 
 
 def test_starts_from_init(rank: Rank) -> None:
-    torch.manual_seed(0)
-    with sdp_deepspeed.Init():
-        model = llama()
-    weights = DeferredWeights(copy := _built_again())
-    state = gathered_state(sharded(model, ONE))
-    for name, _ in copy.named_parameters():  # C = 1/2
-        factor = 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
-        assert torch.equal(state[name], weights.value(name, weights.seed) * factor), name
+    def build() -> Any:
+        torch.manual_seed(0)
+        with sdp_deepspeed.Init():
+            return llama()
 
-
-def _built_again() -> Any:
-    torch.manual_seed(0)
-    with sdp_deepspeed.Init():
-        return llama()
-
-
-def test_starts_on_the_meta_device(rank: Rank) -> None:
-    with torch.device("meta"):
-        model = llama()
-    model = sharded(model, ONE)
-    model.to_empty(device="cpu")
-    assert any(parameter.numel() == 0 for parameter in model.parameters())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
-    state = gathered_state(model)
-    assert all(bool((value == 0.5).all()) for value in state.values())
+    for strategy in ("block", "neuron"):
+        weights = DeferredWeights(copy := build())
+        state = gathered_state(sharded(build(), ONE | {"strategy": strategy}))
+        for name, _ in copy.named_parameters():  # C = 1/2
+            factor = 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            assert torch.equal(state[name], weights.value(name, weights.seed) * factor), name
 
 
 def test_steps_with_multi_tensor_kernels(rank: Rank) -> None:

@@ -1,4 +1,4 @@
-"""The memory and the saved activations of a subnetwork are those of what it holds; its FLOPs are the oracle's."""
+"""The memory, the FLOPs and the saved activations of a subnetwork are those of what it holds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.masking import Mask
-from tests.helpers.core_masks import build, mask_of, masked, plan_of, tokens
+from sdp_deepspeed.plan.strategies import unit_costs
+from tests.helpers.core_masks import build, mask_of, masked, plan_of, run, tokens
 
 modes = pytest.mark.parametrize(("regime", "strategy"), MODES)
 NUM_TOKENS = tokens().numel()
@@ -77,7 +79,27 @@ def test_layers_are_stock_modules_that_say_how_wide_they_are(name: str, regime: 
                 assert {len(own.weight), len(own.bias), len(own.running_var)} == {own.num_features}
 
 
-# ---- activations ----------------------------------------------------------------------------------------------------
+# ---- FLOPs and activations ------------------------------------------------------------------------------------------
+
+
+def flops_of(model: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run(model)
+    return int(counter.get_total_flops())
+
+
+@modes
+@pytest.mark.parametrize("name", ["llama_odd", "gpt2"])
+def test_absent_units_cost_no_flops(name: str, regime: str, strategy: str) -> None:
+    """Of MLPs: neither the forward pass nor the two products of the backward pass; in the backward regime all but the
+    gradient of weights."""
+    dense = build(name)
+    plan = plan_of(dense, regime, {"mlp": strategy})
+    costs = [cost.flops * NUM_TOKENS for cost in unit_costs(dense, plan.units)]
+    for rank in (0, 1):
+        absent = sum(cost for index, cost in enumerate(costs) if not plan.holds(index, rank))
+        model, _ = masked(dense, plan, rank)
+        assert flops_of(dense) - flops_of(model) == (3 if regime == "forward" else 1) * absent > 0
 
 
 def saved_of(model: Any, own: Any = None) -> int:
