@@ -264,16 +264,6 @@ def test_fit_finds_the_largest_micro_batch(capsys: Capture) -> None:
     assert f"fits in {between}: yes, ZeRO-2 and a" in printed(capsys, *arguments[:4], *stage, "--fit", between)
 
 
-def test_estimate_of_fsdp2(capsys: Capture) -> None:
-    """Shards of fp32 weights and gradients, two moments."""
-    write(**{KEY: {"coverage": 0.5}})
-    found = columns(printed(capsys, "estimate", "run.yaml", "--ranks", "4"))
-    sdp = found["SDP"]
-    assert sdp["weights"] == sdp["gradients"] == pytest.approx(found["FSDP2"]["weights"], rel=0.1)
-    assert sdp["optimizer state"] == pytest.approx(2 * sdp["weights"], abs=0.02)
-    assert sdp["sent per step"] < found["FSDP2"]["sent per step"]
-
-
 def test_estimate_of_images(capsys: Capture) -> None:
     resnet = {"model_type": "resnet", "layer_type": "basic", "hidden_sizes": [16, 32], "depths": [2, 2]}
     found = []

@@ -83,6 +83,7 @@ def test_units_cost_what_their_weights_do() -> None:
     cost = unit_costs(Convolutions(), [Unit("some", pieces)])[0]
     assert cost.flops == 2 * 30 * (3 * 4 * 9 + 6 * 8)
     assert cost.num_parameters == 3 * 4 * 9 + 3 + 6 * 8
+    assert cost.num_bytes == 4 * cost.num_parameters
 
 
 def test_the_size_of_images() -> None:

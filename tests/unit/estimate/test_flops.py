@@ -7,26 +7,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from sdp_deepspeed.estimate.flops import FlopCounter
 from tests.helpers.core_masks import tokens
 from tests.helpers.models import llama, loss_of
-
-
-def test_a_product_forward_and_backward() -> None:
-    one, other = torch.ones(2, 3, requires_grad=True), torch.ones(3, 5, requires_grad=True)
-    with FlopCounter() as counter:
-        (one @ other).sum().backward()
-    assert counter.total == 3 * 2 * (2 * 3 * 5)
-
-
-def test_attention_on_a_cpu() -> None:
-    """Two products of [4, 8] by [8, 4] for each of 2 x 3 heads."""
-    query = torch.ones(2, 3, 4, 8)
-    with FlopCounter() as counter:
-        torch.nn.functional.scaled_dot_product_attention(query, query, query)
-    assert counter.total == 2 * 3 * 2 * (2 * 4 * 4 * 8)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 6])
@@ -41,17 +25,6 @@ def test_convolutions_of_groups(kind: type[nn.Module], groups: int) -> None:
     with FlopCounter() as without_gradient_of_the_input:
         layer(image.detach()).sum().backward()
     assert without_gradient_of_the_input.total == 2 * 2 * positions * (6 * 12 * 9 // groups)
-
-
-def test_matrices_as_pytorch_counts_them() -> None:
-    with FlopCounterMode(display=False) as theirs:
-        loss_of(llama(), tokens()).backward()
-    counts = theirs.get_flop_counts()["Global"]
-    products = sum(count for operator, count in counts.items() if "attention" not in str(operator))
-    attention = 2 * 2 * 2 * 4 * 4 * tokens().shape[1] ** 2 * tokens().shape[0]
-    with FlopCounter() as ours:
-        loss_of(llama(), tokens()).backward()
-    assert ours.total == products + attention * 7 // 2
 
 
 def test_what_is_computed_stays_the_same() -> None:

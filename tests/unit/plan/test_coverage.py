@@ -10,10 +10,6 @@ from sdp_deepspeed.plan.coverage import CoverageRule, HoldersRule, default_subne
 from tests.helpers.models import parsed
 
 
-def test_numbers_stay_numbers() -> None:
-    assert (parsed(coverage=0.5).coverage, parsed(coverage=1).coverage, parsed(holders=2).holders) == (0.5, 1.0, 2)
-
-
 def test_rules_and_one_that_stands_alone() -> None:
     alone = {"coverage": 0.5, "whole_ends": 1}
     expected = (CoverageRule(coverage=0.5, whole_ends=1),)

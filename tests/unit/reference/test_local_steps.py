@@ -127,26 +127,3 @@ def test_replicas_average_gradients_in_each_step_and_clip_as_a_team() -> None:
     cut = 1 / math.sqrt(3)
     expected = [A - 0.1 * cut, B - 0.1 * (cut + 0.1) / 2, S - 0.1 * (cut + 0.1) / 2]
     assert values(model) == pytest.approx(expected)
-
-
-def test_running_statistics_are_averaged_over_all_teams() -> None:
-    """Momentum 0.1 from 0: means 1 and 3 give 0.1 and 0.3, and 0.2 for everybody after a synchronization."""
-
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.tensor([1.0]))
-            self.norm = nn.BatchNorm1d(1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.norm(x) * self.a).sum()
-
-    plan = Plan("forward", "block", 2, 2, 0, (Unit("a", (Piece("a", None, 0, 1),)),), ((0, 1),), (0, 1))
-    reference = reference_of(plan, LocalSteps(2, 1.0, 0.0), Normed())
-    batches = [[torch.tensor([[0.0], [2.0]])], [torch.tensor([[2.0], [4.0]])]]
-    reference.step(batches)
-    means = [team.buffers[0]["norm.running_mean"].item() for team in reference.teams]
-    assert means == pytest.approx([0.1, 0.3])
-    reference.step(batches)
-    means = [team.buffers[0]["norm.running_mean"].item() for team in reference.teams]
-    assert means == pytest.approx([(0.19 + 0.57) / 2] * 2)

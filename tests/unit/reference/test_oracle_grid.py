@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from tests.helpers.oracle_grid import AXES, SIZES, Case, cases, grid, pairs_of, possible, sample, traits
+from tests.helpers.oracle_grid import AXES, cases, grid, pairs_of, possible, sample
 
 LOW = ("bf16", "bf16+fp32", "autocast", "fp16")
 # By two axes the pairs that cannot be met, each for a reason of `why_not`. What two ranks, or four in pairs, lack some
@@ -60,13 +60,3 @@ def test_the_sample_is_small_and_its_names_tell_cases_apart() -> None:
     assert len(sample()) <= 60
     assert all(map(possible, grid()))
     assert len({(case.ranks, str(case)) for case in cases(full=True)}) == len(cases(full=True))
-
-
-def test_it_is_the_same_each_time() -> None:
-    """Ranks, and workers of pytest, must not choose differently."""
-    assert sample.__wrapped__() == sample()
-
-
-def test_traits_are_all_axes() -> None:
-    assert [name for name, _ in traits(Case(2, 1))] == list(AXES)
-    assert {case.ranks for case in sample()} == {*SIZES}

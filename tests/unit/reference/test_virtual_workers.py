@@ -109,14 +109,6 @@ def test_one_step_of_sgd(regime: str, clip: float) -> None:
         assert parameter.item() == pytest.approx(start - 0.1 * factor * EXPECTED[regime][name], rel=1e-5), name
 
 
-def test_micro_batches_are_averaged() -> None:
-    """The loss is linear in x: micro-batches 0.5, 1, 1.5 give the gradients of their mean, 1."""
-    plan = two_layers("forward")
-    losses, gradients = local_gradients(TwoLayers(), plan, 0, [0.5, 1.0, 1.5], loss_of)
-    assert losses == [7.5, 15.0, 22.5]
-    assert [gradients[name].item() for name in ("a", "b", "s")] == [5.0, 0.0, 3.0]
-
-
 def test_neurons_as_rows_and_columns() -> None:
     """du_j = v_j x and dv_j = u_j x, averaged over the two holders of neuron j; dc = 1 on all three.
 
