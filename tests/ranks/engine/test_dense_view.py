@@ -314,25 +314,6 @@ def test_replaced_data_is_noticed(rank: Rank) -> None:
         refusal(RuntimeError, run, "its data was replaced", "inside `with engine.dense():`")
 
 
-def test_a_resized_model_is_noticed(rank: Rank) -> None:
-    """Before a pass, or at the end of the context in which embeddings were resized."""
-    for stage, holders in ((1, 2), (2, 3)):
-        engine = engine_of(config(holders=holders) | {"zero_optimization": {"stage": stage}})
-        run = partial(loss_of, engine.module, batch_of(rank))
-        train(engine, num_steps=1)
-        engine.module.resize_token_embeddings(VOCABULARY + 8)
-        words = ("'lm_head.weight'", "Parameters were replaced")
-        refusal(RuntimeError, partial(train, engine, num_steps=1), *words)
-        refusal(RuntimeError, lambda run=run, engine=engine: engine.backward(run()), *words)
-    engine = engine_of(config(holders=2))
-    refusal(RuntimeError, partial(resize, engine), "'model.embed_tokens.weight'", "before deepspeed.initialize")
-
-
-def resize(engine: Any) -> None:
-    with engine.dense():
-        engine.module.resize_token_embeddings(VOCABULARY + 8)
-
-
 def assign(engine: Any) -> None:
     with engine.dense():
         engine.module.load_state_dict(llama().state_dict(), assign=True)
@@ -345,9 +326,7 @@ def test_exports_are_the_dense_model(rank: Rank) -> None:
 
     cases: list[tuple[str, dict[str, Any]]] = [
         ("llama_odd", {"strategy": "neuron"}),
-        ("gpt2", {"regime": "backward", "strategy": "neuron"}),
-        ("qwen3", {"regime": "backward", "strategy": MIXED}),
-        ("llama", {}),
+        ("gpt2", {"regime": "backward", "strategy": MIXED}),
     ]
     for name, block in cases:
         model = ALL_SPECIMENS[name].build()

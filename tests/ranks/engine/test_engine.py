@@ -125,25 +125,17 @@ def test_several_backward_passes_before_a_step(rank: Rank) -> None:
 
 
 def test_two_gradients_in_one_pass(rank: Rank) -> None:
-    """Are added up where nothing is sent during a backward pass, and otherwise refused, as in plain ZeRO-2."""
+    """Are refused where something is sent during a backward pass, as in plain ZeRO-2; elsewhere the oracle has them."""
     (batch,) = own_batches(rank, 1)
-    expected = engine_of(sgd())
-    expected.backward(loss_of(expected, batch))
-    expected.step()
-    for stage, overlap in ((1, False), (1, True), (2, False)):
+    for stage, overlap in ((1, True), (2, False)):
         settings = in_buckets(sgd(stage=stage))
         settings["zero_optimization"] |= {"overlap_comm": overlap}
         engine = engine_of(settings)
         head = engine.module.lm_head
         run = partial(torch.utils.checkpoint.checkpoint, head.forward, use_reentrant=True)
         head.forward = lambda hidden, run=run: torch.cat([run(half) for half in hidden.chunk(2)])
-        loss = loss_of(engine, batch)
-        if stage == 2 or overlap:
-            refusal(RuntimeError, partial(engine.backward, loss), "'lm_head.weight'", "use_reentrant=False")
-        else:
-            engine.backward(loss)
-            engine.step()
-            torch.testing.assert_close(dense_state(engine), dense_state(expected), rtol=0, atol=1e-7)
+        backward = partial(engine.backward, loss_of(engine, batch))
+        refusal(RuntimeError, backward, "'lm_head.weight'", "use_reentrant=False")
 
 
 ZERO_GRADS: dict[str, Callable[[Any], Any]] = {

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import resource
 import shutil
-import signal
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,19 +15,19 @@ import pytest
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 from sdp_deepspeed.checkpoint.files import CHECKSUMS
-from sdp_deepspeed.config import KEY
 from sdp_deepspeed.teams.attendance import NO_STATE
 from tests.helpers.fp16_runs import fp16_is_supported
-from tests.helpers.hosts import deepspeed_config, rows
-from tests.helpers.kills import kill_at
 from tests.helpers.models import LENGTH, SPECIMENS, VOCABULARY, batches, config, llama, loss_of
 from tests.helpers.teams import NEVER_MISSED, Place, teams
+from tests.ranks.engine.test_accelerate import prepared
+from tests.ranks.engine.test_trainer import trainer_of
 
 STEPS, SAVED_AFTER = 8, 5  # H is 2: saved between two meetings
+BLOCK: dict[str, Any] = {"coverage": 0.5, "local_steps": {"teams": 2, "every": 2}}
 
 
 def engine_of(stage: int, model: Any = None, **settings: Any) -> Any:
@@ -145,39 +143,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(stages: tuple[tuple[int, int], .
         runs[0].finish()
 
 
-def save_or_die(place: Place, die_at: int) -> None:
-    """Go on from the last checkpoint, and die in the next one. Team 0 goes on until the other has finished."""
-    block = {"coverage": 1.0, "local_steps": {"teams": 2, "every": 2}}
-    engine, folder = engine_of(1, **{KEY: block}), place.folder / f"team-{place.team}"
-    done, data = place.folder / "done", batches(1, 1)
-    engine.load_checkpoint(str(folder))
-    steps = itertools.count() if place.team == 0 else range(4)
-    for _ in itertools.takewhile(lambda _: place.team or not done.exists(), steps):
-        engine.backward(loss_of(engine, next(data)[0][0]))
-        engine.step()
-    if place.team == 1:
-        if (folder / "latest").exists():
-            assert engine.team.num_steps > 4
-        if die_at:
-            kill_at(die_at)
-        engine.save_checkpoint(str(folder))
-    engine.team.leave()
-
-
-@pytest.mark.slow
-def test_a_rank_is_killed_in_a_save(tmp_path: Path) -> None:
-    """The last complete checkpoint is loaded, and the other team goes on."""
-    with teams(tmp_path) as run:
-        other = run.start(save_or_die, 0, 1, 0)
-        for die_at in (0, 1, 2, 3, 4, 0):
-            codes = run.start(save_or_die, 1, 1, die_at).wait()
-            assert codes == [-signal.SIGKILL if die_at else 0], (die_at, run.started[-1].error())
-            named = (tmp_path / "team-1" / "latest").read_text()
-            assert (tmp_path / "team-1" / named / "team_rank_0.pt").exists()
-        (tmp_path / "done").touch()
-        run.finish(other)
-
-
 HALF: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}, "communication_data_type": "bf16"},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
@@ -257,28 +222,13 @@ def by_trainer(place: Place, lighthouses: list[str]) -> None:
     models = []
     for number, address in enumerate(lighthouses[:-1]):
         os.environ |= {"TORCHFT_LIGHTHOUSE": address, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-        block = {"coverage": 0.5, "local_steps": {"teams": 2, "every": 2}}
-        settings = config(**block) | {"train_batch_size": "auto", "gradient_clipping": "auto"}
         folder = place.folder / f"trainer-{place.team}"
-        arguments = TrainingArguments(
-            output_dir=str(folder),
-            max_steps=4,
-            per_device_train_batch_size=2,
-            learning_rate=1e-2,
-            save_strategy="no" if number == 2 else "steps",
-            save_steps=1,
-            eval_strategy="steps",
-            eval_steps=2,
-            logging_steps=1,
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-            deepspeed=settings,
-        )
         generator = torch.Generator().manual_seed(place.team)
-        rows = torch.randint(0, VOCABULARY, (32, LENGTH), generator=generator)
-        data = [{"input_ids": row, "labels": row} for row in rows]
-        trainer = Trainer(llama(), arguments, train_dataset=data, eval_dataset=data[:8])
+        tokens = torch.randint(0, VOCABULARY, (32, LENGTH), generator=generator)
+        data = [{"input_ids": row, "labels": row} for row in tokens]
+        options: dict[str, Any] = {"data": data, "evaluated": data[:8], "per_device_eval_batch_size": 8}
+        options |= {"save_strategy": "no" if number == 2 else "steps", "save_steps": 1}
+        trainer = trainer_of(folder, BLOCK, learning_rate=1e-2, **options)
         step = 1 if (number, place.team) == (2, 1) else 3
         trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}") if number else None)
         team, engine = trainer.model_wrapped.team, trainer.model_wrapped
@@ -291,7 +241,7 @@ def by_trainer(place: Place, lighthouses: list[str]) -> None:
         losses[0] = trainer.predict(data[:8]).metrics["test_loss"]
         trainer.save_model(str(folder / "final"))
         with torch.no_grad():
-            dense = LlamaForCausalLM.from_pretrained(folder / "final")(rows[:8], labels=rows[:8]).loss
+            dense = LlamaForCausalLM.from_pretrained(folder / "final")(tokens[:8], labels=tokens[:8]).loss
         assert set(losses) == {float(dense)}
         models.append(load_file(folder / "final" / "model.safetensors"))
         trainer.model_wrapped.team.leave()
@@ -304,33 +254,21 @@ def by_trainer(place: Place, lighthouses: list[str]) -> None:
 
 def by_accelerate(place: Place, address: str) -> None:
     """A loop of one's own, with an optimizer that was made of the whole model."""
-    from accelerate import Accelerator, DeepSpeedPlugin
-    from accelerate.state import AcceleratorState
-
     os.environ["TORCHFT_LIGHTHOUSE"] = address
-    AcceleratorState._reset_state(True)  # one script in a process is what it knows
-    settings = deepspeed_config({"coverage": 0.5, "local_steps": {"teams": 2, "every": 2}})
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings))
-    model = llama()
-    groups = [{"params": [p for p in model.parameters() if (p.dim() > 1) == is_matrix]} for is_matrix in (True, False)]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    loader: Any = torch.utils.data.DataLoader(rows(8), batch_size=2)  # type: ignore[arg-type]
-    engine, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    accelerator, engine, optimizer, loader, scheduler = prepared(BLOCK, accumulation=1)
     before = {name: value.clone() for name, value in engine.module.named_parameters()}
     for batch in loader:
         accelerator.backward(engine(**batch).loss)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    assert engine.team.version == 2
+    assert engine.team.version == 4
     assert not any(torch.equal(before[name], value) for name, value in engine.module.named_parameters())
     state = accelerator.get_state_dict(engine)
     with engine.dense():
         assert all(
             torch.equal(state[name], value) for name, value in accelerator.unwrap_model(engine).state_dict().items()
         )
-    assert accelerator.unwrap_model(engine) is model
     engine.team.leave()
 
 

@@ -15,15 +15,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import update_bn
 
 import sdp_deepspeed
-from sdp_deepspeed.config import MODES
+from sdp_deepspeed.fsdp import CheckpointManager, full_state_dict, param_groups, reestimate_batch_norm
 from tests.helpers.batch_norms import Net, batches, means, settings, statistics_of, train
 from tests.helpers.models import batches as tokens_of
 from tests.helpers.models import inputs_of, llama
 from tests.helpers.more_models import SPECIMENS
 from tests.helpers.ranks import Rank
+from tests.helpers.sharded import gathered_state, sharded
 from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal
 from tests.helpers.training import train as train_on_tokens
 
@@ -32,16 +34,16 @@ pytestmark = pytest.mark.world(SIZE)
 ROUNDING = 2.0**-23  # fp64 sums in another order, rounded to fp32
 
 
-def assert_means(found: dict[str, torch.Tensor], before: list[dict[str, torch.Tensor]]) -> None:
-    """What a rank has is the mean over those that had it before, and the same bits on all that have it."""
-    expected = means(before)
-    assert found
-    for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=ROUNDING, atol=0)
-    by_rank = gathered(found)
-    for name in expected:
-        values = [of_rank[name] for of_rank in by_rank if name in of_rank]
-        assert all(torch.equal(value, values[0]) for value in values), name
+def assert_means(model: Any, before: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What ranks have is the mean over those that had it before, and the same bits on all that have it."""
+    by_rank, expected = gathered(statistics_of(model)), means(before)
+    for found in by_rank:
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=ROUNDING, atol=0)
+            assert all(torch.equal(value, other.get(name, value)) for other in by_rank), name
+    shared = [found["norm.running_mean"] for found in before]
+    assert not torch.equal(shared[0], shared[1]), "each rank has batches of its own"
+    return means(by_rank)
 
 
 @pytest.mark.parametrize(("regime", "momentum"), [("forward", 0.1), ("forward", None), ("backward", 0.1)])
@@ -51,8 +53,6 @@ def test_in_an_evaluation_between_steps(rank: Rank, regime: str, momentum: float
     engine = engine_of(settings(holders=2, accumulation=2, regime=regime), Net(momentum=momentum))
     train(engine, rank.rank, num_steps=3)
     before = gathered(statistics_of(engine.module))
-    shared = [statistics["norm.running_mean"] for statistics in before]
-    assert not torch.equal(shared[0], shared[1]), "each rank has batches of its own"
     images = batches(7, 1)[0][0]
     engine.eval()
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_in_an_evaluation_between_steps(rank: Rank, regime: str, momentum: float
         assert all(torch.equal(logits, dense(images)) for logits in found)
     assert_identical(*itertools.islice(gathered(dense.state_dict()), 2))
     engine.train()
-    assert_means(statistics_of(engine.module), before)
+    assert_means(engine.module, before)
     train(engine, rank.rank, num_steps=1)
 
 
@@ -73,8 +73,7 @@ def test_in_checkpoints(rank: Rank) -> None:
     train(engine, rank.rank, num_steps=3)
     before = gathered(statistics_of(engine.module))
     engine.save_checkpoint(rank.folder)
-    assert_means(statistics_of(engine.module), before)
-    expected = means(gathered(statistics_of(engine.module)))
+    expected = assert_means(engine.module, before)
     for block in ({"holders": 2, "regime": "backward"}, {"holders": 1}):
         other = engine_of(settings(**block), Net())
         other.load_checkpoint(rank.folder)
@@ -113,29 +112,6 @@ def compare(engine: Any, expected: dict[str, torch.Tensor]) -> None:
         assert_identical(first, other)
 
 
-def test_is_that_of_the_dense_model(rank: Rank) -> None:
-    """In both regimes; weights stay, and training goes on."""
-    for regime in ("forward", "backward"):
-        block = {"holders": 2, "regime": regime, "check_agreement": True}
-        engine = engine_of(settings(**block), Net())
-        train(engine, rank.rank, num_steps=2)
-        state = dense_state(engine)
-        own = [images for images, _ in batches(rank.rank, NUM + 2, seed=9)]
-        assert sdp_deepspeed.reestimate_batch_norm(engine, iter(own), num_batches=NUM) == 9
-        expected = oracle(state)
-        compare(engine, expected)
-        after = dense_state(engine)
-        assert_identical(*({n: v for n, v in each.items() if n not in expected} for each in (state, after)))
-        images = batches(7, 1)[0][0]
-        dense = Net().eval()
-        dense.load_state_dict(after)
-        engine.eval()
-        with torch.no_grad():
-            assert torch.equal(engine(images), dense(images))
-        engine.train()
-        train(engine, rank.rank, num_steps=1)
-
-
 def test_wherever_the_dense_model_is(rank: Rank) -> None:
     """Outside of it and inside, in training and in evaluation mode, of tensors, tuples, lists and dicts of arguments:
     the same bits."""
@@ -157,20 +133,22 @@ def test_wherever_the_dense_model_is(rank: Rank) -> None:
     compare(engine, oracle(state))
 
 
-@pytest.mark.slow
-def test_of_resnets(rank: Rank) -> None:
-    """In all modes: vectors that are cut are written to each piece's holders, in halves too."""
-    for regime, strategy in MODES:
-        block = {"holders": 2, "regime": regime, "strategy": strategy, "neuron_groups": 3}
-        if strategy == "block":
-            del block["neuron_groups"]
-        engine = engine_of(settings(**block, check_agreement=True), SPECIMENS["resnet"].build())
+def test_is_that_of_the_dense_model(rank: Rank) -> None:
+    """In both regimes; vectors that are cut are written to each piece's holders. A mistake changes nothing, weights
+    stay, and training goes on."""
+    blocks: list[dict[str, Any]] = [{"strategy": "neuron", "neuron_groups": 3}, {"regime": "backward"}]
+    for block in blocks:
+        settings_of_run = settings(holders=2, check_agreement=True, **block)
+        engine = engine_of(settings_of_run, SPECIMENS["resnet_bottleneck"].build())
         train_on_tokens(engine, num_steps=2)
         state = dense_state(engine)
         tokens = [next(tokens_of(SIZE, NUM, seed=9))[of_rank] for of_rank in range(SIZE)]
         own = [inputs_of(engine, batch) for batch in tokens[rank.rank]]
-        num_norms = engine.reestimate_batch_norm(own, num_batches=NUM)
-        dense: Any = SPECIMENS["resnet"].build()
+        call = partial(sdp_deepspeed.reestimate_batch_norm, engine, own)
+        refusal(ValueError, partial(call, num_batches=NUM + 1), "num_batches: got 4, but found 3")
+        assert_identical(dense_state(engine), state)
+        num_norms = call(num_batches=NUM)
+        dense: Any = SPECIMENS["resnet_bottleneck"].build()
         dense.load_state_dict(state)
         norms = [norm for norm in dense.eval().modules() if isinstance(norm, nn.BatchNorm2d)]
         assert num_norms == len(norms)
@@ -183,7 +161,9 @@ def test_of_resnets(rank: Rank) -> None:
                 dense(**inputs_of(dense, batch))
         expected = statistics_of(dense)
         compare(engine, {n: torch.tensor(NUM) if n.endswith("tracked") else v for n, v in expected.items()})
-        dense.load_state_dict(dense_state(engine))
+        after = dense_state(engine)
+        assert_identical(*({n: v for n, v in each.items() if n not in expected} for each in (state, after)))
+        dense.load_state_dict(after)
         engine.eval()
         with torch.no_grad():
             found, logits = (model(**own[0]).logits for model in (engine, dense.eval()))
@@ -222,28 +202,6 @@ def drawing(rank: Rank) -> Iterator[torch.Tensor]:
         yield images
 
 
-@pytest.mark.slow
-def test_mistakes(rank: Rank) -> None:
-    """One error on all ranks, and the statistics are those of before."""
-    for regime in ("forward", "backward"):
-        engine = engine_of(settings(holders=2, regime=regime), Net())
-        train(engine, rank.rank, num_steps=1)
-        dense_state(engine)  # takes the means over the ranks, which stay
-        before = statistics_of(engine.module)
-        own = [images for images, _ in batches(rank.rank, NUM - (rank.rank == 1), seed=9)]
-        words = ("num_batches: got 3", "found 2", "[on rank 1]")
-        call = engine.reestimate_batch_norm
-        refusal(ValueError, partial(call, own, num_batches=NUM), *words)
-        for number in (0, 1 + (rank.rank == 2)):
-            refusal(ValueError, partial(call, own, num_batches=number), "num_batches: got")
-        wrong = [own[0], own[1][:, : 3 - (rank.rank == 0)]]
-        refusal(RuntimeError, partial(call, wrong, num_batches=2), "[on rank 0]")
-        assert_identical(statistics_of(engine.module), before)
-        assert engine.module.training
-        engine.reestimate_batch_norm(own, num_batches=2)
-        train(engine, rank.rank, num_steps=1)
-
-
 def test_where_there_is_nothing_to_do(rank: Rank) -> None:
     """Asks nobody; other models are refused."""
     engine = engine_of(settings(holders=2), llama())
@@ -251,3 +209,78 @@ def test_where_there_is_nothing_to_do(rank: Rank) -> None:
         assert engine.reestimate_batch_norm([], num_batches=1) == 0
     with pytest.raises(ValueError, match=r"got Net, expected the engine .*fully_shard"):
         sdp_deepspeed.reestimate_batch_norm(Net(), [], num_batches=1)
+
+
+# ---- FSDP2 ----------------------------------------------------------------------------------------------------------
+
+
+def trained(rank: Rank, block: dict[str, Any], num_steps: int = 2) -> tuple[Any, torch.optim.Optimizer]:
+    model = sharded(Net(), block)
+    optimizer = torch.optim.AdamW(param_groups(model), lr=1e-2)
+    steps(model, optimizer, rank, num_steps)
+    return model, optimizer
+
+
+def steps(model: Any, optimizer: torch.optim.Optimizer, rank: Rank, num_steps: int) -> None:
+    for images, classes in batches(rank.rank, num_steps):
+        model(images, classes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_evaluation_under_fsdp2(rank: Rank) -> None:
+    """Also where all ranks hold everything, and with a layer that was wrapped afterwards."""
+    images = batches(7, 1)[0][0]
+    for holders in (2, 3):
+        model, optimizer = trained(rank, {"holders": holders})
+        model.layers[1] = checkpoint_wrapper(model.layers[1])
+        for _ in range(2):
+            before = gathered(statistics_of(model))
+            model.eval()
+            with torch.no_grad():
+                found = [model(images) for _ in range(2)]
+            expected = assert_means(model, before)
+            plain = Net().eval()
+            plain.load_state_dict(gathered_state(model))
+            assert_identical(statistics_of(plain), expected)
+            with torch.no_grad():
+                assert all(torch.equal(logits, found[0]) for logits in found)
+                torch.testing.assert_close(found[0], plain(images), rtol=1e-6, atol=1e-6)
+            steps(model.train(), optimizer, rank, 1)
+
+
+def test_what_is_saved_under_fsdp2(rank: Rank) -> None:
+    """The full state dict has means over holders, and a checkpoint makes them so."""
+    for holders in (2, 3):
+        model, optimizer = trained(rank, {"holders": holders})
+        before = gathered(statistics_of(model))
+        state = full_state_dict(model)
+        expected = assert_means(model, before)
+        if rank.rank == 0:
+            assert_identical({name: state[name] for name in expected}, expected)
+        model, optimizer = trained(rank, {"holders": holders})
+        folder = rank.folder / str(holders)
+        CheckpointManager(model, optimizer).save_checkpoint(folder)
+        assert_means(model, before)
+
+
+@pytest.mark.slow
+def test_re_estimation_under_fsdp2(rank: Rank) -> None:
+    """Inside and outside of the dense view, by both names; and what is wrong with it, on all ranks."""
+    own = [images for images, _ in batches(rank.rank, NUM, seed=9)]
+    for holders in (2, 3):
+        model, optimizer = trained(rank, {"holders": holders})
+        state = gathered_state(model)
+        assert reestimate_batch_norm(model, own, num_batches=NUM) == 9
+        assert model.training
+        first = statistics_of(model)
+        model.norm.running_mean.fill_(1e3)
+        assert sdp_deepspeed.reestimate_batch_norm(model, own, num_batches=NUM) == 9
+        assert_identical(statistics_of(model), first)
+        expected = oracle(state)
+        for name, value in means(gathered(first)).items():
+            similar(value, expected[name])
+        words = ("num_batches: got 4, but found 3",)
+        refusal(ValueError, lambda: reestimate_batch_norm(model, own, num_batches=4), *words)  # noqa: B023
+        assert_identical(statistics_of(model), first)
+        steps(model, optimizer, rank, 1)
