@@ -92,7 +92,7 @@ def read_full(optimizer: ShardedOptimizer, name: str, kind: Quantity = "weight",
     """
     if kind == "gradient" and optimizer.reducer.is_local:
         return _local_gradient(optimizer, name)
-    _prepare(optimizer, kind, key)
+    _prepare(optimizer, name, kind, key)
     like = optimizer.mask.parameters[name]
     shape, groups = optimizer.mask.shapes[name], optimizer.groups
     dense = torch.empty(shape, dtype=torch.float32, device=like.device)
@@ -129,7 +129,7 @@ def write_full(
         raise ValueError(
             f"{name!r} has shape {expected}, the value {tuple(value.shape)}; pass the whole parameter's values"
         )
-    _prepare(optimizer, kind, key)
+    _prepare(optimizer, name, kind, key)
     for box, values in _values(optimizer, name, kind, key):
         values.copy_(box.of(value))
     if kind == "weight":
@@ -138,19 +138,20 @@ def write_full(
                 optimizer.mask.view(piece).copy_(piece.narrow(value))
 
 
-def _prepare(optimizer: ShardedOptimizer, kind: Quantity, key: str) -> None:
+def _prepare(optimizer: ShardedOptimizer, name: str, kind: Quantity, key: str) -> None:
     if kind == "gradient":
         if not optimizer.reducer.is_last_micro_step:
             raise RuntimeError("gradients are averaged after the last micro-step; read or set them before step() only")
         optimizer.reducer.finish_step()
     elif kind == "state":
-        parameters = [parameter for bucket in optimizer.held for parameter in bucket.parameters]
+        of_name = (bucket for bucket in optimizer.held if name in bucket.layout.names)
+        parameters = [parameter for bucket in of_name for parameter in bucket.parameters]
         states = [(parameter, optimizer.optimizer.state.get(parameter, {})) for parameter in parameters]
         keys = {k for p, state in states for k, v in state.items() if torch.is_tensor(v) and v.shape == p.shape}
         known = sorted(set().union(*gather_objects(keys, optimizer.groups.control)))
         if key not in known:
             words = f"it has {listed(known)}" if known else "before the first step there is none"
-            raise ValueError(f"the optimizer has no state {key!r} with one value per element: {words}")
+            raise ValueError(f"{name!r}: the optimizer has no state {key!r} with one value per element: {words}")
 
 
 def _values(optimizer: ShardedOptimizer, name: str, kind: Quantity, key: str) -> Iterator[tuple[Box, torch.Tensor]]:

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from deepspeed.ops.adam import fused_adam
+from deepspeed.utils import safe_get_full_optimizer_state
 from torch import nn
 
 from tests.helpers.models import batches, config, family, llama, loss_of, muon, two_groups, without_block
@@ -160,6 +161,9 @@ def test_clipped_muon(rank: Rank) -> None:
             torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
 
 
+MATRIX = "layers.0.mlp.up_proj"
+
+
 def test_muon_of_blocks(rank: Rank) -> None:
     """One holder steps the whole of a matrix, and shares are about equal; at stage 0, which clips gradients. Muon's
     iteration, in fp32 here, multiplies rounding of gradients by up to a hundred. What no rank has as a whole matrix is
@@ -172,6 +176,10 @@ def test_muon_of_blocks(rank: Rank) -> None:
         with torch.compiler.set_stance("force_eager"), in_fp32:
             engine = engine_of(without_optimizer(0, regime=regime), model, optimizer=client)
             against_reference(rank, engine, dense, make, drift=1e-3)
+        matrix, norm = (engine.module.get_parameter(f"model.{name}.weight") for name in (MATRIX, "norm"))
+        assert safe_get_full_optimizer_state(norm, "exp_avg").any()
+        assert safe_get_full_optimizer_state(matrix, "momentum_buffer").shape == (24, 16)
+        refusal(ValueError, partial(safe_get_full_optimizer_state, matrix, "exp_avg"), MATRIX, "momentum_buffer")
         sizes = gathered(sum(parameter.numel() for parameter in engine.optimizer.param_groups[0]["params"]))
         matrices = [p.numel() for name, p in dense.named_parameters() if "layers" in name and p.dim() == 2]
         assert sum(sizes) == sum(matrices)
