@@ -195,10 +195,5 @@ def even(name: str) -> Specimen:
 
 
 ALL_SPECIMENS: dict[str, Specimen] = {**models.SPECIMENS, **SPECIMENS}
-# Biases of keys that are not rotated, or in part: the softmax does not see them, so their gradients are rounding.
-KEY_BIASES = (
-    *("bert", "opt", "opt_post_norm", "glm", "phi", "stablelm"),
-    *("dinov2", "dinov2_swiglu", "swin", "vit"),
-)
 # Attention whose heads cannot be cut.
 UNCUT = ("bloom", "bloom_post_norm", "falcon_multi_query", "olmo2", "stablelm_head_norms")
