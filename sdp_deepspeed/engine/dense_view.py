@@ -1,8 +1,8 @@
 """The dense model in place of a rank's subnetwork, for evaluation and export (DeepSpeed host; FSDP2's is
 fsdp/dense_model.py).
 
-In the forward regime, each rank receives the slices that it lacks from one of their holders; in the backward regime
-every rank has all weights. The dense model stays resident until `end`, so ranks may then run
+In the forward regime, each slice that some rank lacks is sent by one of its holders to all data-parallel ranks; in the
+backward regime every rank has all weights. The dense model stays resident until `end`, so ranks may then run
 different numbers of batches, or parts of the model, without synchronization. It takes the memory of the dense weights,
 as ZeRO-1 and 2 do all the time.
 """
@@ -10,7 +10,8 @@ as ZeRO-1 and 2 do all the time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -18,17 +19,17 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from sdp_deepspeed.checkpoint.fill import BoxDirectory, fill
-from sdp_deepspeed.checkpoint.planners import State, add_box
 from sdp_deepspeed.masking.check import is_checkpointed, trained_layers
 from sdp_deepspeed.masking.mask import Mask, is_masked, partial_tensors
 from sdp_deepspeed.masking.placeholders import PartialTensor
 from sdp_deepspeed.masking.running_statistics import average_running_statistics, running_statistics
 from sdp_deepspeed.messages import KEY
+from sdp_deepspeed.parallel.dense_gathers import Segment, gather_segments
 from sdp_deepspeed.parallel.groups import Groups
 
 logger = logging.getLogger(__name__)
 
+_CHUNK_ELEMENTS = 2**24  # per all-gather
 _PARTIAL = (
     "this rank holds only a part, so the state dict is partial; use `with engine.dense():` on all ranks, "
     "engine.save_checkpoint or save_pretrained"
@@ -122,22 +123,21 @@ class DenseView:
             self.end()
 
     def _fetch(self) -> None:
-        """Fill every slice that this rank lacks from one of its holders."""
-        mask, group = self.mask, self._groups.data_parallel
-        num_sent = [0] * group.size  # elements that each rank offers
-        wanted, offered = State(), State()
-        for name, pieces in (*mask.pieces.items(), *mask.buffer_pieces.items()):
-            key = f"{self._groups.tensor_parallel_rank}/{name}"  # each tensor-parallel rank has its own part
+        """Gather every slice that some rank lacks from one of its holders, in chunks."""
+        group = self._groups.data_parallel
+        limit = max(1, _CHUNK_ELEMENTS // group.size)  # per chunk and rank
+        sent = [0] * group.size
+        chunks: defaultdict[int, list[Segment]] = defaultdict(list)
+        for pieces in (*self.mask.pieces.values(), *self.mask.buffer_pieces.values()):
             for piece, holders in pieces:
-                if len(holders) == group.size:
-                    continue
-                values = mask.view(piece).data  # its own version: graphs of the subnetwork remain valid
-                rank = min(holders, key=num_sent.__getitem__)
-                num_sent[rank] += values.numel()
-                if rank == group.position or not mask.is_held(piece):
-                    boxes = offered if rank == group.position else wanted
-                    add_box(boxes, key, mask.shapes[name], piece.offsets(values.dim()), values)
-        fill(wanted, offered, BoxDirectory(offered, self._groups.control), self._device)
+                if len(holders) < group.size:
+                    rank = min(holders, key=sent.__getitem__)
+                    values = self.mask.view(piece).data  # its own version: graphs of the subnetwork remain valid
+                    for rows in _rows(values, limit):
+                        chunks[sent[rank] // limit].append(Segment(rank, rows, self.mask.is_held(piece)))
+                        sent[rank] += rows.numel()
+        for _, segments in sorted(chunks.items()):
+            gather_segments(segments, group)
 
     # ---- hooks --------------------------------------------------------------------------------------------------
 
@@ -214,6 +214,13 @@ class DenseView:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _rows(values: torch.Tensor, limit: int) -> Sequence[torch.Tensor]:
+    """Views of at most `limit` elements each, or of one row."""
+    if values.numel() <= limit:
+        return [values]
+    return values.split(max(1, limit * len(values) // values.numel()))
 
 
 def _refuse_evaluation(copied: nn.Module) -> None:

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from sdp_deepspeed.checkpoint.fill import BoxDirectory, fill
-from sdp_deepspeed.checkpoint.planners import State, add_box
 from sdp_deepspeed.engine.zero_optimizer import SubnetworkOptimizer
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.parallel.boxes import Box, shard_boxes
@@ -94,14 +93,12 @@ def read_full(optimizer: ShardedOptimizer, name: str, kind: Quantity = "weight",
         return _local_gradient(optimizer, name)
     _prepare(optimizer, name, kind, key)
     like = optimizer.mask.parameters[name]
-    shape, groups = optimizer.mask.shapes[name], optimizer.groups
-    dense = torch.empty(shape, dtype=torch.float32, device=like.device)
-    where = f"{groups.tensor_parallel_rank}/{name}"  # each tensor-parallel rank has its own part
-    wanted, offered = State(), State()
-    add_box(wanted, where, shape, [0] * dense.dim(), dense)
+    dense = torch.zeros(optimizer.mask.shapes[name], dtype=torch.float32, device=like.device)
     for box, values in _values(optimizer, name, kind, key):
-        add_box(offered, where, shape, box.offsets, values)
-    fill(wanted, offered, BoxDirectory(offered, groups.control), like.device)
+        box.of(dense).copy_(values)
+    group = optimizer.groups.data_parallel
+    if group.size > 1:
+        dist.all_reduce(dense, group=group.process_group)
     return dense
 
 

@@ -231,7 +231,8 @@ class Averaging(torch.optim.SGD):
 
 def test_modes_of_optimizers(rank: Rank) -> None:
     """The dense model is that of the optimizer's mode, on all ranks, also in a checkpoint; training continues as if
-    there were no others, also between the backward pass and the step. `destroy` restores the optimizer's methods."""
+    there were no others, also between the backward pass and the step. `destroy`, and a second engine of
+    the model, restore the optimizer's methods."""
     cases = [("forward", "block", 1), ("forward", "neuron", 2), ("backward", "neuron", 1), ("backward", "block", 1)]
     cases.append(("forward", "neuron", 1))  # at stage 1 weights of cut tensors may take the memory of gradients
     (batch,) = own_batches(rank, 1)
@@ -268,11 +269,12 @@ def test_modes_of_optimizers(rank: Rank) -> None:
         assert_identical(dense_state(engines[0]), dense_state(engines[2]))  # gradients were kept
     with engines[0].dense():
         refusal(RuntimeError, engines[0].optimizer.eval, "optimizer.eval inside engine.dense()")
-    client = engines[0].optimizer.optimizer
+    clients = [engine.optimizer.optimizer for engine in engines]
     engines[0].destroy()
-    for mode in ("train", "eval"):
+    other = engine_of(sgd(), engines[1].module)
+    for client, mode in itertools.product(clients[:2], ("train", "eval")):
         assert getattr(client, mode) == MethodType(getattr(Averaging, mode), client)
-    assert not hasattr(engine_of(sgd()).optimizer, "eval")
+    assert not hasattr(other.optimizer, "eval")
 
 
 def test_from_json(rank: Rank) -> None:

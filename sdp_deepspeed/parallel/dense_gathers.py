@@ -1,4 +1,8 @@
-"""Gather weights that all ranks want: FSDP2's evaluation, layer by layer (other dense tensors: checkpoint/fill.py)."""
+"""Gather slices of the dense model on all data-parallel ranks: for the dense views of both hosts.
+
+Re-plans and exports use `checkpoint/fill.py` instead, where each rank receives only the elements that it
+wants.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,12 @@ class Segment(NamedTuple):
     Args:
         rank: data-parallel index of the sender.
         values: view of the elements, of the same shape on all ranks: sent by `rank`, overwritten on the others.
+        is_kept: whether this rank has the elements, and ignores those that it receives.
     """
 
     rank: int
     values: torch.Tensor
+    is_kept: bool = False
 
 
 def gather_segments(segments: Sequence[Segment], group: RankGroup) -> None:
@@ -32,14 +38,14 @@ def gather_segments(segments: Sequence[Segment], group: RankGroup) -> None:
     for dtype in dict.fromkeys(segment.values.dtype for segment in segments):
         same = [segment for segment in segments if segment.values.dtype == dtype]
         sizes, starts = [0] * group.size, []
-        for rank, values in same:
+        for rank, values, _ in same:
             starts.append(sizes[rank])
             sizes[rank] += values.numel()
         flat = torch.empty((group.size, max(sizes)), dtype=dtype, device=same[0].values.device)
-        for (rank, values), start in zip(same, starts, strict=True):
+        for (rank, values, _), start in zip(same, starts, strict=True):
             if rank == group.position:
                 flat[rank, start : start + values.numel()].view(values.shape).copy_(values)
         all_gather([flat.view(-1)], [flat[group.position]], [group])
-        for (rank, values), start in zip(same, starts, strict=True):
-            if rank != group.position:
+        for (rank, values, is_kept), start in zip(same, starts, strict=True):
+            if rank != group.position and not is_kept:
                 values.copy_(flat[rank, start : start + values.numel()].view(values.shape))
