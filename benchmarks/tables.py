@@ -257,8 +257,8 @@ def images(result: Result) -> str:
     heads, rows = image_rows(result["cells"])
     if not rows:
         return "*Not measured yet: so far learning rates are being chosen.*"
-    seeds = "± standard error of the seeds, where there are several"
-    return f"Test loss, nats, {seeds}; in parentheses minus the first row; test error:\n\n" + table(["", *heads], rows)
+    seeds = "± standard error of seeds"
+    return f"Test loss, nats, {seeds} (minus the first row); test error:\n\n" + table(["", *heads], rows)
 
 
 def checkpoints(result: Result) -> str:
