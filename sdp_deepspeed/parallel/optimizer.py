@@ -12,7 +12,7 @@ A step (`ShardedOptimizer.step`), for every bucket (buckets.py) that this rank h
    gradients are reduced to it, and their weights broadcast from it.
 4. Updated weights are all-gathered. Forward regime: each bucket over its holders. Backward regime: every rank runs the
    whole model, so for each depth range and dtype there is one all-gather over all data-parallel ranks
-   (weight_gathers.py), to which each rank contributes all of its shards, padded to the largest share.
+   (backward_gathers.py), to which each rank contributes all of its shards, padded to the largest share.
 
 # Order of collectives
 
@@ -48,6 +48,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from sdp_deepspeed.parallel.backward_gathers import plan_gathers
 from sdp_deepspeed.parallel.boxes import Box, shard_boxes
 from sdp_deepspeed.parallel.bucket_layouts import BUCKET_SIZE, plan_buckets
 from sdp_deepspeed.parallel.buckets import Bucket, held_tensors, sent_together
@@ -58,7 +59,6 @@ from sdp_deepspeed.parallel.offload import Moved, move_back, move_to_host
 from sdp_deepspeed.parallel.optimizer_kinds import tensors_stepped_whole
 from sdp_deepspeed.parallel.param_groups import prefer_fused, replace_parameters
 from sdp_deepspeed.parallel.reducer import Reducer
-from sdp_deepspeed.parallel.weight_gathers import plan_gathers
 
 if TYPE_CHECKING:
     from sdp_deepspeed.masking.mask import Mask

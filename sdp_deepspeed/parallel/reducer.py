@@ -81,9 +81,7 @@ class Reducer:
         self._next = 0  # index of the first bucket that has not been reduced
         self._num_missing = [len(bucket.layout.names) for bucket in buckets]  # tensors without a gradient in this pass
         self._pass = 0  # number of backward passes
-        self._last_pass: dict[
-            str, int
-        ] = {}  # in which a tensor had a gradient, of tensors with one since the last step
+        self._last_pass = dict[str, int]()  # with a gradient of a tensor, of those with one since the last step
         self._states: dict[str, _State] = {}  # of gradients that are in buckets
         self._hooks = [
             tensor.parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._on_gradient(name))

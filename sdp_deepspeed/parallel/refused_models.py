@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.config import KEY
+from sdp_deepspeed.messages import KEY
 
 
 def refuse_model(model: nn.Module) -> None:
