@@ -21,8 +21,11 @@ from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.masking.scale import starts_smaller
 from sdp_deepspeed.plan.strategies import units_of_branches
 from tests.helpers.hand_written import HAND_WRITTEN, WIDTH, Layer, Stack, stream
-from tests.helpers.oracle_grid import ARCHITECTURES, MODELS
+from tests.helpers.mixtures import MIXTURES, Mixture
+from tests.helpers.oracle_grid import ARCHITECTURES
+from tests.helpers.oracle_grid import MODELS as OF_ORACLE
 
+MODELS = {name: Mixture.of(name) for name in MIXTURES} | OF_ORACLE
 # Layouts that the others do not have: interleaved queries, keys and values, by head or by group; tables and norms by
 # head; latent heads; gates that alternate with ups, beside shared experts or not; more counts; uncut heads.
 IN_SHORT = {*ARCHITECTURES, "cohere", "deberta_v2", "deepseek_v3", "falcon_grouped", "gpt_oss", "olmo2", "swinv2"}
