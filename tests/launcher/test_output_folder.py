@@ -20,7 +20,10 @@ PROGRAMS: dict[str, Command] = {
 }
 
 
-@pytest.mark.parametrize("command", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(PROGRAMS[name], marks=[pytest.mark.slow] * (name != "pretrain_fsdp2"), id=name) for name in PROGRAMS],
+)
 def test_the_second_run_in_a_folder_names_the_first_and_stops(tmp_path: Path, command: Command) -> None:
     hold(tmp_path / "run")  # by this process
     before = sorted(tmp_path.rglob("run/*"))
