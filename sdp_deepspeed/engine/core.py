@@ -217,9 +217,8 @@ class Core:
 
     def refuse_replan(self) -> None:
         """Raise ValueError or RuntimeError if the state of the run does not allow re-planning."""
-        self.dense_view.end_evaluation()
-        self.known_parameters.check()
         self.refuse_dense("engine.replan")
+        self.known_parameters.check()
         self.optimizer.refuse_unfinished("engine.replan")
         mask = self.mask
         frozen = [n for n, p in mask.parameters.items() if mask.trainable[n] and p.numel() and not p.requires_grad]
