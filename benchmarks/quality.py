@@ -63,12 +63,6 @@ NARROW = {
     "32x8, C=1/2, whole ends, scaled in training": "SDP, C = 1/2",
     "32x8, C=1/4, whole ends, scaled in training": "SDP, C = 1/4",
 }
-FEW_DATA = {
-    "dense 64x8": "data parallelism, 0.41M",
-    "branch dropout 0.2": "data parallelism, branch dropout 0.2",
-    "C=1/2, scaled, whole ends": "C = 1/2, whole ends",
-    "C=3/4, scaled, drawn every 10 steps": "C = 3/4, re-drawn every 10 steps",
-}
 
 
 def tuned_rate(cells: Sequence[Mapping[str, Any]], study: str, subject: str) -> float | None:
@@ -104,27 +98,16 @@ class Figures:
     def budgets(self) -> list[int]:
         return sorted({cell["budget"] for cell in self.cells})
 
-    def losses(self, subject: str, budget: int, key: str = "loss") -> dict[int, float]:
-        """Losses by seed, at the end of the run, or its "best_loss", as if it had been stopped there."""
+    def losses(self, subject: str, budget: int) -> dict[int, float]:
+        """By seed, at the end of the run."""
         return {
-            cell["seed"]: cell[key] for cell in self.cells if (cell["subject"], cell["budget"]) == (subject, budget)
+            cell["seed"]: cell["loss"] for cell in self.cells if (cell["subject"], cell["budget"]) == (subject, budget)
         }
-
-    def of_its_size(self, subject: str) -> str:
-        """Data parallelism at a subject's size."""
-        size = next(cell for cell in self.cells if cell["subject"] == subject)["described"]["size"]
-        return f"dense {size['width']}x{size['depth']}"
 
     def gaps(self, subject: str, other: str, budget: int) -> list[float]:
         """A subject's loss minus another's, for each common seed; negative if the subject is better."""
         one, two = self.losses(subject, budget), self.losses(other, budget)
         return [one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())]
-
-    def best_length(self, subject: str) -> tuple[int, dict[int, float]]:
-        """The budget with the lowest mean loss at any time of its run, and the losses by seed."""
-        found = {budget: self.losses(subject, budget, "best_loss") for budget in self.budgets}
-        best = min((b for b in found if found[b]), key=lambda budget: statistics.mean(found[budget].values()))
-        return best, found[best]
 
     @staticmethod
     def error(values: Sequence[float]) -> float:
@@ -176,18 +159,32 @@ def _loss_and_gap(figures: Figures, subject: str, base: str, budget: int) -> str
     return f"{statistics.mean(losses.values()):.3f} ({_mean(gaps, sign='+')})" if gaps else _mean(losses.values())
 
 
-def few_data_rows(figures: Figures) -> list[list[str]]:
-    """Each at its best length, stopped at its lowest loss: length, loss, less that of its size's data parallelism."""
+def many_passes_rows(figures: Mapping[int, Figures]) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows: for each number of passes the loss at the end, in parentheses the lowest if the run had better
+    been stopped there.
+
+    Args:
+        figures: by depth.
+    """
+    passes = sorted({_passes(cell) for own in figures.values() for cell in own.cells})
     rows = []
-    for subject, label in FEW_DATA.items():
-        if not any(cell["subject"] == subject for cell in figures.cells):
-            continue
-        budget, losses = figures.best_length(subject)
-        _, own = figures.best_length(figures.of_its_size(subject))
-        gaps = [losses[seed] - own[seed] for seed in sorted(losses.keys() & own.keys())]
-        is_own = figures.of_its_size(subject) == subject
-        rows.append([label, f"{budget:,}", _mean(losses.values()), "" if is_own else _mean(gaps, sign="+")])
-    return rows
+    for depth, own in figures.items():
+        for subject in dict.fromkeys(cell["subject"] for cell in own.cells):
+            cells = [[c for c in own.cells if (c["subject"], _passes(c)) == (subject, count)] for count in passes]
+            rows.append([f"{depth} layers: {subject}", *map(_end_and_lowest, cells)])
+    return [f"{count} passes" for count in passes], rows
+
+
+def _passes(cell: Mapping[str, Any]) -> int:
+    """Of data parallelism over the text with the cell's budget."""
+    settings = cell["settings"]
+    row_bytes = cell["described"]["size"]["length"]
+    return round(cell["budget"] * settings["num_workers"] * settings["rows"] * row_bytes / settings["train_bytes"])
+
+
+def _end_and_lowest(cells: Sequence[Mapping[str, Any]]) -> str:
+    end, lowest = (_mean(cell[key] for cell in cells) for key in ("loss", "best_loss"))
+    return end if end == lowest else f"{end} ({lowest})"
 
 
 def _mean(values: Iterable[float], sign: str = "") -> str:

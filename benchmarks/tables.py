@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks import families_table, figures
 from benchmarks.figures import MIB, SDP, most, ratio_of_steps
 from benchmarks.images.table import image_rows
-from benchmarks.quality import IN_README, IN_RESULTS, LABELS, NARROW, Figures, few_data_rows, quality_rows
+from benchmarks.quality import IN_README, IN_RESULTS, LABELS, NARROW, Figures, many_passes_rows, quality_rows
 
 ROOT = Path(__file__).parents[1]
 LESS_SHOWN = ("ZeRO-0", "ZeRO-2", "forward x block + ZeRO-2 C=0.5", "forward x block + FSDP2 C=1")
@@ -248,9 +248,9 @@ def quality(labels: Mapping[str, str], from_budget: int, result: Result, costs: 
     return f"{text}\n\n{table(['', *heads], rows)}"
 
 
-def few_data(result: Result) -> str:
-    heads = ["200 kB of text", "steps", "lowest loss", "difference from data parallelism of the same size"]
-    return table(heads, few_data_rows(Figures.of(result, "few data")))
+def many_passes(result: Result) -> str:
+    heads, rows = many_passes_rows({depth: Figures.of(result, f"many passes, {depth} layers") for depth in (8, 16)})
+    return "Final loss, nats per byte (in parentheses the lowest):\n\n" + table(["", *heads], rows)
 
 
 def images(result: Result) -> str:
@@ -367,7 +367,7 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     ),
     "quality-all": (partial(quality, LABELS, 250), ("learning", "recipe_costs")),
     "quality-narrow": (partial(quality, NARROW, 250), ("learning", "recipe_costs")),
-    "few-data": (few_data, ("learning",)),
+    "many-passes": (many_passes, ("learning",)),
     "images": (images, ("images",)),
     "checkpoints": (checkpoints, ("checkpoints_4_ranks",)),
     "host-time": (host_time, ("host_time",)),

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from benchmarks.images.workers import Workers
-from benchmarks.learning.dropping import BranchDropout
+from benchmarks.learning.dropping import BranchDropout, add_dropout
 from benchmarks.learning.plans import Planner, build, dense_flops
 from benchmarks.learning.subjects import Study, Subject
 from benchmarks.learning.text import Corpus, digest_of, read_corpus, training_rows, validation_rows
+from benchmarks.quality import TUNING_SEED
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 
@@ -52,7 +53,8 @@ def run(cell: Cell, study: Study, subject: Subject) -> dict[str, Any]:
     """Train, with validation losses of the dense model on the way, and return the figures as JSON."""
     before, began = time.process_time(), time.monotonic()
     training = Training(cell, study, subject)
-    validation = validation_rows(training.corpus.validation, study.num_validation_rows, subject.size.length)
+    text = training.corpus.tuning if cell.seed == TUNING_SEED else training.corpus.validation
+    validation = validation_rows(text, study.num_validation_rows, subject.size.length)
     num_steps, num_tokens, flops = training.num_steps, study.tokens(subject), 0.0
     ends = {max(1, round(num_steps * (i + 1) / study.points)) for i in range(study.points)}
     curve = []
@@ -93,6 +95,9 @@ class Training:
         self.dropout: BranchDropout | None = None
         if subject.branch_dropout:
             self.dropout = BranchDropout(self.workers.copies, self.workers.branches, subject.branch_dropout)
+        if subject.dropout:
+            torch.manual_seed(cell.seed)
+            add_dropout(self.workers.copies, self.workers.branches, subject.dropout)
         parameters = list(self.model.parameters())
         groups: list[dict[str, Any]] = [
             {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": 0.1},

@@ -1,14 +1,29 @@
-"""Data parallelism that drops branches at random for some of the rows."""
+"""Dropout and stochastic depth for the rivals of the learning study."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import dropout
 
 from sdp_deepspeed.architectures import LocatedBranch
+
+
+def add_dropout(models: Sequence[nn.Module], branches: Sequence[LocatedBranch], rate: float) -> None:
+    """Dropout on what each branch adds, as in the first Transformers."""
+    for model in models:
+        for branch in branches:
+            model.get_submodule(branch.modules[-1]).register_forward_hook(partial(_drop_elements, rate))
+
+
+def _drop_elements(rate: float, module: nn.Module, _: Any, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (dropout(output[0], rate, module.training), *output[1:])
+    return dropout(output, rate, module.training)
 
 
 class BranchDropout:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 Block = Mapping[str, Any]
@@ -48,7 +49,8 @@ class Subject:
     Args:
         size: of the dense model.
         block: `subnetwork_data_parallel`; None for data parallelism.
-        branch_dropout: share of the rows for which each branch is dropped, without a block.
+        branch_dropout: share of the rows for which each branch is dropped (stochastic depth), without a block.
+        dropout: share of the elements of what each branch adds that are zero.
         rows: of a worker in a step; None for the study's.
         small_outputs: whether weights of output projections start C times smaller.
     """
@@ -56,6 +58,7 @@ class Subject:
     size: Size = REFERENCE
     block: Block | None = None
     branch_dropout: float = 0.0
+    dropout: float = 0.0
     rows: int | None = None
     small_outputs: bool = False
 
@@ -134,16 +137,30 @@ def _axes() -> dict[str, Subject]:
     return found
 
 
-def _for_few_data() -> dict[str, Subject]:
-    """SDP scaled in training, and its rival."""
-    drawn = {"coverage": 0.75, "branch_scale": "training", "redraw_interval": 10}
-    return {
-        "C=3/4, scaled in training, drawn every 10 steps": Subject(block=drawn, small_outputs=True),
-        "branch dropout 0.2": Subject(branch_dropout=0.2),
-    }
+def _many_passes() -> dict[str, Subject]:
+    """SDP scaled in training and re-drawn, and its rivals, at two depths."""
+    found = {}
+    for depth in (8, 16):
+        size, half = Size(32, depth), Size(32, depth // 2)
+        found[f"dense 32x{depth}"] = Subject(size)
+        found[f"32x{depth}, stochastic depth 0.2"] = Subject(size, branch_dropout=0.2)
+        found[f"32x{depth // 2}, dropout 0.1"] = Subject(half, dropout=0.1)
+        for name, coverage in (("C=1/2", _whole_ends(0.5)), ("C by depth", _by_depth(depth))):
+            block = {"coverage": coverage, "branch_scale": "training", "redraw_interval": 20}
+            found[f"32x{depth}, {name}, re-drawn every 20 steps"] = Subject(size, block, small_outputs=True)
+    return found
 
 
-SUBJECTS = _sizes() | _unscaled() | _scales() | _axes() | _for_few_data()
+def _by_depth(depth: int) -> list[dict[str, Any]]:
+    """C = 1, 3/4 and 1/2 in the first, second and last third of the layers."""
+    ends = [0, *(round(depth * third / 3) for third in (1, 2, 3))]
+    return [
+        {"units": rf"layers\.({'|'.join(map(str, range(*places)))})\.", "coverage": coverage}
+        for places, coverage in zip(pairwise(ends), (1.0, 0.75, 0.5), strict=True)
+    ]
+
+
+SUBJECTS = _sizes() | _unscaled() | _scales() | _axes() | _many_passes()
 
 # For `study.py --set`: budgets in dense steps of 0.41M, subjects, seeds. On two cores "recipes"
 # takes about four hours.
@@ -210,5 +227,10 @@ class Study:
 
 STUDIES: dict[str, Study] = {
     "text": Study(learning_rate=3e-3),
-    "few data": Study(train_bytes=200_000, points=20),
+    **{
+        f"many passes, {depth} layers": Study(
+            train_bytes=100_000, num_workers=4, rows=8, points=20, reference=Size(32, depth), learning_rate=8e-3
+        )
+        for depth in (8, 16)
+    },
 }

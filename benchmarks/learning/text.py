@@ -20,10 +20,13 @@ class Corpus:
     """
     Args:
         train, validation: uint8 [bytes], of different files.
+        tuning: what learning rates are chosen by: the text that follows the trained one, or the validation text if all
+            is trained on.
     """
 
     train: torch.Tensor
     validation: torch.Tensor
+    tuning: torch.Tensor
 
 
 def source_files() -> Iterator[tuple[str, Path]]:
@@ -56,9 +59,11 @@ def read_corpus(train_bytes: int | None = None) -> Corpus:
             seen.add(known)
             parts[is_validation(own)].append(content)
     train, validation = (torch.frombuffer(bytearray(b"".join(parts[side])), dtype=torch.uint8) for side in parts)
-    if train_bytes is not None and len(train) < train_bytes:
-        raise ValueError(f"the standard library has {len(train)} bytes to train on, fewer than {train_bytes}")
-    return Corpus(train[:train_bytes], validation)
+    if train_bytes is None:
+        return Corpus(train, validation, tuning=validation)
+    if len(train) < 2 * train_bytes:
+        raise ValueError(f"the standard library has {len(train)} bytes to train on, fewer than twice {train_bytes}")
+    return Corpus(train[:train_bytes], validation, tuning=train[train_bytes : 2 * train_bytes])
 
 
 @cache

@@ -23,7 +23,7 @@ from tests.reference.virtual_workers import Reference
 SIZE = Size(width=64, depth=2, length=16)  # as many heads as a quarter of four workers needs
 STUDY = Study(num_workers=4, rows=2, num_validation_rows=4, points=2, reference=SIZE)
 HALF: dict[str, Any] = {"schedule": [{"until": 0.5, "coverage": 0.5}, {"coverage": 1.0}]}
-CORPUS = Corpus(*(torch.arange(length).mul(7).remainder(251).to(torch.uint8) for length in (3000, 900)))
+CORPUS = Corpus(*(torch.arange(length).mul(7).remainder(251).to(torch.uint8) for length in (3000, 900, 300)))
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +87,17 @@ def test_dropped_rows_add_nothing_and_the_others_more() -> None:
                     single.get_parameter(name).mul_(factors[index, 2 * worker + row])
             expected += float(mean_loss(single, of_worker[row : row + 1])) / 2
         assert losses[worker] == pytest.approx(expected, rel=1e-5)
+
+
+def test_dropout_of_everything_leaves_the_stream() -> None:
+    training = training_of(None, dropout=1.0)
+    rows = text.training_rows(CORPUS.train, 0, 0, 8, SIZE.length)
+    losses = training.workers.backward(rows.chunk(4))
+    model = deepcopy(training.model).requires_grad_(False)
+    for branch in training.workers.branches:
+        for name in branch.outputs:
+            model.get_parameter(name).zero_()
+    assert losses == pytest.approx([float(mean_loss(model, own)) for own in rows.chunk(4)], rel=1e-5)
 
 
 @pytest.mark.parametrize("block", [None, {"coverage": 0.5}], ids=["dense", "block"])
