@@ -292,8 +292,7 @@ def build(run: Run, seed: int, num_steps: int, options: argparse.Namespace, num_
     """An engine on a fresh model, the same on all ranks. Every rank calls it."""
     contestant, bucket = run.contestant, int(options.bucket)
     torch.manual_seed(seed)
-    is_smaller = contestant.coverage < 1 and contestant.host != "teams"  # which reduce initialized models
-    with sdp_deepspeed.Init() if is_smaller else nullcontext():  # output projections start smaller
+    with sdp_deepspeed.Init() if contestant.coverage < 1 else nullcontext():  # output projections start smaller
         model = LlamaForCausalLM(LlamaConfig(**SHAPE | {"num_hidden_layers": run.num_layers}))
     warm_up = {"total_num_steps": num_steps, "warmup_num_steps": max(2, num_steps // 20), "warmup_min_ratio": 0.0}
     plain: PlainEngine | None = None

@@ -152,8 +152,8 @@ def _team_number() -> int:
 
 def initialization(recipe: Recipe) -> AbstractContextManager[None]:
     """Context in which the model of a run is built: `Init` for subnetworks, so that no rank holds the whole model, and
-    output projections start smaller (`branch_scale`). AutoTP divides initialized weights, and teams reduce them."""
-    needs_weights = "tensor_parallel" in (recipe.deepspeed or {}) or recipe.num_teams is not None
+    output projections start smaller (`branch_scale`). AutoTP divides initialized weights."""
+    needs_weights = "tensor_parallel" in (recipe.deepspeed or {})
     return sdp_deepspeed.Init() if recipe.has_subnetworks and not needs_weights else nullcontext()
 
 

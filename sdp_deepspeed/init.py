@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
@@ -36,7 +37,7 @@ _GET_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 class Init:
     """Context manager in which a model is built without storage.
 
-    `deepspeed.initialize` or `fully_shard` then initializes the weights that each rank holds, as the model's
+    `deepspeed.initialize`, `fully_shard` or `join` then initializes the weights that each rank holds, as the model's
     constructors would. Parameters have the same distribution as without this context, but other random numbers, derived
     from PyTorch's seed on rank 0; with `branch_scale: "training"`, output projections start C times smaller.
 
@@ -193,6 +194,13 @@ def move_in_place(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 # ---- what the hosts call ----------------------------------------------------------------------------------------
+
+
+def device_type() -> str:
+    """Device type on which ranks train by default: the accelerator, or "cpu" without one or with gloo."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    is_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
+    return "cpu" if accelerator is None or is_gloo else accelerator.type
 
 
 class DeferredWeights:

@@ -28,12 +28,15 @@ def main() -> None:
     parser.add_argument("--teams", type=int, default=4)
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if size > 1:
         dist.init_process_group()  # of this team alone
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SHAPE)).to(device)
+    with sdp_deepspeed.Init():  # weights of this team only, with output projections that start smaller
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SHAPE))
     steps = {"teams": options.teams, "every": EVERY}
     team = sdp_deepspeed.join(model, {"coverage": [{"coverage": 0.5, "whole_ends": 1}], "local_steps": steps})
     trained = DistributedDataParallel(model) if size > 1 else model

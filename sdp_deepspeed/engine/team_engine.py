@@ -18,6 +18,7 @@ from sdp_deepspeed.engine.earlier_engines import refuse_masked
 from sdp_deepspeed.engine.partitioned_model import PartitionedModel, is_partitioned
 from sdp_deepspeed.engine.team_checkpoint import load_state, refuse_whole, written_together
 from sdp_deepspeed.engine.tensor_parallel import DividedEngine, check_mpu
+from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.consistency import raise_on_all_ranks, run_on_all_ranks
@@ -100,6 +101,8 @@ class TeamEngine(DividedEngine):
         refuse_masked(model)
         _refuse(model, config)
         check_mpu(options.get("mpu"))
+        self._deferred = DeferredWeights(model) if DeferredWeights.are_in(model) else None
+        options["dont_change_device"] = options.get("dont_change_device", False) or self._deferred is not None
         self._control = control_group()
         super().__init__(args, model, *arguments, config=config, **options)
 
@@ -113,12 +116,19 @@ class TeamEngine(DividedEngine):
             self.config[KEY],
             DeepSpeedHost(partitioned),
             _WIRE[self.config.get("communication_data_type")],
+            deferred=self._deferred,
+            device=self.device,
             branches=self.tensor_parallel.branches,
             shards=self.tensor_parallel.shards,
             data_parallel=self._data_parallel_groups(),
         )
+        self._deferred = None
         self._absent = {id(p) for p in dense.values()} - {id(p) for p in model.parameters()}
         self.tensor_parallel.sum_partial_gradients(dense)
+
+    def _broadcast_model(self) -> None:
+        if self._deferred is None:  # else all ranks initialize the same weights
+            super()._broadcast_model()
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         if isinstance(client_optimizer, torch.optim.Optimizer):

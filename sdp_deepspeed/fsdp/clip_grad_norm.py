@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sdp_deepspeed.fsdp.meshes import OF_SHARED, OF_UNITS
-from sdp_deepspeed.fsdp.sharded_model import device_type, is_sharded, sharded_model_of
+from sdp_deepspeed.fsdp.sharded_model import is_sharded, sharded_model_of
+from sdp_deepspeed.init import device_type
 from sdp_deepspeed.parallel.norm import gradient_norm, scale_gradients
 
 

@@ -38,8 +38,8 @@ from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.order import CollectiveOrder
 from sdp_deepspeed.fsdp.parts import parts_of
 from sdp_deepspeed.fsdp.refused_arguments import check_call, check_plan, check_same_settings
-from sdp_deepspeed.fsdp.sharded_model import ShardedModel, attach, device_type
-from sdp_deepspeed.init import DeferredWeights, move_in_place
+from sdp_deepspeed.fsdp.sharded_model import ShardedModel, attach
+from sdp_deepspeed.init import DeferredWeights, device_type, move_in_place
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.check import is_checkpointed
 from sdp_deepspeed.masking.forwards import set_data

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -143,9 +142,3 @@ def sharded_model_of(module: nn.Module) -> ShardedModel:
         raise ValueError(f"{type(module).__name__} was not sharded by sdp_deepspeed.fully_shard; call that first")
     sharded: ShardedModel = vars(module)[_ATTRIBUTE]
     return sharded
-
-
-def device_type() -> str:
-    """Device type of the default mesh: the accelerator, or "cpu" without one or with gloo."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None or dist.get_backend() == "gloo" else accelerator.type

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
+from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.teams.shares import averaged_buffers
 
@@ -40,6 +42,13 @@ class DenseModel:
             now = vars(module)
             names = [name for name in {**before, **now} if before.get(name, _NONE) is not now.get(name, _NONE)]
             self._before[module] = {name: before.get(name, _NONE) for name in names}
+
+    def initialize(self, weights: DeferredWeights, seed: int) -> None:
+        """Of a model built under `Init`: take what masking has removed of constants from there."""
+        with unchanged_random_state():
+            self._before_masking = {
+                name: like(weights.value(name, seed), self._mask.buffers[name]) for name in self._before_masking
+            }
 
     def constants(self) -> dict[str, torch.Tensor]:
         """Buffers of the dense model that teams do not average, by dense name; absent ones as they were before."""

@@ -15,9 +15,11 @@ from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.config import SubnetworkConfig, parse
+from sdp_deepspeed.init import DeferredWeights, device_type
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
-from sdp_deepspeed.messages import KEY
+from sdp_deepspeed.masking.scale import describe_scale
+from sdp_deepspeed.messages import KEY, announce
 from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
 from sdp_deepspeed.planner import plan_and_mask
 from sdp_deepspeed.teams.dense_model import DenseModel
@@ -43,14 +45,16 @@ def join(model: nn.Module, block: Mapping[str, Any], *, communication_dtype: tor
     teams` sets both.
 
     Args:
-        model: whole, on its final device, with the same weights in all ranks of the team.
+        model: whole, on its final device, with the same weights in all ranks of the team; or built under
+            `sdp_deepspeed.Init`, on the device of the accelerator, if there is one.
         block: the block `subnetwork_data_parallel` with `local_steps.teams`, the same in all teams.
         communication_dtype: dtype in which differences are sent.
 
     Raises:
         ValueError: the block, the model or the environment is not supported. The model is unchanged.
     """
-    return make_team(model, block, TorchHost(), communication_dtype)
+    deferred = DeferredWeights(model) if DeferredWeights.are_in(model) else None
+    return make_team(model, block, TorchHost(), communication_dtype, deferred=deferred, device=device_type())
 
 
 def make_team(
@@ -59,6 +63,8 @@ def make_team(
     host: TorchHost,
     communication_dtype: torch.dtype,
     *,
+    deferred: DeferredWeights | None,
+    device: torch.device | str,
     branches: Sequence[LocatedBranch] | None = None,
     shards: TensorParallelShards = UNDIVIDED,
     data_parallel: Sequence[Sequence[int]] = (),
@@ -66,6 +72,8 @@ def make_team(
     """As `join`, for any host.
 
     Args:
+        deferred: weights of a model built under `Init`; None if the model has them.
+        device: of what is built from them.
         branches: under tensor parallelism, as on this rank. Default: derived and proven here.
         shards: what tensor-parallel ranks have divided.
         data_parallel: ranks with the same shards, a list for each tensor-parallel rank.
@@ -89,11 +97,18 @@ def make_team(
         raise ValueError(str(error).replace(" subnetworks", " teams")) from error
     dense = DenseModel(mask)
     host.reduce(mask)
+    if deferred is not None:
+        seed = ranks.broadcast(deferred.seed)
+        deferred.materialize(mask, torch.device(device), seed)
+        dense.initialize(deferred, seed)
     hide_absent(mask)
     dense.keep_changed()
     if ranks.rank == 0:
         for warning in warnings:
             logger.warning("%s: %s", KEY, warning.replace(" subnetworks", " teams"))
+        if mask.scaled:
+            scale = describe_scale(model, mask.branches, mask.scaled, by_init=deferred is not None)
+            announce(f"{KEY}.{scale}".replace(" subnetworks", " teams"), logger)
     agreed = {
         "version of sdp_deepspeed": __version__,
         "tensor-parallel ranks": shards.size,

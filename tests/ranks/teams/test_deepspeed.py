@@ -18,7 +18,9 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
+import sdp_deepspeed
 from sdp_deepspeed.checkpoint.files import CHECKSUMS
+from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.teams.attendance import NO_STATE
 from tests.helpers.fp16_runs import fp16_is_supported
 from tests.helpers.models import LENGTH, SPECIMENS, VOCABULARY, batches, config, llama, loss_of
@@ -151,7 +153,7 @@ HALF: dict[str, dict[str, Any]] = {
 
 def mixed(place: Place, lighthouses: list[str]) -> None:
     """Half weights with fp32 masters, accumulation and clipping: masters are the anchors after a meeting."""
-    for dtype, address in zip(HALF, lighthouses[:-1], strict=True):
+    for dtype, address in zip(HALF, lighthouses[:-2], strict=True):
         os.environ["TORCHFT_LIGHTHOUSE"] = address
         with fp16_is_supported():
             with pytest.raises(ValueError, match=f"{dtype} at stage 0"):
@@ -173,8 +175,10 @@ def mixed(place: Place, lighthouses: list[str]) -> None:
         if dense:
             torch.save(dense, place.folder / f"dense-{dtype}-{place.team}.pt")
         engine.team.leave()
-    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouses[-1]
+    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouses[-2]
     pretrained(place)
+    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouses[-1]
+    under_init()
     with pytest.raises(ValueError, match=r"autotp_size: got 2, which does not divide the 3 key/value heads"):
         engine_of(1, SPECIMENS["llama_odd"].build(), tensor_parallel={"autotp_size": 2})
 
@@ -201,11 +205,31 @@ def pretrained(place: Place) -> None:
     engine.team.leave()
 
 
+def under_init() -> None:
+    """Of GPT-2, whose blocks have constants as buffers; half weights, divided afterwards."""
+    model, weights = deferred_gpt2(), DeferredWeights(deferred_gpt2())
+    engine = engine_of(3, model, bf16={"enabled": True})
+    engine.team.start()
+    dense = engine.team.dense_state_dict()
+    for name, value in dense.items():
+        factor = 0.5 if name.endswith("c_proj.weight") else 1.0
+        assert torch.equal(value, factor * weights.value(name, 3).bfloat16().float()), name
+    with engine.dense(), torch.no_grad():
+        assert loss_of(engine, next(batches(1, 1))[0][0]).isfinite()
+    engine.team.leave()
+
+
+def deferred_gpt2() -> Any:
+    torch.manual_seed(3)
+    with sdp_deepspeed.Init():
+        return SPECIMENS["gpt2"].build()
+
+
 def test_half_precision_with_accumulation(tmp_path: Path) -> None:
     whole: Any = llama(seed=1)
     whole.save_pretrained(tmp_path / "pretrained")
     with ExitStack() as stack:
-        runs = [stack.enter_context(teams(tmp_path, heartbeats=NEVER_MISSED)) for _ in (*HALF, "pretrained")]
+        runs = [stack.enter_context(teams(tmp_path, heartbeats=NEVER_MISSED)) for _ in (*HALF, "pretrained", "Init")]
         for number in range(2):
             runs[0].start(mixed, number, 2, [run.address for run in runs])
         runs[0].finish()

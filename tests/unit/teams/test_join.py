@@ -12,8 +12,9 @@ from torch import nn
 
 import sdp_deepspeed
 from sdp_deepspeed.config import KEY
+from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.teams.attendance import Member
-from tests.helpers.models import llama
+from tests.helpers.models import batches, llama, loss_of
 
 STEPS = {"teams": 2, "every": 2}
 BLOCK = {"coverage": 0.5, "local_steps": STEPS}
@@ -71,6 +72,28 @@ def test_the_calls_before_start() -> None:
             call()
     assert list(team.shard(list("abcde"))) == ["b", "d"]
     assert team.shard(Dataset.from_dict({"x": [*range(5)]}))["x"][:] == [3, 4], "as datasets divide"
+
+
+def test_a_model_built_under_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both teams have pieces of one model, whose output projections start C times smaller."""
+    pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
+    weights = DeferredWeights(deferred_llama())
+    for number in ("0", "1"):
+        monkeypatch.setenv("SDP_TEAM", number)
+        model = deferred_llama()
+        random_state = torch.get_rng_state()
+        sdp_deepspeed.join(model, BLOCK)
+        assert torch.equal(torch.get_rng_state(), random_state)
+        for name, parameter in model.named_parameters():
+            factor = 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            assert torch.equal(parameter, factor * weights.value(name, 3)), name
+        assert loss_of(model, next(batches(1, 1))[0][0]).isfinite()
+
+
+def deferred_llama() -> nn.Module:
+    torch.manual_seed(3)
+    with sdp_deepspeed.Init():
+        return llama()
 
 
 def test_the_state_of_another_run(caplog: pytest.LogCaptureFixture) -> None:
