@@ -99,7 +99,7 @@ def optimizer_facts(state: RankState, of_ranks: Sequence[Mapping[int, GroupFacts
         "kind": _kind(state.optimizer.optimizer),
         "groups": dict(state.optimizer.param_groups),
         "options": [of_group[0].options for of_group in known],
-        "scalars": [next((f.scalars for f in of_group if f.scalars is not None), {}) for of_group in known],
+        "scalars": [next((f.scalars for f in of_group if f.scalars), {}) for of_group in known],
     }
 
 

@@ -39,7 +39,7 @@ from sdp_deepspeed.parallel.consistency import (
 )
 from sdp_deepspeed.parallel.groups import Groups
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
-from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
+from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer, tensors_stepped_whole
 from sdp_deepspeed.parallel.param_groups import agreed_param_groups
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import unit_costs
@@ -100,6 +100,7 @@ class Core:
     ) -> None:
         self.module, self.device, self.block, self.control, self.barrier = module, device, block, control, barrier
         self.tensor_parallel, self._data_parallel, self._deferred = tensor_parallel, data_parallel, deferred
+        self._torch_optimizer: torch.optim.Optimizer | None = None  # of the dense model's parameters
         self.plan, self.mask = self.plan_and_mask(block)
         if self.mask.scaled and dist.get_rank() == 0:
             text = describe_scale(module, self.mask.branches, self.mask.scaled, by_init=deferred is not None)
@@ -124,20 +125,24 @@ class Core:
             )
             if logs and me == 0:
                 planner.announce_plan(self.module, plan, mask, warnings, logger)
+            if self._torch_optimizer is not None:
+                tensors_stepped_whole(
+                    self._torch_optimizer,
+                    self._param_group_of,
+                    mask,
+                    tp_replicated=self.tensor_parallel.tp_replicated(mask.parameters),
+                    is_divided=shards.size > 1,
+                )
             return plan, mask
 
         plan, mask = run_on_all_ranks(make, self.control)
         check_same_plan(plan, self.control)
         return plan, mask
 
-    def start(
-        self, optimizer: torch.optim.Optimizer, options: Mapping[str, Any], *, frozen: Collection[str], allow: bool
-    ) -> None:
-        """Reduce the module to this rank's subnetwork, and make the optimizer step this rank's shards. Collective.
+    def take_optimizer(self, optimizer: torch.optim.Optimizer, *, frozen: Collection[str], allow: bool) -> None:
+        """Check the optimizer of the dense model's parameters. Collective, before `start`.
 
         Args:
-            optimizer: of the dense model's parameters.
-            options: of `ShardedOptimizer`.
             frozen: see `agreed_param_groups`.
             allow: see `check_optimizer`.
         """
@@ -146,7 +151,15 @@ class Core:
         self.known_parameters = KnownParameters(self.module, mask.parameters, never_trained)
         run_on_all_ranks(lambda: check_optimizer(type(optimizer), allow=allow), self.control)
         self._param_group_of = agreed_param_groups(optimizer, mask, frozen, self.control)
-        self._apply(self.block, self.plan, mask, optimizer, options)
+        self._torch_optimizer = optimizer
+
+    def start(self, options: Mapping[str, Any]) -> None:
+        """Reduce the module to this rank's subnetwork, and make the optimizer step this rank's shards. Collective.
+
+        Args:
+            options: of `ShardedOptimizer`.
+        """
+        self._apply(self.block, self.plan, self.mask, options)
         self.checkpoints = Checkpointer(**self.block.checkpoint.model_dump())
 
     def _apply(
@@ -154,9 +167,9 @@ class Core:
         block: SubnetworkConfig,
         plan: Plan,
         mask: Mask,
-        optimizer: torch.optim.Optimizer,
         options: Mapping[str, Any],
     ) -> None:
+        assert self._torch_optimizer is not None
         self.block, self.plan, self.mask = block, plan, mask
         costs = unit_costs(self.module, mask.plan.units)
         self.coverage = plan.mean_coverage([cost.flops for cost in costs])
@@ -169,7 +182,7 @@ class Core:
             self._deferred = None
         self._partial_sums = self.tensor_parallel.sum_partial_gradients(mask.parameters)
         self.optimizer = ShardedOptimizer(
-            optimizer,
+            self._torch_optimizer,
             mask,
             self.groups,
             self._param_group_of,
@@ -208,10 +221,9 @@ class Core:
         return Replanned(*map(max, zip(*costs, strict=True)))
 
     def _apply_other(self, block: SubnetworkConfig, plan: Plan, mask: Mask, options: Mapping[str, Any]) -> None:
-        optimizer = self.optimizer.optimizer
         self._close_plan()
-        optimizer.state.clear()
-        self._apply(block, plan, mask, optimizer, options)
+        self.optimizer.optimizer.state.clear()
+        self._apply(block, plan, mask, options)
         # A backward pass through a graph of the earlier plan would be silently incomplete: let autograd refuse it.
         torch.autograd.graph.increment_version(list(mask.parameters.values()))
 

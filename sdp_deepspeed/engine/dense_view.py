@@ -165,10 +165,17 @@ class DenseView:
             if module in owned:
                 view.end_evaluation()
 
+        @torch.compiler.disable
+        def warn(module: nn.Module) -> None:
+            if module in owned and not is_checkpointed():
+                view._warn()
+
         def before_forward(module: nn.Module, _: Any) -> None:
             if torch.is_grad_enabled():
                 if view._is_evaluating:
                     leave(module)
+                elif not module.training and not view._has_warned and not view.is_resident:
+                    warn(module)
             elif (not module.training or not view._has_warned) and (not view.is_resident or is_masked(module)):
                 enter(module)
 
@@ -181,8 +188,7 @@ class DenseView:
         self._has_warned = True
         if self.mask.plan.trains_subnetworks:
             logger.warning(
-                "%s: a forward pass in training mode runs this rank's subnetwork; call eval() to run the dense model",
-                KEY,
+                "%s: this pass runs this rank's subnetwork; for the dense model use eval() and torch.no_grad()", KEY
             )
 
     def _install_refusals(self, model: nn.Module) -> None:

@@ -198,7 +198,9 @@ class SubnetworkEngine(DividedEngine):
         check_bucket_size(self)
         allow = bool(self.block.allow_optimizer or self.zero_allow_untested_optimizer())
         options = sharded_options(self, int(self.zero_optimization_stage()))
-        self.core.start(optimizer, options, frozen=self._frozen_before, allow=allow)
+        self.core.take_optimizer(optimizer, frozen=self._frozen_before, allow=allow)
+        self._plans.check_later()
+        self.core.start(options)
         self._deferred = None
         return SubnetworkOptimizer(
             self.core,

@@ -11,7 +11,7 @@ from deepspeed.utils import log_dist
 
 from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.engine.core import Core, Replanned
-from sdp_deepspeed.engine.optimizer_options import sharded_options
+from sdp_deepspeed.engine.optimizer_options import sharded_options, skips_overflow
 from sdp_deepspeed.engine.refused_settings import refuse_config
 from sdp_deepspeed.engine.tensor_parallel import refuse_stage
 from sdp_deepspeed.messages import KEY, quoted
@@ -22,8 +22,7 @@ _STAGES = (0, 1, 2)
 
 
 class Plans:
-    """The plans of an engine over time. The constructor is collective, and checks the later phases and the first
-    re-drawn assignment.
+    """The plans of an engine over time. The constructor is collective.
 
     Attributes:
         schedule: None if the plan is fixed.
@@ -38,6 +37,13 @@ class Plans:
         self.phase = self.draw = 0
         self._first_stage = int(engine.zero_optimization_stage())
         self.schedule = run_on_all_ranks(self._find, core.control)
+
+    def check_later(self) -> None:
+        """Check the later phases and the first re-drawn assignment. Collective; the module must be dense.
+
+        Raises:
+            ValueError, RuntimeError: on all ranks; the message begins with the phase.
+        """
         if self.schedule is not None:
             for steps in self.schedule.turns[1:]:
                 self._check(self.schedule, steps)
@@ -131,6 +137,7 @@ class Plans:
         block, _ = asked[0]
         result = core.replan(block, sharded_options(engine, stage), logs=logs)
         _set_stage(engine, stage)
+        engine.optimizer.skips_overflow = skips_overflow(engine)
         engine.block, engine.config = block, dict(config)
         log_dist(f"{KEY}: {result}", ranks=[0])
         return result

@@ -28,7 +28,7 @@ def gradient_norm(owned: Sequence[torch.Tensor], device: torch.device, norm_type
         float64 scalar, the same on all ranks.
     """
     norms = torch.zeros(1, dtype=torch.float64, device=device)
-    if owned:
+    if owned := [gradient for gradient in owned if gradient.numel()]:  # an empty one has no largest value
         dtype = reduce(torch.promote_types, (gradient.dtype for gradient in owned), torch.float32)
         norms = torch.stack(torch._foreach_norm([*owned], norm_type, dtype)).double().to(device)
     if is_maximum := math.isinf(norm_type):  # backends differ in the maximum of a NaN

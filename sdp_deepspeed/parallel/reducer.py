@@ -187,6 +187,7 @@ class Reducer:
             self._reduce(self._buckets[self._next :])
         elif not self.is_averaged:
             self.finish_backward()
+        self.is_averaged = True
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         if self._is_offloaded:
@@ -256,6 +257,8 @@ class Reducer:
                         average.div_(bucket.shard_group.size)
                     bucket.add_average(average)
                     if self._stage == 2:
+                        if self._stream is not None and bucket.gradients is not None:
+                            bucket.gradients.record_stream(self._stream)  # allocated on another one if coalesced
                         bucket.drop_gradients()
             self._next += len(together)
 

@@ -30,6 +30,7 @@ from sdp_deepspeed.version import __version__
 
 logger = logging.getLogger("sdp_deepspeed")
 
+_MARGIN = 60.0  # seconds in which rank 0 connects, and says that it has given up
 NUMBER, LIGHTHOUSE = "SDP_TEAM", "TORCHFT_LIGHTHOUSE"  # variables of the environment
 
 
@@ -84,7 +85,7 @@ def make_team(
     number, address = _environment(settings.teams)
     if communication_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"communication_dtype: got {communication_dtype}, expected torch.float32 or torch.bfloat16")
-    ranks = TeamRanks(settings.wait_timeout + settings.exchange_timeout, shards, data_parallel)
+    ranks = TeamRanks(settings.wait_timeout + settings.exchange_timeout + _MARGIN, shards, data_parallel)
     if not ranks.all(ranks.broadcast(number) == number):
         raise ValueError(
             f"{NUMBER}: got {number}, and another number on other ranks; set the same on all ranks of a team"

@@ -128,7 +128,7 @@ class Participant:
                 if not attendance.only_helps(call):
                     self._is_back = call == START
                     return result
-                deltas, begin = None, time.monotonic()
+                deltas, begin, reminded, failing_since = None, time.monotonic(), 0.0, 0.0
                 continue
             failing_since = failing_since or waited
             if waited - failing_since > limit:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sdp_deepspeed.config import MODES
+from sdp_deepspeed.engine import dense_view
 from sdp_deepspeed.masking.placeholders import PartialTensor
 from tests.helpers.live_tensors import stored_absent
 from tests.helpers.models import MIXED, VOCABULARY, batches, config, family, llama, loss_of
@@ -178,6 +179,19 @@ def test_ranks_run_what_they_like(rank: Rank) -> None:
         engine.step()
         assert kept.isfinite()
         train(engine, num_steps=1)
+
+
+def test_an_evaluation_that_keeps_gradients_warns(rank: Rank) -> None:
+    """It runs the subnetwork."""
+    engine, batch = engine_with(llama()), batch_of(rank)
+    with mock.patch.object(dense_view.logger, "warning") as warned:
+        engine.eval()
+        logits(engine, batch)
+        assert not warned.called
+        for _ in range(2):
+            loss_of(engine, batch)
+    assert "use eval() and torch.no_grad()" in warned.call_args_list[0].args[0]
+    assert len(warned.call_args_list) == 1
 
 
 def test_gradients_of_the_dense_model_are_nobodys(rank: Rank) -> None:

@@ -121,6 +121,7 @@ def test_gradients_are_the_averages(rank: Rank) -> None:
     del trained["model.norm.weight"]
     found = {key: safe_get_full_grad(each) for key, each in trained.items()}
     assert all(value.any() and value.shape == dense.get_parameter(key).shape for key, value in found.items())
+    assert engine.optimizer.sharded.reducer.is_averaged, "only all ranks together can drop them"
     safe_set_full_grad(parameters(engine)[name], torch.zeros_like(found[name]))
     before = dense_state(engine)[name]
     engine.step()

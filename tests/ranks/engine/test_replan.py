@@ -231,7 +231,9 @@ def test_what_is_refused_leaves_no_trace(rank: Rank) -> None:
     refusal(RuntimeError, lambda: engine.replan({"holders": 2}), "gradients of an unfinished step")
     assert run.train(engine, 1) == run.train(other, 1)
     assert_same_run(engine, other)
-    engine.replan(NEURON)
+    assert engine.optimizer.skips_overflow
+    engine.replan(NEURON, stage=0)
+    assert not engine.optimizer.skips_overflow, "fp32 without ZeRO"
 
 
 @pytest.mark.world(4)

@@ -184,14 +184,19 @@ def test_muon_of_blocks(rank: Rank) -> None:
         matrices = [p.numel() for name, p in dense.named_parameters() if "layers" in name and p.dim() == 2]
         assert sum(sizes) == sum(matrices)
         assert max(sizes) <= sum(matrices) / rank.size + max(matrices)
+        before = safe_get_full_optimizer_state(matrix, "momentum_buffer")
+        refusal(ValueError, partial(engine.replan, {"strategy": "neuron"}), "is cut into neurons or heads")
+        assert torch.equal(safe_get_full_optimizer_state(matrix, "momentum_buffer"), before), "as it was"
     with_vectors = partial(muon, is_matrix=lambda name, _: "layers" in name)
-    for strategy, wrong, words in (
-        ("block", with_vectors, "is not a matrix"),
-        ("neuron", make, "is cut into neurons or heads"),
+    later = {"schedule": [{"until_step": 1}, {"strategy": "neuron"}]}
+    for block, wrong, words in (
+        ({}, with_vectors, "is not a matrix"),
+        ({"strategy": "neuron"}, make, "is cut into neurons or heads"),
+        (later, make, "schedule[1]"),
     ):
         model = llama()
         client = wrong(dict(model.named_parameters()))
-        settings = without_optimizer(strategy=strategy)
+        settings = without_optimizer(**block)
         refusal(ValueError, partial(engine_of, settings, model, optimizer=client), words)
 
 

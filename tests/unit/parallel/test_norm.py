@@ -14,4 +14,6 @@ from sdp_deepspeed.parallel import norm
 def test_the_norm_is_not_rounded(dtypes: Sequence[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm.dist, "get_world_size", lambda: 1)
     gradients = [torch.ones(1001, dtype=dtype) for dtype in dtypes]
+    of_empty = norm.gradient_norm([*gradients, torch.zeros(0)], torch.device("cpu"), float("inf"))  # an empty shard
+    assert of_empty == 1
     assert float(norm.gradient_norm(gradients, torch.device("cpu"))) == pytest.approx((1001 * len(dtypes)) ** 0.5, 1e-6)
