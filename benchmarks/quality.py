@@ -169,10 +169,24 @@ def many_passes_rows(figures: Mapping[int, Figures]) -> tuple[list[str], list[li
     passes = sorted({_passes(cell) for own in figures.values() for cell in own.cells})
     rows = []
     for depth, own in figures.items():
-        for subject in dict.fromkeys(cell["subject"] for cell in own.cells):
+        for subject, label in _labels(depth).items():
             cells = [[c for c in own.cells if (c["subject"], _passes(c)) == (subject, count)] for count in passes]
-            rows.append([f"{depth} layers: {subject}", *map(_end_and_lowest, cells)])
+            if any(cells):
+                rows.append([label, *map(_end_and_lowest, cells)])
     return [f"{count} passes" for count in passes], rows
+
+
+def _labels(depth: int) -> dict[str, str]:
+    """Of the subjects at a depth."""
+    half = depth // 2
+    return {
+        f"dense 32x{depth}": f"{depth} layers",
+        f"32x{depth}, stochastic depth 0.2": f"{depth} layers, stochastic depth 0.2",
+        f"dense 32x{half}": f"{half} layers",
+        f"32x{half}, dropout 0.1": f"{half} layers, dropout 0.1",
+        f"32x{depth}, C=1/2, re-drawn every 20 steps": f"{depth} layers, C = 1/2, re-drawn",
+        f"32x{depth}, C by depth, re-drawn every 20 steps": f"{depth} layers, C by depth, re-drawn",
+    }
 
 
 def _passes(cell: Mapping[str, Any]) -> int:
@@ -183,6 +197,8 @@ def _passes(cell: Mapping[str, Any]) -> int:
 
 
 def _end_and_lowest(cells: Sequence[Mapping[str, Any]]) -> str:
+    if not cells:
+        return ""
     end, lowest = (_mean(cell[key] for cell in cells) for key in ("loss", "best_loss"))
     return end if end == lowest else f"{end} ({lowest})"
 
