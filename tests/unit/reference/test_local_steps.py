@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
+import threading
 from collections.abc import Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -16,10 +17,10 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
 from tests.reference.local_steps import LocalReference, LocalSteps
 from tests.reference.virtual_workers import Reference
-from tests.unit.reference.record_torchft import make_model
 
-RECORDED = json.loads(Path(__file__).with_name("diloco_of_torchft.json").read_text(encoding="utf-8"))
 A, B, S = 2.0, 3.0, 5.0
+NUM_WORKERS, EVERY, NUM_STEPS = 3, 3, 9
+INNER: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 
 
 class Sums(nn.Module):
@@ -57,32 +58,82 @@ def values(model: nn.Module) -> list[float]:
     return [parameter.item() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("run", RECORDED["runs"], ids=lambda run: str(run["outer"]))
-def test_full_coverage_is_the_diloco_of_torchft(run: dict[str, Any]) -> None:
-    model = make_model()
-    model.load_state_dict({name: torch.tensor(value) for name, value in RECORDED["start"].items()})
-    inputs = torch.tensor(RECORDED["inputs"])
-    num_workers = inputs.shape[1]
+class Manager:
+    """What DiLoCo calls of torchft's Manager; workers are threads, whose all-reduce is a mean."""
+
+    _use_async_quorum = False
+
+    def __init__(self, worker: int, given: dict[int, torch.Tensor], barrier: threading.Barrier) -> None:
+        self._worker, self._given, self._barrier = worker, given, barrier
+
+    def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> Any:
+        self._given[self._worker] = tensor.clone()
+        self._barrier.wait()
+        tensor.copy_(torch.stack([self._given[worker] for worker in range(NUM_WORKERS)]).mean(0))
+        self._barrier.wait()
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def should_commit(self) -> bool:
+        return True
+
+    def current_step(self) -> int:
+        return 0
+
+    def register_state_dict_fn(self, *_: Any) -> None:
+        pass
+
+    disallow_state_dict_read = allow_state_dict_read = start_quorum = wait
+
+
+def diloco(model: nn.Module, manager: Any, inputs: torch.Tensor, outer: LocalSteps) -> list[list[torch.Tensor]]:
+    """Weights of a worker after each synchronization of torchft's."""
+    from torchft.local_sgd import DiLoCo
+
+    inner, weights = torch.optim.AdamW(model.parameters(), **INNER), []
+    with DiLoCo(manager, [model], inner, outer.outer_optimizer([*model.parameters()]), sync_every=EVERY):
+        for step, rows in enumerate(inputs, start=1):
+            inner.zero_grad()
+            model(rows).square().mean().backward()
+            inner.step()  # synchronizes after every third
+            if step % EVERY == 0:
+                weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    return weights
+
+
+@pytest.mark.parametrize("outer", [(0.7, 0.9), (0.5, 0.6), (1.0, 0.0)], ids=str)
+def test_full_coverage_is_the_diloco_of_torchft(outer: tuple[float, float]) -> None:
+    pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
+    torch.manual_seed(0)
+    model, local_steps = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), LocalSteps(EVERY, *outer)
+    inputs, everyone = torch.randn(NUM_STEPS, NUM_WORKERS, 2, 3), tuple(range(NUM_WORKERS))
+    given, barrier = dict[int, torch.Tensor](), threading.Barrier(NUM_WORKERS, timeout=60)
+    with ThreadPoolExecutor(NUM_WORKERS) as pool:
+        running = [
+            pool.submit(diloco, deepcopy(model), Manager(worker, given, barrier), inputs[:, worker], local_steps)
+            for worker in everyone
+        ]
+        of_torchft = running[0].result()
     unit = Unit("first", (Piece("0.weight", None, 0, 12), Piece("0.bias", None, 0, 4)))
-    everyone = tuple(range(num_workers))
-    plan = Plan("forward", "block", num_workers, num_workers, 0, (unit,), (everyone,), everyone)
+    plan = Plan("forward", "block", NUM_WORKERS, NUM_WORKERS, 0, (unit,), (everyone,), everyone)
 
     def adamw(named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(named.values(), **RECORDED["inner"])
+        return torch.optim.AdamW(named.values(), **INNER)
 
     def make_team(model: nn.Module, ranks: Sequence[int]) -> Reference:
         return Reference(
             model, plan, adamw, lambda model, rows: model(rows).square().mean(), is_scaled=False, ranks=ranks
         )
 
-    reference = LocalReference(model, plan, LocalSteps(RECORDED["every"], *run["outer"]), make_team)
-    recorded = iter(run["weights"])
+    reference = LocalReference(model, plan, local_steps, make_team)
     for step, rows in enumerate(inputs, start=1):
         reference.step([[own] for own in rows])
-        if step % RECORDED["every"] == 0:
-            for parameter, expected in zip(model.parameters(), next(recorded), strict=True):
+        if step % EVERY == 0:
+            for parameter, expected in zip(model.parameters(), of_torchft[step // EVERY - 1], strict=True):
                 # Means of deltas in fp32: a few roundings of weights near 1.
-                torch.testing.assert_close(parameter.detach(), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(parameter.detach(), expected, rtol=1e-5, atol=1e-6)
 
 
 # Inner SGD with 0.1, H = 2. First interval: x is 1, 2 in team 0 and 3, 4 in team 1, so w changes by -0.3 and -0.7.
