@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import sdp_deepspeed
+
 WIDTH, HEADS, NEURONS, TOKENS, VOCABULARY = 12, 3, 20, 5, 17
 Names = tuple[str, ...]
 
@@ -41,6 +43,12 @@ class HandWritten:
             for parameter in model.parameters():
                 parameter.add_(0.15 * torch.randn_like(parameter))
         return model.train()
+
+    def traced(self) -> Any:
+        """With its example."""
+        model = self.build()
+        sdp_deepspeed.trace(model, *self.example())
+        return model
 
 
 def stream() -> tuple[Tensor]:
@@ -107,6 +115,12 @@ class Stack(nn.Module):
         return self.head(self.ln_f(x))
 
 
+def traced(*layers: nn.Module) -> Stack:
+    model = Stack(*layers)
+    sdp_deepspeed.trace(model, *stream())
+    return model
+
+
 def in_each(*branches: Names, layers: int = 3, prefix: str = "h") -> dict[str, tuple[Names, ...]]:
     """The same branches in all layers."""
     return {f"{prefix}.{index}": branches for index in range(layers)}
@@ -141,19 +155,9 @@ class NanoGPT(nn.Module):
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def torch_encoder(*, norm_first: bool) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, NEURONS, 0.0, batch_first=True, norm_first=norm_first)
+def torch_encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, NEURONS, 0.0, batch_first=True, norm_first=True)
     return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-
-
-def torch_decoder() -> nn.Module:
-    layer = nn.TransformerDecoderLayer(WIDTH, HEADS, NEURONS, 0.0, batch_first=True, norm_first=True)
-    return nn.TransformerDecoder(layer, 3)
-
-
-def with_memory() -> tuple[Tensor, Tensor]:
-    """A stream of the decoder, and the output of an encoder, with another number of tokens."""
-    return (*stream(), torch.randn(2, TOKENS + 2, WIDTH, generator=torch.Generator().manual_seed(2)))
 
 
 class ResidualBlock(nn.Module):
@@ -220,67 +224,6 @@ class RawParameters(nn.Module):
         return x + torch.relu(self.ln(x) @ self.w_in + self.b_in) @ self.w_out
 
 
-class MlpThatAdds(Mlp):
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]  # on purpose
-        return residual + super().forward(x)
-
-
-class AttentionThatAdds(nn.Module):
-    """The addition is in an output module of the body, as BERT has it, without BERT's norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.self, self.output = Attention(), MlpThatAdds()
-
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self.output(self.self(x), residual)
-
-
-class AddsInside(nn.Module):
-    """The modules of both branches get the stream and add to it themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(WIDTH), AttentionThatAdds()
-        self.ln_2, self.mlp = nn.LayerNorm(WIDTH), MlpThatAdds()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.attn(self.ln_1(x), x)
-        return self.mlp(self.ln_2(x), residual=x)
-
-
-class AttentionWithWeights(nn.Module):
-    """`nn.MultiheadAttention`, which holds raw parameters and returns (output, weights or None)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None, tuple[Tensor, int]]:
-        return self.inner(x, x, x, need_weights=False)[0], None, (x.mean(), 1)
-
-
-class ReturnsTuples(nn.Module):
-    """Layer and attention return more than the stream; the layer's extra output reads its branch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(WIDTH), AttentionWithWeights()
-        self.ln_2, self.mlp = nn.LayerNorm(WIDTH), Mlp()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, int]]:
-        attended, _, extra = self.attn(self.ln_1(x))
-        x = x + attended
-        return x + self.mlp(self.ln_2(x)), extra
-
-
-class StackOfTuples(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.h:
-            x, _ = layer(x)
-        return self.head(self.ln_f(x))
-
-
 class Mixture(nn.Module):
     """Two of four experts per token; which depends on the data. One more runs for all tokens."""
 
@@ -305,51 +248,6 @@ class MixtureLayer(Layer):
         self.mlp = Mixture()  # type: ignore[assignment]
 
 
-class Forms(nn.Module):
-    """Several forms of one class: attention, an MLP, or neither; with or without a norm after the addition."""
-
-    def __init__(self, mixer: nn.Module | None, *, is_post_norm: bool = False) -> None:
-        super().__init__()
-        self.mixer, self.is_post_norm = mixer, is_post_norm
-        self.ln_1, self.ln_2, self.mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), Mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.is_post_norm:
-            x = x if self.mixer is None else self.ln_1(x + self.mixer(x))
-            return self.ln_2(x + self.mlp(x))
-        x = x if self.mixer is None else x + self.mixer(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
-
-
-def stack_of_forms() -> nn.Module:
-    kinds = (Attention, Mlp)
-    return Stack(*(Forms(kind(), is_post_norm=post) for kind in kinds for post in (False, True)), Forms(None))
-
-
-FORMS: dict[str, tuple[Names, ...]] = {
-    **dict.fromkeys(("h.0", "h.2"), (("ln_1", "mixer"), ("ln_2", "mlp"))),
-    **dict.fromkeys(("h.1", "h.3"), (("mixer",), ("mlp",))),  # the norms are on the stream
-    "h.4": (("ln_2", "mlp"),),
-}
-
-
-class Skipping(Layer):
-    """The model tells the layer whether its MLP runs."""
-
-    def forward(self, x: Tensor, with_mlp: bool = True) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x)) if with_mlp else x
-
-
-class StackThatSkips(Stack):
-    """The MLP of the second layer never runs: no branch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index, layer in enumerate(self.h):
-            x = layer(x, with_mlp=index != 1)
-        return self.head(self.ln_f(x))
-
-
 class StochasticDepth(Layer):
     """A training forward skips each branch by chance: one pass need not see all of them."""
 
@@ -358,22 +256,6 @@ class StochasticDepth(Layer):
             if not self.training or torch.rand(()) < 0.5:
                 x = x + body(norm(x))
         return x
-
-
-class CommonMlp(Layer):
-    """The same MLP runs in both branches. With what is left to a branch zero, it adds the MLP's biases: no branch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.mlp(self.attn(self.ln_1(x)))
-        return x + self.mlp(self.ln_2(x))
-
-
-def one_mlp_for_all() -> nn.Module:
-    """The norm before the shared MLP is shared, too: the MLP of zeros is not zero."""
-    layers = [Layer() for _ in range(3)]
-    for layer in layers:
-        layer.mlp = layers[0].mlp
-    return Stack(*layers)
 
 
 class Recurrent(Stack):
@@ -420,31 +302,6 @@ class StackOfStates(Stack):
         return self.head(self.ln_f(state.hidden))
 
 
-class TransposedMixer(nn.Module):
-    """An MLP over tokens and one over channels (MLP-Mixer); the first sees the transposed stream."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ln_1, self.ln_2, self.mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), Mlp()
-        self.over_tokens = nn.Sequential(nn.Linear(TOKENS, NEURONS), nn.GELU(), nn.Linear(NEURONS, TOKENS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.over_tokens(self.ln_1(x).mT).mT
-        return x + self.mlp(self.ln_2(x))
-
-
-class Highway(nn.Module):
-    """Multiplies the stream by a gate that depends on the data: adds to no stream."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.mlp = nn.Linear(WIDTH, WIDTH), Mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = torch.sigmoid(self.gate(x))
-        return gate * self.mlp(x) + (1 - gate) * x
-
-
 class Plain(Layer):
     """Without skip connections."""
 
@@ -452,44 +309,21 @@ class Plain(Layer):
         return self.mlp(self.ln_2(self.attn(self.ln_1(x))))
 
 
-_TORCH_MLP = ("linear1", "linear2")
 _SCALED = (("ln_1", "attn", "gamma_1"), ("ln_2", "mlp", "gamma_2"))
 
 HAND_WRITTEN: dict[str, HandWritten] = {
     "nano_gpt": HandWritten(NanoGPT, tokens, in_each(*PRE_NORM, prefix="transformer.h")),
-    "encoder_pre_norm": HandWritten(
-        lambda: torch_encoder(norm_first=True),
-        stream,
-        in_each(("norm1", "self_attn"), ("norm2", *_TORCH_MLP), prefix="layers"),
-    ),
-    "encoder_post_norm": HandWritten(
-        lambda: torch_encoder(norm_first=False), stream, in_each(("self_attn",), _TORCH_MLP, prefix="layers")
-    ),
-    "decoder_with_cross_attention": HandWritten(
-        torch_decoder,
-        with_memory,
-        in_each(("norm1", "self_attn"), ("norm2", "multihead_attn"), ("norm3", *_TORCH_MLP), prefix="layers"),
+    "torch_encoder": HandWritten(
+        torch_encoder, stream, in_each(("norm1", "self_attn"), ("norm2", "linear1", "linear2"), prefix="layers")
     ),
     "resnet": HandWritten(residual_net, images, dict.fromkeys(("1.0", "1.1", "1.3"), RESIDUAL)),
     "layer_scale": stacked(LayerScale, *_SCALED),
     "deep_norm": stacked(DeepNorm, ("attn",), ("mlp",)),
     "raw_parameters": stacked(RawParameters),
-    "adds_inside": stacked(AddsInside, *PRE_NORM),
-    "tuples": HandWritten(lambda: StackOfTuples(*(ReturnsTuples() for _ in range(3))), stream, in_each(*PRE_NORM)),
     "mixture": stacked(MixtureLayer, *PRE_NORM),
-    "forms": HandWritten(stack_of_forms, stream, FORMS),
-    "skipping": HandWritten(
-        lambda: StackThatSkips(*(Skipping() for _ in range(3))),
-        stream,
-        {"h.0": PRE_NORM, "h.1": PRE_NORM[:1], "h.2": PRE_NORM},
-    ),
     "stochastic_depth": stacked(StochasticDepth, *PRE_NORM),
-    "common_mlp": HandWritten(lambda: Stack(*(CommonMlp() for _ in range(3))), stream),
-    "one_mlp_for_all": HandWritten(one_mlp_for_all, stream, in_each(PRE_NORM[0])),
     "recurrent": HandWritten(lambda: Recurrent(Layer()), stream, in_each(*PRE_NORM, layers=1)),
     "dicts": HandWritten(lambda: StackOfDicts(*(InDict() for _ in range(3))), stream, in_each(*PRE_NORM)),
     "dataclasses": HandWritten(lambda: StackOfStates(*(InState() for _ in range(3))), stream, in_each(*PRE_NORM)),
-    "mixer": stacked(TransposedMixer, ("ln_1", "over_tokens"), ("ln_2", "mlp")),
-    "highway": HandWritten(lambda: Stack(*(Highway() for _ in range(3))), stream),
     "plain": HandWritten(lambda: Stack(*(Plain() for _ in range(3))), stream),
 }

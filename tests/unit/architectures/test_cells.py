@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import sdp_deepspeed
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.branch import InnerLayers
 from sdp_deepspeed.architectures.cells import propose_cells
@@ -20,7 +19,8 @@ from sdp_deepspeed.masking import cell_proof
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.masking.scale import starts_smaller
 from sdp_deepspeed.plan.strategies import units_of_branches
-from tests.helpers.hand_written import HAND_WRITTEN, WIDTH, Layer, Stack, stream
+from tests.helpers.core_masks import families
+from tests.helpers.hand_written import HAND_WRITTEN, WIDTH, Layer, traced
 from tests.helpers.mixtures import MIXTURES, Mixture
 from tests.helpers.oracle_grid import ARCHITECTURES
 from tests.helpers.oracle_grid import MODELS as OF_ORACLE
@@ -29,26 +29,31 @@ MODELS = {name: Mixture.of(name) for name in MIXTURES} | OF_ORACLE
 # Layouts that the others do not have: interleaved queries, keys and values, by head or by group; tables and norms by
 # head; latent heads; gates that alternate with ups, beside shared experts or not; more counts; uncut heads.
 IN_SHORT = {*ARCHITECTURES, "cohere", "deberta_v2", "deepseek_v3", "falcon_grouped", "gpt_oss", "olmo2", "swinv2"}
+# Whose branches, though not their cells, are read from the code in another way than those of the ones above.
+OTHER_LAYOUTS = {
+    "bart",
+    "bert",
+    "bloom",
+    "convnext",
+    "gemma2",
+    "granite",
+    "llama4",
+    "opt_post_norm",
+    "phi",
+    "qwen3_next",
+}
+OTHER_LAYOUTS |= {"vit", "whisper"}
 # Names that rules, plans and checkpoints have: of each branch with its parameters, and with what neurons cut.
 BRANCHES = json.loads((Path(__file__).parent / "branches.json").read_text(encoding="utf-8"))
 
-Cells = tuple[int, list[tuple[object, ...]]]
 pytestmark = pytest.mark.usefixtures("nothing_is_known")
-
-
-def cells(branch: LocatedBranch) -> Cells:
-    tensors: list[tuple[object, ...]] = []
-    for tensor in branch.cut_tensors:
-        widths = [tensor.size * share // sum(tensor.shares) for share in tensor.shares]
-        tensors.append((tensor.parameter, tensor.kind, tensor.dim, widths, tensor.cut.is_output))
-    return branch.num_cells, sorted(tensors)
 
 
 def derived(model: nn.Module) -> dict[str, LocatedBranch]:
     return {branch.name: branch for branch in proven_branches(model, "neuron")}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", families(MODELS, IN_SHORT | OTHER_LAYOUTS))
 def test_branches_of_families(name: str, pytestconfig: pytest.Config) -> None:
     """With cells of a few, unless in full."""
     is_cut = name in IN_SHORT or pytestconfig.getoption("--full")
@@ -109,37 +114,26 @@ class LayerWithHeads(Layer):
         self.attn = Heads()  # type: ignore[assignment]
 
 
-def traced(*layers: nn.Module) -> Stack:
-    model = Stack(*layers)
-    sdp_deepspeed.trace(model, *stream())
-    return model
-
-
 def test_counts_that_a_forward_reads_are_found() -> None:
-    branch = derived(traced(LayerWithHeads(), LayerWithHeads()))["h.1.attention"]
-    assert branch.description.inner is not None
-    assert branch.description.inner.scaled == ("num_heads",)
-    assert cells(branch) == (
-        2,
-        [
-            ("h.1.attn.out.weight", "parameter", 1, [12], True),
-            ("h.1.attn.qkv.bias", "parameter", 0, [12, 6, 6], False),
-            ("h.1.attn.qkv.weight", "parameter", 0, [12, 6, 6], False),
-        ],
-    )
-
-
-def test_layers_that_differ_in_a_count_are_proven_one_by_one() -> None:
+    """In each layer by itself."""
     other = LayerWithHeads()
     other.attn.num_heads, other.attn.head_dim = 2, 6  # type: ignore[assignment]
     found = derived(traced(LayerWithHeads(), other))
-    assert [found[f"h.{index}.attention"].num_cells for index in (0, 1)] == [2, 0]
+    assert found["h.1.attention"].num_cells == 0
+    branch = found["h.0.attention"]
+    assert branch.description.inner is not None
+    assert branch.description.inner.scaled == ("num_heads",)
+    assert branch.num_cells == 2
+    found_tensors = {(t.parameter, t.kind, t.dim, t.size, t.shares, t.cut.is_output) for t in branch.cut_tensors}
+    assert found_tensors == {
+        ("h.0.attn.out.weight", "parameter", 1, 12, (1,), True),
+        ("h.0.attn.qkv.bias", "parameter", 0, 24, (6, 3, 3), False),
+        ("h.0.attn.qkv.weight", "parameter", 0, 24, (6, 3, 3), False),
+    }
 
 
 def test_experts_that_no_token_used_are_cut_like_the_others() -> None:
-    model = HAND_WRITTEN["mixture"].build()
-    sdp_deepspeed.trace(model, *HAND_WRITTEN["mixture"].example())
-    branch = derived(model)["h.0.mlp"]
+    branch = derived(HAND_WRITTEN["mixture"].traced())["h.0.mlp"]
     outputs = [tensor.parameter for tensor in branch.cut_tensors if tensor.cut.is_output]
     names = [*(f"experts.{index}" for index in range(4)), "shared_expert"]
     assert sorted(outputs) == [f"h.0.mlp.{name}.c_proj.weight" for name in names]
@@ -226,6 +220,4 @@ def test_gradients_that_differ_in_single_precision_only() -> None:
     for dtypes, is_cut in (((torch.float32,), True), ((torch.float32, torch.float64), False)):
         layer = Layer()
         layer.add_module("mlp", Rounded(*dtypes))
-        model = Stack(layer)
-        sdp_deepspeed.trace(model, *stream())
-        assert bool(derived(model)["h.0.mlp"].cut_tensors) == is_cut
+        assert bool(derived(traced(layer))["h.0.mlp"].cut_tensors) == is_cut

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from sdp_deepspeed.masking import Mask, replayed_layer
 from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import units_of_branches
-from tests.helpers.hand_written import HAND_WRITTEN, TOKENS, WIDTH, Layer, Stack, stream
+from tests.helpers.hand_written import HAND_WRITTEN, TOKENS, WIDTH, Layer, Stack, stream, traced
 from tests.helpers.models import VOCABULARY
 from tests.helpers.oracle_grid import MODELS
 
@@ -29,8 +29,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_known")
 
 @pytest.mark.parametrize("name", [name for name in HAND_WRITTEN if name not in REFUSED])
 def test_branches_of_a_model_by_hand(name: str) -> None:
-    model, written = HAND_WRITTEN[name].build(), HAND_WRITTEN[name]
-    sdp_deepspeed.trace(model, *written.example())
+    model, written = HAND_WRITTEN[name].traced(), HAND_WRITTEN[name]
     found: dict[str, list[set[str]]] = {}
     for branch in (branch for branch in proven_branches(model) if branch.is_bypassed):
         found.setdefault(branch.layer, []).append({piece.parameter for piece in branch.pieces})
@@ -49,10 +48,8 @@ def tensors_of(model: nn.Module, layer: str, names: Iterable[str]) -> list[str]:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_layers_that_add_nothing_to_a_stream_are_refused(name: str) -> None:
-    model = HAND_WRITTEN[name].build()
-    sdp_deepspeed.trace(model, *HAND_WRITTEN[name].example())
     with pytest.raises(ValueError, match="has no residual branch that can be left out"):
-        proven_branches(model)
+        proven_branches(HAND_WRITTEN[name].traced())
 
 
 class EncoderAndDecoder(nn.Module):
@@ -67,13 +64,6 @@ class EncoderAndDecoder(nn.Module):
         return self.both(x, x)
 
 
-def test_attention_to_another_stream_is_cross_attention() -> None:
-    model = EncoderAndDecoder()
-    sdp_deepspeed.trace(model, *stream())
-    types = [branch.description.name for branch in proven_branches(model)]
-    assert types == ["attention", "mlp"] * 2 + ["attention", "cross_attention", "mlp"] * 2
-
-
 class Convolution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -83,30 +73,41 @@ class Convolution(nn.Module):
         return torch.relu(x + self.norm(self.conv(x)))
 
 
-def test_convolutions_over_a_sequence_are_no_attention() -> None:
-    model = nn.Sequential(Convolution(), Convolution())
+class AddsProduct(Layer):
+    """Adds a branch and multiplies it in one operation."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x + self.attn(self.ln_1(x))
+        return torch.addcmul(x, torch.full_like(x, 0.5), self.mlp(self.ln_2(x)))
+
+
+@pytest.mark.parametrize(
+    ("build", "types"),
+    [
+        (EncoderAndDecoder, ["attention", "mlp"] * 2 + ["attention", "cross_attention", "mlp"] * 2),
+        (lambda: nn.Sequential(Convolution(), Convolution()), ["convolution"] * 2),  # over a sequence, no attention
+        (lambda: Stack(AddsProduct(), AddsProduct()), ["attention", "mlp"] * 2),
+    ],
+)
+def test_types_of_branches(build: Any, types: list[str]) -> None:
+    model = build()
     sdp_deepspeed.trace(model, *stream())
-    assert [branch.description.name for branch in proven_branches(model)] == ["convolution"] * 2
+    assert [branch.description.name for branch in proven_branches(model)] == types
 
 
-def test_a_model_that_does_not_know_its_inputs_needs_an_example() -> None:
-    model = HAND_WRITTEN["nano_gpt"].build()
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("nano_gpt", lambda model: model),
+        ("nano_gpt", torch.compile),
+        ("layer_scale", lambda model: model.bfloat16()),  # the example is cast
+    ],
+)
+def test_a_model_that_does_not_know_its_inputs_needs_an_example(name: str, given: Any) -> None:
+    model = HAND_WRITTEN[name].build()
     with pytest.raises(ValueError, match=r"sdp_deepspeed\.trace\(model, \*args, \*\*kwargs\)"):
         proven_branches(model)
-    sdp_deepspeed.trace(model, *HAND_WRITTEN["nano_gpt"].example())
-    assert len(proven_branches(model)) == 6
-
-
-def test_an_example_of_a_compiled_model() -> None:
-    model = HAND_WRITTEN["nano_gpt"].build()
-    compiled: Any = torch.compile(model)
-    sdp_deepspeed.trace(compiled, *HAND_WRITTEN["nano_gpt"].example())
-    assert len(proven_branches(model)) == 6
-
-
-def test_an_example_has_the_dtype_of_the_model() -> None:
-    model = HAND_WRITTEN["layer_scale"].build().bfloat16()
-    sdp_deepspeed.trace(model, *HAND_WRITTEN["layer_scale"].example())
+    sdp_deepspeed.trace(given(model), *HAND_WRITTEN[name].example())
     assert len(proven_branches(model)) == 6
 
 
@@ -130,22 +131,13 @@ class AddsConstant(Layer):
         self.mlp = Shifted(WIDTH, WIDTH)  # type: ignore[assignment]
 
 
-def test_a_branch_that_is_not_zero_without_its_weights_is_not_taken() -> None:
-    model = Stack(Layer(), AddsConstant())
-    sdp_deepspeed.trace(model, *stream())
-    assert [branch.name for branch in proven_branches(model)] == ["h.0.attention", "h.0.mlp", "h.1.attention"]
-    (warning,) = replicated_layers(model)
-    assert "'h.1.mlp': without mlp it differs from the layer with zero parameters there" in warning
-
-
 class OnlyConstant(AddsConstant):
     def forward(self, x: torch.Tensor) -> Any:
         return x + self.mlp(self.ln_2(x))
 
 
 def test_a_model_without_a_proven_branch_is_refused() -> None:
-    model = Stack(OnlyConstant(), OnlyConstant())
-    sdp_deepspeed.trace(model, *stream())
+    model = traced(OnlyConstant(), OnlyConstant())
     with pytest.raises(ValueError, match=r"no residual branch can be left out: 'h\.0\.mlp': without mlp it differs"):
         proven_branches(model)
 
@@ -155,13 +147,6 @@ class ActivatedAfter(Layer):
 
     def forward(self, x: torch.Tensor) -> Any:
         return x + torch.tanh(self.attn(self.ln_1(x))) + self.mlp(self.ln_2(x))
-
-
-def test_a_branch_whose_output_is_not_added_as_it_is_is_shared() -> None:
-    model = Stack(ActivatedAfter(), ActivatedAfter())
-    sdp_deepspeed.trace(model, *stream())
-    assert [branch.name for branch in proven_branches(model)] == ["h.0.mlp", "h.1.mlp"]
-    assert "tanh" in replicated_layers(model)[0]
 
 
 class LeftOut(Layer):
@@ -253,8 +238,60 @@ class RemembersOutput(nn.Linear):
         return self.added
 
 
+class HandsOn(Layer):
+    """Gives what its attention computed to the next layer."""
+
+    def forward(self, x: Any) -> Any:
+        x, before = x if isinstance(x, tuple) else (x, None)
+        found = self.attn(self.ln_1(x))
+        x = x + found
+        return x + self.mlp(self.ln_2(x)), found if before is None else before
+
+
+class StackThatHandsOn(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.h:
+            x = layer(x)
+        return self.head(self.ln_f(x[0]))
+
+
+class WithWeights(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), x.softmax(-1)
+
+
+class NeedsOneOfTwo(Layer):
+    """What its branches return beside their outputs is used by nobody, but one of them has to return something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = WithWeights(WIDTH, WIDTH), WithWeights(WIDTH, WIDTH)  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first, of_first = self.attn(self.ln_1(x))
+        second, of_second = self.mlp(self.ln_2(x))
+        self.mean = (of_second if of_first is None else of_first).mean()
+        return x + first + second
+
+
 ALL_BUT_ONE = ["h.0.attention", "h.0.mlp", "h.1.attention"]
 UNFIT = {
+    "not_zero": (
+        lambda: Stack(Layer(), AddsConstant()),
+        "'h.1.mlp': without mlp it differs from the layer with zero parameters there",
+        ALL_BUT_ONE,
+    ),
+    "activated_after": (lambda: Stack(ActivatedAfter(), ActivatedAfter()), "tanh", ["h.0.mlp", "h.1.mlp"]),
+    "handed_on": (
+        lambda: StackThatHandsOn(HandsOn(), HandsOn()),
+        "'h.1' uses a result of 'h.0.attn.c_proj'",
+        ["h.0.mlp", "h.1.attention", "h.1.mlp"],
+    ),
+    "one_of_two": (
+        lambda: Stack(NeedsOneOfTwo(), Layer()),
+        "without mlp, mlp_2 it could not be run",
+        ["h.1.attention", "h.1.mlp"],
+    ),
     "left_out": (lambda: Stack(Layer(), LeftOut()), "computes the same on the example", ALL_BUT_ONE[:2]),
     "blend": (lambda: Stack(Layer(), Blends()), "what 'h.1.mlp.c_fc' computes is not only added", ALL_BUT_ONE),
     "squared": (lambda: Stack(Layer(), Squared()), "what mlp adds is not multiplied", ALL_BUT_ONE),
@@ -271,7 +308,7 @@ UNFIT = {
 
 @pytest.mark.parametrize("name", UNFIT)
 def test_a_branch_that_would_be_wrong_is_shared(name: str) -> None:
-    """If it were scaled, in another layer of its class, or in training mode."""
+    """If it were absent, alone or with others, or scaled, in another layer of its class, or in training mode."""
     build, reason, expected = UNFIT[name]
     model = build()
     sdp_deepspeed.trace(model, *stream())
@@ -305,52 +342,37 @@ class ReadsMemory(nn.Module):
         return (self.queries(x) @ keys.mT).softmax(-1) @ keys
 
 
-class ReturnsArgument(nn.Module):
-    """Returns a value for all later layers, which it got by position."""
-
+class Reads(Layer):
     def __init__(self) -> None:
         super().__init__()
-        self.value, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.attn = ReadsMemory()  # type: ignore[assignment]
 
-    def forward(self, x: torch.Tensor, first: torch.Tensor | None) -> Any:
-        value = self.value(x)
-        return self.out(value if first is None else value + first), value if first is None else first
-
-
-class Passes(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn, self.cross = ReturnsArgument(), ReadsMemory()  # type: ignore[assignment]
-
-    def forward(self, x: torch.Tensor, memory: torch.Tensor, first: torch.Tensor | None) -> Any:  # type: ignore[override]
-        attended, first = self.attn(self.ln_1(x), first)
-        x = x + attended
-        return x + self.cross(None, memory, self.ln_2(x)), first
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> Any:  # type: ignore[override]
+        x = x + self.attn(None, memory, self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
 
 
-class StackThatPasses(Stack):
+class StackThatReads(Stack):
     def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        first = None
         for layer in self.h:
-            x, first = layer(x, memory, first)
+            x = layer(x, memory)
         return self.head(x)
 
 
 @pytest.mark.parametrize(
-    ("build", "shapes", "number"),
+    ("build", "shapes"),
     [
-        (lambda: Stack(MultipliesSum(), MultipliesSum()), [(3, 4, WIDTH)], 4),
-        (lambda: StackThatPasses(Passes(), Passes(), Passes()), [(3, 1, WIDTH), (3, 6, WIDTH)], 5),
+        (lambda: Stack(MultipliesSum(), MultipliesSum()), [(3, 4, WIDTH)]),
+        (lambda: StackThatReads(Reads(), Reads()), [(3, 1, WIDTH), (3, 6, WIDTH)]),
     ],
 )
-def test_subnetworks_on_other_shapes_than_the_example(build: Any, shapes: list[tuple[int, ...]], number: int) -> None:
+def test_subnetworks_on_other_shapes_than_the_example(build: Any, shapes: list[tuple[int, ...]]) -> None:
     torch.manual_seed(0)
     model = build()
     sdp_deepspeed.trace(model, *(torch.randn(2, 5, WIDTH) for _ in shapes))
     branches = proven_branches(model)
-    assert len(branches) == number
     units = units_of_branches(branches, strategy="block", num_subnetworks=2)
-    holders = tuple((index % 2,) for index in range(number))
+    holders = ((0,), (1,)) * 2
     plan = Plan("forward", "block", 2, 1, 0, tuple(units), holders, (0, 1))
     batch = [torch.randn(shape) for shape in shapes]
     for rank in (0, 1):
@@ -365,9 +387,7 @@ def test_subnetworks_on_other_shapes_than_the_example(build: Any, shapes: list[t
 def test_large_matrices_are_proven_without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their elements overlap in memory."""
     monkeypatch.setattr(replayed_layer, "_LARGE", 100)
-    model = HAND_WRITTEN["nano_gpt"].build()
-    sdp_deepspeed.trace(model, *HAND_WRITTEN["nano_gpt"].example())
-    assert len(proven_branches(model)) == 6
+    assert len(proven_branches(HAND_WRITTEN["nano_gpt"].traced())) == 6
 
 
 def test_reentrant_checkpointing_is_no_obstacle() -> None:
@@ -394,55 +414,6 @@ def test_a_decoder_by_itself_has_cross_attention() -> None:
     assert [branch.description.name for branch in branches] == ["attention", "cross_attention", "mlp"] * 2
 
 
-class HandsOn(Layer):
-    """Gives what its attention computed to the next layer."""
-
-    def forward(self, x: Any) -> Any:
-        x, before = x if isinstance(x, tuple) else (x, None)
-        found = self.attn(self.ln_1(x))
-        x = x + found
-        return x + self.mlp(self.ln_2(x)), found if before is None else before
-
-
-class StackThatHandsOn(Stack):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.h:
-            x = layer(x)
-        return self.head(self.ln_f(x[0]))
-
-
-def test_a_branch_whose_results_go_to_other_layers_is_replicated() -> None:
-    model = StackThatHandsOn(HandsOn(), HandsOn())
-    sdp_deepspeed.trace(model, *stream())
-    assert [branch.name for branch in proven_branches(model)] == ["h.0.mlp", "h.1.attention", "h.1.mlp"]
-
-
-class WithWeights(nn.Linear):
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x), x.softmax(-1)
-
-
-class NeedsOneOfTwo(Layer):
-    """What its branches return beside their outputs is used by nobody, but one of them has to return something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn, self.mlp = WithWeights(WIDTH, WIDTH), WithWeights(WIDTH, WIDTH)  # type: ignore[assignment]
-
-    def forward(self, x: torch.Tensor) -> Any:
-        first, of_first = self.attn(self.ln_1(x))
-        second, of_second = self.mlp(self.ln_2(x))
-        self.mean = (of_second if of_first is None else of_first).mean()
-        return x + first + second
-
-
-def test_branches_that_cannot_be_absent_together_are_replicated() -> None:
-    model = Stack(NeedsOneOfTwo(), Layer())
-    sdp_deepspeed.trace(model, *stream())
-    assert [branch.name for branch in proven_branches(model)] == ["h.1.attention", "h.1.mlp"]
-    assert "without mlp, mlp_2 it could not be run" in replicated_layers(model)[0]
-
-
 class ReturnsSizes(nn.Linear):
     def forward(self, x: torch.Tensor, sizes: list[int]) -> Any:  # type: ignore[override]
         return super().forward(x), sizes
@@ -463,54 +434,37 @@ class PassesSizes(Layer):
 
 
 def test_sizes_beside_an_output_are_passed_on() -> None:
-    model = Stack(PassesSizes(), PassesSizes())
-    sdp_deepspeed.trace(model, *stream())
+    model = traced(PassesSizes(), PassesSizes())
     branches = proven_branches(model)
     assert [branch.description.name for branch in branches] == ["mlp", "mlp_2"] * 2
     assert branches[0].description.extra_outputs == (1,)
 
 
-class AddsProduct(Layer):
-    """Adds a branch and multiplies it in one operation."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        x = x + self.attn(self.ln_1(x))
-        return torch.addcmul(x, torch.full_like(x, 0.5), self.mlp(self.ln_2(x)))
-
-
-def test_a_branch_that_is_multiplied_as_it_is_added() -> None:
-    model = Stack(AddsProduct(), AddsProduct())
-    sdp_deepspeed.trace(model, *stream())
-    assert [branch.description.name for branch in proven_branches(model)] == ["attention", "mlp"] * 2
-
-
 def test_models_that_are_alike_are_derived_once() -> None:
-    first, other = HAND_WRITTEN["nano_gpt"].build(), HAND_WRITTEN["nano_gpt"].build()
-    sdp_deepspeed.trace(first, *HAND_WRITTEN["nano_gpt"].example())
-    sdp_deepspeed.trace(other, *HAND_WRITTEN["nano_gpt"].example())
+    first, other = (HAND_WRITTEN["nano_gpt"].traced() for _ in range(2))
     known = derivation.derivation_of(first)
     assert derivation.derivation_of(copy.deepcopy(first)) is known
     assert derivation.derivation_of(other) is known
 
 
-def _closure() -> Any:
-    return lambda x: x
+def _adds(number: float) -> Any:
+    return lambda x: x + number
 
 
-DIFFERENCES: dict[str, Any] = {
-    "attribute": lambda model: setattr(model.h[1], "scale", 2.0),
-    "forward": lambda model: setattr(model.h[1].mlp, "forward", _closure()),
-    "module": lambda model: setattr(model.h[1], "mlp", nn.Sequential(model.h[1].mlp)),
-    "hook": lambda model: model.h[1].register_forward_hook(lambda *_: None),
-    "buffer": lambda model: model.h[1].register_buffer("mask", torch.ones(2)),
-    "dtype": lambda model: model.bfloat16(),
+# By a number.
+DIFFERENCES: dict[str, Callable[[Any, float], object]] = {
+    "attribute": lambda model, number: setattr(model.h[1], "scale", number),
+    "closure": lambda model, number: setattr(model.h[1].mlp, "forward", _adds(number)),
+    "module": lambda model, number: setattr(model.h[1], "mlp", nn.Sequential(*[model.h[1].mlp] * int(number))),
+    "hook": lambda model, number: [model.h[1].register_forward_hook(print) for _ in range(int(number))],
+    "buffer": lambda model, number: model.h[1].register_buffer("mask", torch.ones(int(number))),
+    "attribute of numbers": lambda model, number: setattr(model.h[1], "added", torch.full((2,), number)),
+    "dtype": lambda model, number: model.to((None, torch.float32, torch.bfloat16)[int(number)]),
 }
 
 
 def test_a_class_that_has_another_forward_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    models = [Stack(FormByConstant(0.0), FormByConstant(0.0)) for _ in range(2)]
-    for model in models:
-        sdp_deepspeed.trace(model, *stream())
+    models = [traced(FormByConstant(0.0), FormByConstant(0.0)) for _ in range(2)]
     assert len(proven_branches(models[0])) == 4
     monkeypatch.setattr(ByConstant, "forward", lambda module, x: nn.Linear.forward(module, x) + 1)
     for model in models:
@@ -519,8 +473,7 @@ def test_a_class_that_has_another_forward_since(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_module_that_has_another_forward_since() -> None:
     """Other than that of a mask, which is no other model."""
-    model = Stack(Layer(), Layer())
-    sdp_deepspeed.trace(model, *stream())
+    model = traced(Layer(), Layer())
     branches = proven_branches(model)
     units = units_of_branches(branches)
     known = derivation.derivation_of(model)
@@ -535,22 +488,8 @@ def test_a_module_that_has_another_forward_since() -> None:
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_models_that_differ_are_not_alike(name: str) -> None:
-    first = Stack(Layer(), Layer())
-    sdp_deepspeed.trace(first, *stream())
-    other = copy.deepcopy(first)
-    assert likeness(other) == likeness(first)
-    DIFFERENCES[name](other)
-    assert likeness(other) != likeness(first)
-
-
-def _adds(number: float) -> Any:
-    return lambda x: x + number
-
-
-@pytest.mark.parametrize("of_number", [lambda number: torch.full((2,), number), _adds], ids=["buffer", "closure"])
-def test_models_with_other_numbers_are_not_alike(of_number: Any) -> None:
-    models: list[Any] = [Stack(Layer(), Layer()) for _ in range(2)]
+    models = [traced(Layer(), Layer()) for _ in range(2)]
     assert likeness(models[0]) == likeness(models[1])
-    for number, model in enumerate(models):
-        model.h[1].added = of_number(float(number))
+    for number, model in enumerate(models, start=1):
+        DIFFERENCES[name](model, float(number))
     assert likeness(models[0]) != likeness(models[1])
