@@ -57,7 +57,7 @@ def facts(model: nn.Module) -> dict[str, Any]:
 
 
 @modes
-@pytest.mark.parametrize("name", ["phi3", "t5", "resnet", "gpt_oss", "convnext"])
+@pytest.mark.parametrize("name", ["t5", "resnet", "gpt_oss", "convnext"])
 def test_undo_gives_the_dense_model_back(name: str, regime: str, strategy: str) -> None:
     dense = build(name).to(memory_format=torch.channels_last) if name == "convnext" else build(name)
     next(iter(dense.parameters())).requires_grad_(False)  # a user's
@@ -84,11 +84,10 @@ def test_undo_gives_the_dense_model_back(name: str, regime: str, strategy: str) 
     assert all(torch.equal(again[2][key], expected[2][key]) for key in expected[2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @modes
-def test_a_loss_that_is_kept_does_not_break_the_next_backward(regime: str, strategy: str, dtype: torch.dtype) -> None:
+def test_a_loss_that_is_kept_does_not_break_the_next_backward(regime: str, strategy: str) -> None:
     """At apply, undo and apply again: its graph knows the shapes from before."""
-    model = build("llama").to(dtype)
+    model = build("llama")
     mask = mask_of(model, plan_of(model, regime, strategy), 0)
     losses = [models.loss_of(model, tokens())]
     losses[-1].backward()
@@ -240,10 +239,6 @@ def shorter(piece: Piece) -> Piece:
     return replace(piece, length=piece.length - 1) if "q_proj" in piece.parameter else piece
 
 
-def along_the_stream(piece: Piece) -> Piece:
-    return replace(piece, dim=1) if "q_proj" in piece.parameter else piece
-
-
 def of_another_head(piece: Piece) -> Piece:
     return replace(piece, start=piece.start + piece.length) if "q_proj" in piece.parameter else piece
 
@@ -252,11 +247,8 @@ def of_another_head(piece: Piece) -> Piece:
     ("name", "change"),
     [
         ("llama", without("o_proj")),
-        ("llama", without("k_proj")),
-        ("qwen2", without("v_proj.bias")),
         ("gpt2", without("c_attn.weight", 0)),
         ("llama", shorter),
-        ("llama", along_the_stream),
         ("llama", of_another_head),
     ],
 )
@@ -306,35 +298,6 @@ def test_layers_with_adapters(strategy: Any) -> None:
         layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
     for regime in ("forward", "backward"):
         assert_masked(model, plan_of(model, regime, strategy), 1)
-
-
-class PoolingLayer(nn.Module):
-    """The second branch has no parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.pool = nn.Linear(8, 8), nn.Hardswish()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.linear(x)
-        return x + self.pool(x)
-
-
-def test_a_branch_without_parameters_is_on_all_ranks() -> None:
-    architectures.register(PoolingLayer, Branch("mlp", body="linear"), Branch("pool", body="pool"))
-    layers: list[Any] = [PoolingLayer() for _ in range(4)]
-    model = nn.Sequential(*layers)
-    plan = plan_of(model, "forward", "block")
-    assert [unit.name for unit in plan.units] == [f"{index}.mlp" for index in range(4)]
-    mask, x = mask_of(model, plan, 0), torch.randn(2, 8)
-    absent = [index for index in range(4) if not plan.holds_rank(index, 0)]
-    assert absent
-    mask.apply()
-    expected = x
-    for index, layer in enumerate(layers):
-        inner = expected if index in absent else expected + layer.linear(expected)
-        expected = inner + layer.pool(inner)
-    assert torch.equal(model(x), expected)
 
 
 class Body(nn.Module):
@@ -410,35 +373,27 @@ class WithLoss(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "give",
-    [
-        lambda logits, loss: (logits, loss),
-        lambda logits, loss: (loss, logits, None),
-        lambda logits, loss: {"logits": logits, "loss": loss, "aux_loss": loss},
-        lambda logits, loss: SimpleNamespace(logits=logits, loss=loss),
-    ],
-)
-def test_a_description_of_a_model_that_returns_its_loss(give: Any) -> None:
-    describe()
-    assert len(check_description(WithLoss(give), batch())) == 4
-
-
-@pytest.mark.parametrize(
     ("give", "got"),
     [
+        (lambda logits, loss: (logits, loss), ""),
+        (lambda logits, loss: (loss, logits, None), ""),
+        (lambda logits, loss: {"logits": logits, "loss": loss, "aux_loss": loss}, ""),
+        (lambda logits, loss: SimpleNamespace(logits=logits, loss=loss), ""),
         (lambda logits, _: (logits, None), "a tuple"),
         (lambda logits, _: (logits, logits), "a tuple"),
         (lambda logits, loss: SimpleNamespace(logits=logits, loss=loss.detach()), r"a tensor of shape \[\]"),
     ],
 )
 def test_a_description_of_a_model_without_a_loss_needs_loss_of(give: Any, got: str) -> None:
+    """`got`: what is returned in place of a loss."""
     describe()
+    if not got:
+        assert len(check_description(WithLoss(give), batch())) == 4
+        return
     with pytest.raises(ValueError, match=rf"pass labels in the batch, or `loss_of\(model, batch\)`; got {got}"):
         check_description(WithLoss(give), batch())
-    assert (
-        len(check_description(WithLoss(give), batch(), loss_of=lambda model, x: model.get_submodule("inner")(x).sum()))
-        == 4
-    )
+    loss_of = lambda model, x: model.get_submodule("inner")(x).sum()  # noqa: E731
+    assert len(check_description(WithLoss(give), batch(), loss_of=loss_of)) == 4
 
 
 class Heads(nn.Module):
@@ -447,54 +402,28 @@ class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.proj = nn.Linear(5, 36), nn.Linear(12, 5)
-        self.n_head = 4
-        self.width = 12
-        self.config = SimpleNamespace(n_head=4)
+        self.config, self.width = SimpleNamespace(n_head=4), 12
 
-
-class ReadsConfig(Heads):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv(x).view(len(x), 3, self.config.n_head, -1).unbind(1)
-        return attend(self.proj, *qkv)
+        parts = self.qkv(x).split(self.width, -1)
+        q, k, v = (part.view(len(x), self.config.n_head, -1).transpose(0, 1) for part in parts)
+        result: torch.Tensor = self.proj(((q @ k.mT).softmax(-1) @ v).transpose(0, 1).flatten(1))
+        return result
 
 
-class ReadsWidth(Heads):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (one.view(len(x), self.n_head, -1) for one in self.qkv(x).split(self.width, -1))
-        return attend(self.proj, q, k, v)
-
-
-def attend(proj: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    q, k, v = (one.transpose(0, 1) for one in (q, k, v))
-    result: torch.Tensor = proj(((q @ k.mT).softmax(-1) @ v).transpose(0, 1).flatten(1))
-    return result
-
-
-def attention(body: type[nn.Module], heads: str, **more: tuple[str, ...]) -> nn.Module:
-    """A model of layers with this body, described."""
+def test_numbers_of_heads_and_other_sizes_are_scaled() -> None:
+    """A number of heads that is not would give as many, each of fewer columns; with another width it does not run."""
     cuts = (Cut("qkv", 0, blocks=3), Cut("proj", 1, is_output=True))
-    architectures.register(Layer, Branch("attention", body="body", inner=InnerLayers(cuts, heads=heads, **more)))
-    model: Any = Model()
-    for layer in model.layers:
-        layer.body = body()
-    return model
-
-
-@pytest.mark.parametrize(
-    ("body", "heads", "more"),
-    [
-        (ReadsConfig, "config.n_head", {}),
-        (ReadsWidth, "n_head", {"scaled": ("width",)}),
-    ],
-)
-def test_numbers_of_heads_are_scaled(body: Any, heads: str, more: Any) -> None:
-    """An attribute that is not would give as many heads, each of fewer columns."""
-    assert len(check_description(attention(body, heads, **more), batch())) == 4
-
-
-def test_a_description_with_which_a_subnetwork_does_not_run() -> None:
+    for scaled in (("width",), ()):
+        inner = InnerLayers(cuts, heads="config.n_head", scaled=scaled)
+        architectures.register(Layer, Branch("attention", body="body", inner=inner))
+        model: Any = Model()
+        for layer in model.layers:
+            layer.body = Heads()
+        if scaled:
+            assert len(check_description(model, batch())) == 4
     with pytest.raises(AssertionError, match=r"forward x neuron: subnetwork 0 does not run, unlike the dense model: "):
-        check_description(attention(ReadsWidth, "n_head"), batch())
+        check_description(model, batch())
 
 
 class NormedStream(nn.Module):
