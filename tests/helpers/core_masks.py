@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -46,9 +46,9 @@ ROUNDING = 2.0**-16
 Gradients = Mapping[str, torch.Tensor]
 
 
-def families(names: Iterable[str]) -> list[Any]:
+def families(names: Iterable[str], in_short: Collection[str] = IN_SHORT) -> list[Any]:
     """As parameters of a test, slow if they are not needed in short."""
-    return [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.slow) for name in names]
+    return [pytest.param(name, marks=() if name in in_short else pytest.mark.slow) for name in names]
 
 
 def build(name: str) -> Any:

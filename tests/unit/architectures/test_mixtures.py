@@ -6,10 +6,11 @@ import pytest
 
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.strategies import unit_costs, units_of_branches
+from tests.helpers.core_masks import families
 from tests.helpers.mixtures import MIXTURES, mixture
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", families(MIXTURES, ("qwen2_moe", "llama4", "gpt_oss")))
 def test_costs_count_the_experts_that_a_token_uses(name: str) -> None:
     """Of routed experts half of the FLOPs (2 of 4), and all of the bytes. Llama 4 runs them all."""
     model = mixture(name)
