@@ -21,23 +21,20 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks.common.contestants import PRECISIONS, Contestant, build_engine, train
+from benchmarks.common.contestants import BLOCK, Contestant, build_engine, train
 from benchmarks.common.device import seconds as now
-from benchmarks.common.models import LARGE, LLAMAS, SMALL, Shape
+from benchmarks.common.models import MODELS, Shape
 from benchmarks.common.ranks import option_parser, run
-from sdp_deepspeed.config import KEY, Mode
+from sdp_deepspeed.config import KEY
 
-MODELS = {"small": SMALL, "large": LARGE, "134M": LLAMAS["134M"]}
-MODE = Mode("forward", "block")
-CONTESTANTS = (Contestant(1), Contestant(1, MODE, 1.0), Contestant(1, MODE, 0.5))
+CONTESTANTS = (Contestant(1), Contestant(1, BLOCK, 0.5))
 
 
 def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--folder", type=Path, default=Path("checkpoints_of_benchmark"), help="removed afterward")
-    parser.add_argument("--model", choices=list(MODELS), default="134M")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    parser.add_argument("--model", choices=list(MODELS), default="large")
+    parser.add_argument("--repeats", type=int, default=3)
     run(parser, measure)
 
 
@@ -48,7 +45,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     for repeat in range(arguments.repeats + 1):  # the first warms up
         for contestant in CONTESTANTS:
             folder = arguments.folder / contestant.name.replace(" ", "_").replace("/", "_")
-            times, sizes[contestant.name] = measure_one(contestant, model, arguments.precision, folder)
+            times, sizes[contestant.name] = measure_one(contestant, model, folder)
             gc.collect()  # engines are in circles
             for what, value in times.items() if repeat else ():
                 seconds[contestant.name].setdefault(what, []).append(value)
@@ -56,10 +53,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return facts | {"arguments": vars(arguments) | {"folder": ""}, "seconds": seconds, "bytes": sizes}
 
 
-def measure_one(contestant: Contestant, model: Shape, precision: str, folder: Path) -> tuple[dict[str, float], int]:
+def measure_one(contestant: Contestant, model: Shape, folder: Path) -> tuple[dict[str, float], int]:
     """Seconds of the slowest rank, and bytes on the disk. An asynchronous save blocks twice: the first one allocates
     the copy, and the second one counts."""
-    config = contestant.config(precision, bucket=20_000_000)
+    config = contestant.config("bf16", bucket=20_000_000)
     engine = trained_engine(model, config)
     seconds = {"save": timed(lambda: engine.save_checkpoint(str(folder), tag="one"))}
     seconds["save and sync"] = seconds["save"] + timed(os.sync)

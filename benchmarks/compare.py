@@ -3,9 +3,8 @@
     OMP_NUM_THREADS=1 deepspeed --num_gpus 4 benchmarks/compare.py --output benchmarks/results/compare_4_ranks.json
 
 One step of each contestant (common/contestants.py) alternates, in an order that rotates, so that times are paired:
-ratios are taken per repeat. A time is the slowest rank's. What a contestant holds and sends is measured in steps of
-their own (common/measured_step.py, common/traffic_counter.py). In fp32 contestants that train the same must have equal
-losses.
+ratios are taken per repeat. A time is the slowest rank's. What a contestant holds and sends is measured in a step of
+its own (common/measured_step.py). In fp32 contestants that train the same must have equal losses.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ import argparse
 import gc
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +22,13 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks.common.contestants import CONTESTANTS, DDP, Batch, Contestant, train
+from benchmarks.common.contestants import CONTESTANTS, DDP, Contestant, train
 from benchmarks.common.device import device, device_name, seconds
 from benchmarks.common.measured_step import live_tensors, measured_step
-from benchmarks.common.models import LARGE, NARROW, SEQUENCE_LENGTH, SMALL, num_parameters
+from benchmarks.common.models import MODELS, SEQUENCE_LENGTH, num_parameters
 from benchmarks.common.ranks import gather, option_parser, run, show
-from benchmarks.common.traffic_counter import TrafficCounter
 
-MODELS = {"small": SMALL, "large": LARGE, "tiny": NARROW | {"num_hidden_layers": 2}}
 SAME_LOSS = 1e-5  # maximum difference of two that train the same in fp32, in each of the first steps
-_KEPT = ("weights", "gradients", "optimizer", "peak", "peak_backward", "peak_step", "activations", "flops", "sent")
 
 
 def main() -> None:
@@ -61,7 +55,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(contestants: Sequence[Contestant], arguments: argparse.Namespace) -> dict[str, Any]:
-    """By name: seconds of the slowest rank and CPU seconds of each step, and per rank what it held and sent.
+    """By name: seconds of the slowest rank in each step, and per rank what it held and sent.
 
     Raises:
         RuntimeError: on all ranks, if two contestants that should train the same do not.
@@ -86,7 +80,7 @@ def measure(contestants: Sequence[Contestant], arguments: argparse.Namespace) ->
         engines.clear()
     gc.unfreeze()
     gc.collect()
-    return {name: {**times[name], "ranks": held[name]} for name in held}
+    return {name: {"seconds": times[name], "ranks": held[name]} for name in held}
 
 
 def tokens(vocabulary: int, micro_batch: int, length: int) -> torch.Tensor:
@@ -95,21 +89,13 @@ def tokens(vocabulary: int, micro_batch: int, length: int) -> torch.Tensor:
     return torch.randint(0, vocabulary, (micro_batch, length), generator=generator).to(device())
 
 
-def held_and_sent(engine: Any, batch: Batch) -> dict[str, Any]:
-    """What this rank holds in its third step and sends in its fourth, and its losses up to then."""
+def held_and_sent(engine: Any, batch: torch.Tensor) -> dict[str, Any]:
+    """What this rank holds and sends in its third step, and its losses up to then."""
     losses = [train(engine, batch) for _ in range(2)]  # after two steps everything that is allocated once exists
     with measured_step(engine, others=live_tensors()) as figures:
         losses.append(train(engine, batch))
-    with TrafficCounter() as traffic:
-        losses.append(train(engine, batch))
-    kept = {name: value for name, value in asdict(figures).items() if name in _KEPT}
-    return kept | {
-        "sent_by_operator": dict(traffic.bytes_by_operator),
-        "calls": dict(traffic.calls_by_operator),
-        "collectives": traffic.num_collectives,
-        "process_groups": len(traffic.groups),
-        "losses": list(map(float, losses)),
-    }
+    kept = {name: getattr(figures, name) for name in ("weights", "gradients", "optimizer", "peak", "sent")}
+    return kept | {"losses": list(map(float, losses))}
 
 
 def check_losses(contestants: Sequence[Contestant], held: Mapping[str, Any]) -> None:
@@ -130,24 +116,21 @@ def check_losses(contestants: Sequence[Contestant], held: Mapping[str, Any]) -> 
                     raise RuntimeError(f"{contestant.name} does not train what {name} does: loss {b}, not {a}")
 
 
-def alternate(engines: dict[str, Any], batch: Batch, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def alternate(engines: dict[str, Any], batch: torch.Tensor, arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Each repeat runs one step of every engine, in rotating order, so that drift of the machine affects all
     alike."""
     names = list(engines)
-    times: dict[str, dict[str, Any]] = {name: {"seconds": [], "cpu_seconds": []} for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(arguments.warmup + arguments.repeats):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
-            start = time.process_time()
             taken = slowest(engines[name], batch)
-            spent = gather(time.process_time() - start)
             if repeat >= arguments.warmup:
-                times[name]["seconds"].append(taken)
-                times[name]["cpu_seconds"].append(spent)
+                times[name].append(taken)
     return times
 
 
-def slowest(engine: Any, batch: Batch) -> float:
+def slowest(engine: Any, batch: torch.Tensor) -> float:
     """Seconds of one step from a barrier to the step's end on the slowest rank."""
     dist.barrier()
     start = seconds()

@@ -35,9 +35,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.provenance import write_result
 from benchmarks.common.small_models import TIMM, Case, build, cases, import_timm, run
 from benchmarks.common.zeroed_units import Verdict, judge
-from benchmarks.families_table import counts, reasons
 
 STRATEGIES = {"blocks": "block", "neurons": "neuron"}
+SECONDS, PROCESSES = 400.0, 2  # time limit of a model, and models at a time
 SAVED_EVERY = 20  # models
 
 
@@ -46,8 +46,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--timm", metavar="FOLDER", help="with timm's modules, from a folder with torchvision and timm")
     parser.add_argument("--only", default="", help="regular expression of names: mapping/model type/class")
-    parser.add_argument("--seconds", type=float, default=120.0, help="time limit of a model")
-    parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -60,31 +58,28 @@ def main() -> None:
     left = [case for case in matching if arguments.only or case.name not in known]
     with torch.no_grad():  # a backward pass starts threads, which must not be forked
         run(build(Case("causal", "llama", "LlamaForCausalLM")))  # what it imports no process imports again
-    for number, (case, found) in enumerate(measured(left, arguments.seconds, arguments.processes), start=1):
+    for number, (case, found) in enumerate(measured(left), start=1):
         known[case.name] = found
-        words = ", ".join(f"{key} {found[key]['word']}" for key in STRATEGIES if key in found)
+        words = "; ".join(f"{key} {found[key]['word']} {found[key]['reason']}" for key in STRATEGIES if key in found)
         print(f"{case.name}: {words or 'not built: ' + found['not built']}", flush=True)
         if number % SAVED_EVERY == 0 or number == len(left):
             _write(arguments, known)
-    heads, rows = counts(known)
-    for line in (heads, *rows, *reasons(known)):
-        print(" | ".join(line))
 
 
 def _write(arguments: argparse.Namespace, known: dict[str, Any]) -> None:
-    result: dict[str, object] = {"what": "families", "arguments": {"seconds": arguments.seconds}}
+    result: dict[str, object] = {"what": "families"}
     if any(name.startswith(TIMM) for name in known) and arguments.timm:
         result["timm"] = import_timm(arguments.timm).__version__
     write_result(str(arguments.output), result | {"models": dict(sorted(known.items()))})
 
 
-def measured(left: Sequence[Case], seconds: float, processes: int) -> Iterator[tuple[Case, dict[str, Any]]]:
+def measured(left: Sequence[Case], seconds: float = SECONDS) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Figures of each model, as they come; each from a process of its own, which a crash or a hang ends alone."""
     fork = multiprocessing.get_context("fork")
     waiting = list(reversed(left))
     running: dict[Connection, tuple[Case, Any, float]] = {}
     while waiting or running:
-        while waiting and len(running) < processes:
+        while waiting and len(running) < PROCESSES:
             case = waiting.pop()
             ours, theirs = fork.Pipe(duplex=False)
             process = fork.Process(target=_send, args=(case, theirs), daemon=True)

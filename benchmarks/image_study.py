@@ -21,17 +21,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "launch"))
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks.common.provenance import provenance
+from benchmarks.common.cells import TUNING_SEED, Store, named, without_tuning
 from benchmarks.images.cell import Cell, Data, Settings, identity, run
 from benchmarks.images.pictures import read_examples
-from benchmarks.images.subjects import STAGES, SUBJECTS, TUNING_SEED, Stage
-from sdp_deepspeed.atomic_files import write_text
+from benchmarks.images.subjects import STAGES, SUBJECTS, Stage
 
 TUNING_IMAGES, TUNING_EPOCHS = 4_000, 60  # at most
 RATES = (0.1, 0.2, 0.05)
@@ -42,15 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end = datetime.now(tz=UTC) + timedelta(minutes=min(options.minutes, 1e6))
     os.environ["OMP_NUM_THREADS"] = "1"  # which the figures name
     torch.set_num_threads(1)
-    store = Store(options.output)
     try:
-        stages = STAGES if options.only is None else [_asked(options)]
+        store, stages = Store(options.output, "image_study"), STAGES
+        if options.only is not None:
+            subjects, seeds = named(options.only, SUBJECTS), without_tuning(options.seeds)
+            stages = [Stage(tuple(subjects), options.images, options.epochs, tuple(seeds))]
         for stage in stages:
             for cell in cells(stage, store):
                 if datetime.now(tz=UTC) >= end:
                     return
                 result = run(cell, SUBJECTS[cell.subject], Data(*read_examples(options.data, cell.images)))
-                store.add(result)
+                store.add(asdict(cell), result, file_of(cell))
                 last = result["curve"][-1] if result["curve"] else {}
                 print(json.dumps(asdict(cell) | last | {"cpu_seconds": result["cpu_seconds"]}), flush=True)
     except (ValueError, OSError) as error:
@@ -75,32 +75,28 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _asked(options: argparse.Namespace) -> Stage:
-    named: dict[str, None] = {}
-    for pattern in options.only:
-        found = [name for name in SUBJECTS if re.fullmatch(pattern, name)]
-        if not found:
-            raise ValueError(f"--only: no subject is named {pattern!r}; possible: {', '.join(SUBJECTS)}")
-        named |= dict.fromkeys(found)
-    if TUNING_SEED in options.seeds:
-        raise ValueError(f"--seeds: {TUNING_SEED} is the seed of learning rates, which no figure has")
-    return Stage(tuple(named), options.images, options.epochs, tuple(options.seeds))
-
-
 def cells(stage: Stage, store: Store) -> Iterator[Cell]:
     """Unfinished cells: one learning rate of all subjects after the other, then the same with seeds."""
     images, epochs = min(stage.images, TUNING_IMAGES), min(stage.epochs, TUNING_EPOCHS)
     todo = [*stage.subjects]
     while todo:
-        rates = {subject: next_rate(store.tuning(subject, images, epochs)) for subject in todo}
+        rates = {subject: next_rate(tuning(store, subject, images, epochs)) for subject in todo}
         todo = [subject for subject in todo if rates[subject] is not None]
         yield from (Cell(subject, images, epochs, TUNING_SEED, rate) for subject, rate in rates.items() if rate)
     for seed in stage.seeds:
         for subject in stage.subjects:
-            tried = store.tuning(subject, images, epochs)
+            tried = tuning(store, subject, images, epochs)
             cell = Cell(subject, stage.images, stage.epochs, seed, min(tried, key=lambda rate: tried[rate]))
-            if not store.has(cell):
+            if not store.having(identity(cell, SUBJECTS[subject], Settings())):
                 yield cell
+
+
+def tuning(store: Store, subject: str, images: int, epochs: int) -> dict[float, float]:
+    """Loss on held-out images by learning rate."""
+    facts = identity(Cell(subject, images, epochs, TUNING_SEED, 0.0), SUBJECTS[subject], Settings())
+    del facts["rate"]
+    found = store.having(facts)
+    return {cell["rate"]: math.inf if cell["diverged"] else cell["curve"][-1]["held_out_loss"] for cell in found}
 
 
 def next_rate(tried: dict[float, float]) -> float | None:
@@ -118,40 +114,9 @@ def next_rate(tried: dict[float, float]) -> float | None:
     return best / 2 if best == min(tried) else None
 
 
-class Store:
-    """Cells, one JSON file each."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._provenance = provenance()  # of the code that runs; commits may follow
-        found = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json")))
-        self.results: list[dict[str, Any]] = [result for result in found if _is_current(result)]
-
-    def add(self, result: dict[str, Any]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        parts = (result["subject"], f"{result['images']} x {result['epochs']}", f"{result['rate']:g}", result["seed"])
-        name = re.sub(r"[^a-z0-9.]+", "_", " ".join(map(str, parts)).lower())
-        text = json.dumps({"what": "image_study", **result, "provenance": self._provenance}, indent=1) + "\n"
-        write_text(self.folder / f"{name}.json", text)
-        self.results.append(result)
-
-    def has(self, cell: Cell) -> bool:
-        return any(all(result[key] == value for key, value in asdict(cell).items()) for result in self.results)
-
-    def tuning(self, subject: str, images: int, epochs: int) -> dict[float, float]:
-        """Loss on held-out images by learning rate."""
-        key = (subject, images, epochs, TUNING_SEED)
-        found = [r for r in self.results if (r["subject"], r["images"], r["epochs"], r["seed"]) == key]
-        return {r["rate"]: math.inf if r["diverged"] else r["curve"][-1]["held_out_loss"] for r in found}
-
-
-def _is_current(result: dict[str, Any]) -> bool:
-    """Whether the subject and the settings of a cell are today's."""
-    if result["subject"] not in SUBJECTS:
-        return False
-    cell = Cell(*(result[key] for key in ("subject", "images", "epochs", "seed", "rate")))
-    facts = json.loads(json.dumps(identity(cell, SUBJECTS[cell.subject], Settings())))
-    return all(result[key] == value for key, value in facts.items())
+def file_of(cell: Cell) -> str:
+    name = f"{cell.subject} {cell.images} x {cell.epochs} {cell.rate:g} {cell.seed}"
+    return re.sub(r"[^a-z0-9.]+", "_", name.lower()) + ".json"
 
 
 if __name__ == "__main__":

@@ -40,17 +40,10 @@ CASES = [(num_teams, coverage) for coverage in (1.0, 0.5) for num_teams in (4, 6
 
 
 class _Group:
-    """A process group of all teams, whose other members are not there.
-
-    Attributes:
-        num_calls: all-to-alls.
-    """
-
-    num_calls = 0
+    """A process group of all teams, whose other members are not there."""
 
     def alltoall_base(self, target: torch.Tensor, *_: Any) -> _Group:
         target.zero_()
-        self.num_calls += 1
         return self
 
     def allgather(self, *_: Any) -> _Group:
@@ -67,13 +60,13 @@ class _MeetingPoint(MeetingPoint):
     store = ""
 
     def __init__(self, address: str, team: int, *, is_first: bool, exchange_timeout: float) -> None:
-        self.identity, self.group_name, self.group = f"team{team}", "", _Group()
+        self.identity, self.group_name = f"team{team}", ""
 
     def gather(self, member: Member, whom: str, timeout: float) -> list[Member]:
         return [replace(member, team=team, identity=f"team{team}") for team in range(self.num_teams)]
 
     def connect(self, attendance: Attendance, rank: int) -> _Group:
-        return self.group
+        return _Group()
 
     def decide(self, name: str, counts: bool) -> bool:
         return counts
@@ -103,23 +96,17 @@ def measure(num_teams: int, coverage: float, arguments: argparse.Namespace) -> d
     with fake_world(0, RANKS), mock.patch("sdp_deepspeed.teams.team.MeetingPoint", _MeetingPoint):
         model = LlamaForCausalLM(LlamaConfig(**LLAMAS[arguments.model]))
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        start = time.thread_time()
         team = sdp_deepspeed.join(model, block)
-        row: dict[str, Any] = {"teams": num_teams, "coverage": coverage, "joining_seconds": time.thread_time() - start}
-        row |= {"parameters": num_parameters, "held": sum(parameter.numel() for parameter in model.parameters())}
         gc.collect()
         team.start()
-        point = team._point
-        assert isinstance(point, _MeetingPoint)
-        seconds, sent, calls = [], team.bytes_sent, point.group.num_calls
+        seconds, sent = [], team.bytes_sent
         for _ in range(arguments.repeats):
             team.step()
             start = time.thread_time()
             team.step()
             seconds.append(time.thread_time() - start)
-        row |= {"seconds": seconds, "sent": (team.bytes_sent - sent) // arguments.repeats}
-        row["all_to_alls"] = (point.group.num_calls - calls) // arguments.repeats
-        return row
+        row = {"teams": num_teams, "coverage": coverage, "parameters": num_parameters}
+        return row | {"seconds": seconds, "sent": (team.bytes_sent - sent) // arguments.repeats}
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TUNING_SEED = 99  # only for choosing learning rates; excluded from figures
+from benchmarks.common.cells import TUNING_SEED
 
-# Subjects and their labels. Those of SDP hold the first and the last layer on all ranks, multiply what branches add by
-# 1 / C and start with smaller output projections, unless a label says otherwise. The first is the base of differences.
+# Subjects of the table in docs/results.md. Those of SDP hold the first and the last layer on all ranks, multiply what
+# branches add by 1 / C and start with smaller output projections, unless a label says otherwise. The first is the base
+# of differences.
 LABELS = {
     "dense 64x8": "data parallelism",
     "dense 64x8, 2 rows": "data parallelism, half the rows, twice the steps",
@@ -20,24 +21,9 @@ LABELS = {
     "C=1/2, whole ends, scaled in training": "SDP, C = 1/2",
     "C=1/2, no whole ends, scaled": "SDP, C = 1/2, no whole ends",
     "C=1/2, neurons, scaled": "SDP, C = 1/2, neurons, no whole ends",
-    "C=1/2, re-drawn every 10 steps, scaled": "SDP, C = 1/2, re-drawn every 10 steps",
-    "C=1/2, 2 rows, scaled": "SDP, C = 1/2, 2 rows",
-    "C=1/2, dense tail 10%, whole ends, scaled": "SDP, C = 1/2, then dense for 10%",
-    "C=1/2, dense tail 25%, whole ends, scaled": "SDP, C = 1/2, then dense for 25%",
-    "C=1/2, whole ends": "SDP, C = 1/2, unscaled",
-    "C=1/2, dense tail 50%, whole ends": "SDP, C = 1/2, unscaled, then dense for 50%",
     "C=1/4, whole ends, scaled in training": "SDP, C = 1/4",
     "C=1/4, no whole ends, scaled": "SDP, C = 1/4, no whole ends",
-    "C=1/4, whole ends, scaled in training, usual start": "SDP, C = 1/4, usual start",
-    "C=1/4, two whole ends, scaled": "SDP, C = 1/4, two whole layers at each end",
-    "C=1/4, four subnetworks, scaled": "SDP, C = 1/4, four subnetworks with replicas",
-    "C=1/4, re-drawn every 10 steps, scaled": "SDP, C = 1/4, re-drawn every 10 steps",
-    "C=1/4, re-drawn every 100 steps, scaled": "SDP, C = 1/4, re-drawn every 100 steps",
-    "C=1/4, 2 rows, scaled": "SDP, C = 1/4, 2 rows",
-    "C=1/4, dense tail 10%, whole ends, scaled": "SDP, C = 1/4, then dense for 10%",
-    "C=1/4, dense tail 25%, whole ends, scaled": "SDP, C = 1/4, then dense for 25%",
     "C=1/4, whole ends": "SDP, C = 1/4, unscaled",
-    "C=1/4, dense tail 50%, whole ends": "SDP, C = 1/4, unscaled, then dense for 50%",
 }
 IN_README = (
     "dense 64x8",
@@ -45,24 +31,6 @@ IN_README = (
     "C=1/2, whole ends, scaled in training",
     "C=1/4, whole ends, scaled in training",
 )
-IN_RESULTS = (
-    "dense 64x8",
-    "dense 64x8, 2 rows",
-    "dense 64x4",
-    "C=3/4, scaled",
-    "C=1/2, whole ends, scaled in training",
-    "C=1/2, no whole ends, scaled",
-    "C=1/2, neurons, scaled",
-    "C=1/4, whole ends, scaled in training",
-    "C=1/4, no whole ends, scaled",
-    "C=1/4, whole ends",
-)
-NARROW = {
-    "dense 32x8": "data parallelism",
-    "dense 32x4": "data parallelism, half the depth",
-    "32x8, C=1/2, whole ends, scaled in training": "SDP, C = 1/2",
-    "32x8, C=1/4, whole ends, scaled in training": "SDP, C = 1/4",
-}
 
 
 def tuned_rate(cells: Sequence[Mapping[str, Any]], study: str, subject: str) -> float | None:
@@ -116,39 +84,31 @@ class Figures:
 
 
 def quality_rows(
-    figures: Figures, costs: Mapping[str, Any], labels: Mapping[str, str], from_budget: int
+    figures: Figures, costs: Mapping[str, Mapping[str, float]], subjects: Iterable[str], from_budget: int
 ) -> tuple[list[str], list[list[str]]]:
     """Heads and rows: for each budget the final loss, in parentheses minus that of the first row; then peak memory, and
     all that is sent at the largest budget, relative to the first row.
 
     Args:
         costs: of recipe_costs.py.
-        labels: subjects and their labels.
+        subjects: of `LABELS`, the base first.
         from_budget: the shortest that is shown.
     """
-    budgets = [b for b in figures.budgets if b >= from_budget and any(figures.losses(name, b) for name in labels)]
-    base = next(iter(labels))
+    base, *_ = subjects = list(subjects)
+    budgets = [b for b in figures.budgets if b >= from_budget and any(figures.losses(name, b) for name in subjects)]
     rows = []
-    for subject, label in labels.items():
-        cells = [_loss_and_gap(figures, subject, base, budget) for budget in budgets]
-        if any(cells) and subject in costs:
-            ratios = ["", ""]
-            if any(cell["subject"] == base for cell in figures.cells):
-                ratios = [f"{of(figures, costs, subject) / of(figures, costs, base):.2f}" for of in (_peak, _sent)]
-            rows.append([label, *cells, *ratios])
+    for subject in subjects:
+        losses = [_loss_and_gap(figures, subject, base, budget) for budget in budgets]
+        peak = costs[subject]["peak"] / costs[base]["peak"]
+        sent = _sent(figures, costs, subject) / _sent(figures, costs, base)
+        rows.append([LABELS[subject], *losses, f"{peak:.2f}", f"{sent:.2f}"])
     return [*(f"{budget:,} steps" for budget in budgets), "peak", "sent"], rows
 
 
-def _peak(_: Figures, costs: Mapping[str, Any], subject: str) -> float:
-    """Bytes of a rank, of the phase that has most."""
-    return float(max(phase["peak"] for phase in costs[subject]))
-
-
-def _sent(figures: Figures, costs: Mapping[str, Any], subject: str) -> float:
+def _sent(figures: Figures, costs: Mapping[str, Mapping[str, float]], subject: str) -> float:
     """Bytes of a rank for each FLOP of the budget."""
     cell = max((c for c in figures.cells if c["subject"] == subject), key=lambda cell: cell["budget"])
-    per_step = sum(phase["share"] * phase["sent"] for phase in costs[subject])
-    return float(per_step * cell["steps"] / cell["budget"])
+    return float(costs[subject]["sent"] * cell["steps"] / cell["budget"])
 
 
 def _loss_and_gap(figures: Figures, subject: str, base: str, budget: int) -> str:

@@ -1,6 +1,6 @@
 """Loss of the dense model after training with data parallelism, alternatives and SDP at equal FLOPs.
 
-    python benchmarks/study.py --output benchmarks/results/learning.json --set recipes --rates 0.006 --workers 2
+    python benchmarks/study.py --output benchmarks/results/learning.json --budgets 500 1000 2000 --rates 0.006
     python benchmarks/study.py --output benchmarks/results/learning.json --only "dense 64x8" "C=1/[24].*" --seeds 0 1
 
 Virtual workers under the product's masks, in one process. Cells (study, subject, seed, budget, learning rate) are in
@@ -11,12 +11,12 @@ own (--tune), and is the study's until then.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,10 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks.common.provenance import provenance
+from benchmarks.common.cells import TUNING_SEED, Store, named, without_tuning
 from benchmarks.learning.cell import Cell, identity, run
-from benchmarks.learning.subjects import SETS, STUDIES, SUBJECTS, Study, Subject
-from benchmarks.quality import TUNING_SEED, tuned_rate
-from sdp_deepspeed.atomic_files import write_text
+from benchmarks.learning.subjects import STUDIES, SUBJECTS, Study, Subject
+from benchmarks.quality import LABELS, tuned_rate
 
 RATE_FACTORS = (0.5, 1.0, 2.0)
 
@@ -37,14 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
     try:
-        store = Store(options.output)
-        todo = [cell for cell in dict.fromkeys(cells(options, store)) if not store.has(identity(cell, *_parts(cell)))]
+        store = Store(options.output, "learning_study")
+        asked = dict.fromkeys(cells(options, store))
+        todo = [cell for cell in asked if not store.having(identity(cell, *_parts(cell)))]
         print(f"{len(todo)} cells to do", flush=True)
         context = multiprocessing.get_context("spawn")
         with context.Pool(options.workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            for result in pool.imap_unordered(run_cell, todo):
-                store.add(result)
-                names = f"{result['subject']}, seed {result['seed']}, budget {result['budget']}"
+            for cell, result in pool.imap_unordered(run_cell, todo):
+                store.add(asdict(cell), result)
+                names = f"{cell.subject}, seed {cell.seed}, budget {cell.budget}"
                 print(f"{names}: {result['loss']:.4f} in {result['cpu_seconds']:.0f} s", flush=True)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
@@ -57,8 +57,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="JSON file of all cells; existing cells are not repeated")
     add("--study", choices=sorted(STUDIES), default="text", help="(default: text)")
-    add("--set", choices=sorted(SETS), help="cells by one name, in place of --only, --seeds and --budgets")
-    add("--only", nargs="+", default=[".*"], help="regular expressions of whole names of subjects, in this order")
+    shown = [re.escape(name) for name in LABELS]
+    add(
+        "--only",
+        nargs="+",
+        default=shown,
+        help="regular expressions of whole names (default: all in docs/results.md)",
+    )
     add("--seeds", type=int, nargs="+", default=[0], help="(default: 0)")
     add("--budgets", type=int, nargs="+", default=[1000], help="in dense steps of 0.41M parameters (default: 1000)")
     add("--tune", action="store_true", help=f"learning rates, on seed {TUNING_SEED}")
@@ -69,13 +74,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def cells(options: argparse.Namespace, store: Store) -> Iterator[Cell]:
     """Cells in the requested order: by seed, then by budget."""
-    if TUNING_SEED in options.seeds:
-        raise ValueError(f"--seeds: {TUNING_SEED} is the seed of --tune, which no figure has")
     usual = STUDIES[options.study].learning_rate
-    asked = [
-        (budget, name, seed) for seed, budget, name in product(options.seeds, options.budgets, _named(options.only))
-    ]
-    for budget, name, seed in SETS[options.set] if options.set else asked:
+    subjects = named(options.only, SUBJECTS)
+    for seed, budget, name in product(without_tuning(options.seeds), options.budgets, subjects):
         if options.tune:
             rates = options.rates or [usual * factor for factor in RATE_FACTORS]
             yield from (Cell(options.study, name, TUNING_SEED, budget, rate) for rate in rates)
@@ -84,55 +85,12 @@ def cells(options: argparse.Namespace, store: Store) -> Iterator[Cell]:
             yield from (Cell(options.study, name, seed, budget, rate) for rate in options.rates or [tuned])
 
 
-def _named(patterns: Sequence[str]) -> list[str]:
-    """Subjects, in the order of the expressions that match their whole names."""
-    named: dict[str, None] = {}
-    for pattern in patterns:
-        found = [name for name in SUBJECTS if re.fullmatch(pattern, name)]
-        if not found:
-            raise ValueError(f"--only: no subject is named {pattern!r}; there are {', '.join(SUBJECTS)}")
-        named |= dict.fromkeys(found)
-    return list(named)
-
-
-def run_cell(cell: Cell) -> dict[str, Any]:
-    return run(cell, *_parts(cell))
+def run_cell(cell: Cell) -> tuple[Cell, dict[str, Any]]:
+    return cell, run(cell, *_parts(cell))
 
 
 def _parts(cell: Cell) -> tuple[Study, Subject]:
     return STUDIES[cell.study], SUBJECTS[cell.subject]
-
-
-class Store:
-    """All cells in one JSON file, replaced atomically.
-
-    Raises:
-        ValueError: the file exists and is of another kind.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._provenance = provenance()  # of the code that runs; commits may follow
-        self.cells: list[dict[str, Any]] = []
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if content.get("what") != "learning_study":
-                raise ValueError(f"--output: {path} has figures of {content.get('what')!r}; name another file")
-            self.cells = content["cells"]
-
-    def has(self, facts: Mapping[str, Any]) -> bool:
-        """Whether the cell is done with the current settings."""
-        return any(all(found.get(key) == value for key, value in facts.items()) for found in self.cells)
-
-    def add(self, result: Mapping[str, Any]) -> None:
-        """Add a cell, or replace the one with the same names."""
-        keys = ("study", "subject", "seed", "budget", "rate")
-        self.cells = [found for found in self.cells if any(found[key] != result[key] for key in keys)]
-        self.cells.append({**result, "provenance": self._provenance})
-        self.cells.sort(key=lambda found: tuple(found[key] for key in keys))
-        content = {"what": "learning_study", "cells": self.cells, "provenance": self._provenance}
-        write_text(self._path, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Make the tables of docs/results.md and the figure and tables of the README from raw figures in benchmarks/results.
 
-    python benchmarks/tables.py           # writes docs/results.md, README.md and docs/figure.svg
+    python benchmarks/tables.py           # writes README.md, docs/results.md and docs/figure.svg
     python benchmarks/tables.py --check   # only check whether they are current
-    python benchmarks/tables.py --print quality-all families-reasons  # tables, also those of no document
 
-Tables are between `<!-- name -->` and `<!-- /name -->`. If its raw figures are missing, a table says so.
+Tables, and the figure's bars, are between `<!-- name -->` and `<!-- /name -->`. If its raw figures are missing, a table
+says so.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks import families_table, figures
-from benchmarks.figures import MIB, SDP, most, ratio_of_steps
 from benchmarks.images.table import image_rows
-from benchmarks.quality import IN_README, IN_RESULTS, LABELS, NARROW, Figures, many_passes_rows, quality_rows
+from benchmarks.quality import IN_README, LABELS, Figures, many_passes_rows, quality_rows
 
 ROOT = Path(__file__).parents[1]
 LESS_SHOWN = ("ZeRO-0", "ZeRO-2", "forward x block + ZeRO-2 C=0.5", "forward x block + FSDP2 C=1")
+SDP = "forward x block + ZeRO-1 C=0.5"
+MIB = 2**20
 LOSS_TOLERANCE = 0.01  # nats; equal algorithms differ by less after hundreds of steps
 Result = Mapping[str, Any]
 
@@ -36,11 +36,7 @@ Result = Mapping[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail if something is not current")
-    parser.add_argument("--print", nargs="+", choices=TABLES, default=[], help="print these tables, and write nothing")
     options = parser.parse_args()
-    if options.print:
-        print("\n\n".join(f"{name}\n\n{made_from(name, results_of(ROOT))}" for name in options.print))
-        return
     made = outputs(ROOT)
     stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if options.check and stale:
@@ -60,12 +56,9 @@ def results_of(root: Path) -> dict[str, Result]:
 
 def outputs(root: Path) -> dict[Path, str]:
     """Expected content of each file."""
-    results, docs = results_of(root), root / "docs"
-    documents = (root / "README.md", docs / "results.md")
-    found = {path: filled(path.read_text(encoding="utf-8"), results) for path in documents}
-    if compared := results.get("compare_4_ranks"):
-        found[docs / "figure.svg"] = figures.overview(compared)
-    return found
+    results = results_of(root)
+    paths = (root / "README.md", root / "docs/results.md", root / "docs/figure.svg")
+    return {path: filled(path.read_text(encoding="utf-8"), results) for path in paths}
 
 
 def filled(document: str, results: Mapping[str, Result]) -> str:
@@ -99,138 +92,131 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def label(name: str) -> str:
     """A contestant's name for readers, such as "SDP block C = 1/2, ZeRO-1"."""
-    match = re.fullmatch(r"(\w+) x (\w+) \+ (.*) C=([\d.]+)( k=\d+)?", name)
+    match = re.fullmatch(r"(\w+) x (\w+) \+ (.*) C=([\d.]+)", name)
     if match is None:
         return name.replace("DDP, activation checkpointing", "DDP, checkpointing")
-    regime, strategy, host, coverage, subnetworks = match.groups()
+    regime, strategy, host, coverage = match.groups()
     mode = strategy if regime == "forward" else f"{regime} {strategy}"
-    return f"SDP {mode} C = {Fraction(coverage).limit_denominator(64)}, {host}{subnetworks or ''}"
+    return f"SDP {mode} C = {Fraction(coverage)}, {host}"
+
+
+def bars(result: Result) -> str:
+    """SVG: peak memory, step time and bytes sent, relative to data parallelism."""
+    contestants, lines = result["contestants"], []
+    for column, name in enumerate(("DDP", "ZeRO-1", SDP)):
+        ratios = {
+            "memory": most(contestants, name, "peak") / most(contestants, "DDP", "peak"),
+            "time": statistics.median(ratio_of_steps(contestants, name)),
+            "bytes": most(contestants, name, "sent") / most(contestants, "DDP", "sent"),
+        }
+        for row, (kind, ratio) in enumerate(ratios.items()):
+            left, top, width = 126 + 272 * column, 308 + 24 * row, 110 * ratio
+            lines.append(f'  <rect x="{left}" y="{top}" width="{width:.1f}" height="15" rx="3" class="{kind}"/>')
+            lines.append(f'  <text x="{left + width + 6:.1f}" y="{top + 12}">{ratio:.2f}x</text>')
+    source = f"Bars: measured on {_place(result)}, relative to data parallelism (docs/results.md). "
+    source += "The exported model is dense."
+    return "\n".join([*lines, f'  <text x="470" y="432" class="muted source middle">{source}</text>'])
+
+
+def ratio_of_steps(contestants: Mapping[str, Any], name: str) -> list[float]:
+    """Time by DDP's, per repeat."""
+    seconds, base = (contestants[each]["seconds"] for each in (name, "DDP"))
+    return [value / other for value, other in zip(seconds, base, strict=True)]
+
+
+def most(contestants: Mapping[str, Any], name: str, kind: str) -> float:
+    """Of the rank with the most."""
+    return max(float(rank[kind]) for rank in contestants[name]["ranks"])
 
 
 def compare(result: Result, sizes: Result) -> str:
     """The contestants by which a user decides, on CPU ranks and with 1B parameters on a GPU."""
     contestants, arguments = result["contestants"], result["arguments"]
-    on_gpu = {_as_in_compare(cell["name"]): cell for cell in sizes["results"] if _is_shown(cell, "1B")}
+    on_gpu = {cell["name"]: cell for cell in sizes["results"]}
     rows = []
     for name in (name for name in contestants if name not in LESS_SHOWN):
         peak, sent = most(contestants, name, "peak") / MIB, most(contestants, name, "sent") / 1e6
-        cells = [f"{peak:.1f}", f"{sent:.1f}", spread(ratio_of_steps(contestants, name, "DDP"))]
-        cell = on_gpu.get(name)
-        cells += ["", ""] if cell is None else [_gib(cell["peak"]), f"{1e3 * cell['median']:.0f}"]
+        cells = [f"{peak:.1f}", f"{sent:.1f}", spread(ratio_of_steps(contestants, name)), "", ""]
+        if name in on_gpu:
+            cells[-2:] = [f"{on_gpu[name]['peak'] / 2**30:.1f}", f"{1e3 * on_gpu[name]['median']:.0f}"]
         rows.append([label(name), *cells])
     milliseconds = 1e3 * statistics.median(contestants["DDP"]["seconds"])
     caption = f"{_place(result)}, batch {arguments['micro_batch']} x {arguments['sequence']} per rank; "
     caption += f"{arguments['repeats']} repeats, DDP's step takes {milliseconds:.0f} ms; "
-    caption += f"load before the run {result['load']:.1f}; {_commit(result)}. {_place_of_sizes(sizes)}:"
+    caption += f"load before the run {result['load']:.1f}; {_commit(result)}. "
+    caption += f"{sizes['device']}, rank 3 of 8 without its peers, bf16, batch {sizes['rows']} x {sizes['sequence']}; "
+    provenance = sizes["provenance"]
+    caption += f"PyTorch {provenance['versions']['torch']}, commit {provenance['commit'][:7]}:"
     return f"{caption}\n\n" + table(["", "peak, MiB", "sent, MB", "step / DDP's", "1B: peak, GiB", "step, ms"], rows)
 
 
-def _as_in_compare(name: str) -> str:
-    """A contestant's name in compare.py, of that in on_gpu.py."""
-    match = re.fullmatch(r"SDP \+ (.*), (\w+ x \w+), (C=.*)", name)
-    return name if match is None else f"{match[2]} + {match[1]} {match[3]}"
-
-
-def _is_shown(cell: Result, size: str) -> bool:
-    return cell["size"] == size and not cell["checkpointing"] and "seconds" in cell
-
-
-def _place_of_sizes(sizes: Result) -> str:
-    first = sizes["results"][0]
-    place = f"{sizes['device']}, rank 3 of 8 without its peers, bf16, batch {first['rows']} x {first['sequence']}"
-    return f"{place}; PyTorch {sizes['provenance']['versions']['torch']}, commit {sizes['provenance']['commit'][:7]}"
-
-
-def compare_all(result: Result) -> str:
-    """All contestants, with model state, collectives and process groups."""
-    contestants = result["contestants"]
-    rows = []
-    for name, figures_of in contestants.items():
-        state = max(rank["weights"] + rank["gradients"] + rank["optimizer"] for rank in figures_of["ranks"])
-        cells = [f"{state / MIB:.1f}", f"{most(contestants, name, 'peak') / MIB:.1f}"]
-        cells.append(f"{most(contestants, name, 'sent') / 1e6:.1f}")
-        cells += [f"{most(contestants, name, kind):.0f}" for kind in ("collectives", "process_groups")]
-        rows.append([label(name), *cells, spread(ratio_of_steps(contestants, name, "DDP"))])
-    return table(["", "state, MiB", "peak, MiB", "sent, MB", "collectives", "groups", "step / DDP's"], rows)
-
-
 def time_to_loss(*results: Result) -> str:
-    """Time to ZeRO-1's final loss, mean of the seeds; "-" if it is not reached.
+    """Time to ZeRO-1's final loss; "-" if it is not reached.
 
     Args:
         results: of each link. Losses after a step are those of the first, in which no run ends early, and peaks those
             of the last, whose runs are shown.
     """
-    first, *_ = everyone = [{(row["name"], row["seed"]): row for row in result["results"]} for result in results]
-    seeds = sorted({seed for _, seed in first})
-    goals = [first["ZeRO-1", seed]["curve"][-1][2] + LOSS_TOLERANCE for seed in seeds]
+    first, *_ = everyone = [{row["name"]: row for row in result["results"]} for result in results]
+    goal = _goal(first)
     rows = []
-    for name in dict.fromkeys(name for name, seed in first if (name, seed) in everyone[-1]):
-        runs = [first[name, seed] for seed in seeds]
-        steps = [_reached(run["curve"], goal, axis=0) for run, goal in zip(runs, goals, strict=True)]
-        cells = [f"{statistics.mean(run['curve'][-1][2] for run in runs):.3f} ({runs[0]['steps']})"]
-        cells.append(f"{max(max(everyone[-1][name, seed]['peak']) for seed in seeds) / MIB:.1f}")
-        cells.append(f"{max(max(run['link_bytes']) / run['curve'][-1][0] for run in runs) / 1e6:.2f}")
-        for runs_of in everyone:
-            there = [runs_of.get((name, seed)) for seed in seeds]
-            cells.append(_seconds(list(zip(there, goals, steps, strict=True))))
-        rows.append([name, *cells])
+    for name in (name for name in first if name in everyone[-1]):
+        run = first[name]
+        steps = _reached(run["curve"], goal, axis=0)
+        cells = [f"{run['curve'][-1][2]:.3f} ({run['steps']})", f"{max(everyone[-1][name]['peak']) / MIB:.1f}"]
+        cells.append(f"{max(run['link_bytes']) / run['curve'][-1][0] / 1e6:.2f}")
+        rows.append([name, *cells, *(_seconds(runs.get(name), goal, steps) for runs in everyone)])
     size = results[0]["model"]["num_parameters"] / 1e6
-    caption = f"{results[0]['ranks']} ranks on {results[0]['nodes']} nodes, {size:.2f}M parameters, seeds "
-    caption += f"{', '.join(map(str, seeds))}; {_commit(*results)}; load before a run at most "
-    caption += " / ".join(f"{max(row['load'] for row in result['results']):.1f}" for result in results)
+    caption = f"{results[0]['ranks']} ranks on {results[0]['nodes']} nodes, {size:.2f}M parameters; "
+    caption += f"{_commit(*results)}; {_load(*results)}:"
     heads = ["final loss (steps)", "peak, MiB", "over the link, MB per step"]
-    return f"{caption}:\n\n" + table(["", *heads, *(f"{result['link']}, s" for result in results)], rows)
+    return f"{caption}\n\n" + table(["", *heads, *(f"{result['link']}, s" for result in results)], rows)
 
 
-def lost_team(reference: Result, *results: Result) -> str:
+def lost_team(reference: Result, result: Result) -> str:
     """Time to ZeRO-1's final loss if a team is killed after a third of the steps, beside the undisturbed run.
 
     Args:
         reference: of `time_to_loss`, which has ZeRO-1's run on the same data.
-        results: of each link.
     """
-    of_zero = {row["seed"]: row["curve"][-1][2] for row in reference["results"] if row["name"] == "ZeRO-1"}
-    everyone = [{row["name"]: row for row in result["results"]} for result in results]
+    runs = {row["name"]: row for row in result["results"]}
+    goal = _goal({row["name"]: row for row in reference["results"]})
+    seconds = {name: _reached(run["curve"], goal, axis=1) for name, run in runs.items()}
     rows = []
-    for name, first in everyone[0].items():
-        goal = of_zero[first["seed"]] + LOSS_TOLERANCE
-        cells = [f"{first['curve'][-1][2]:.3f}"]
-        for runs in everyone:
-            seconds, undisturbed = (
-                _reached(runs[run]["curve"], goal, axis=1) for run in (name, name.partition(";")[0])
-            )
-            ratio = f" ({seconds / undisturbed:.2f}x)" if seconds and undisturbed and ";" in name else ""
-            cells += ["-" if seconds is None else f"{seconds:.0f}{ratio}", f"{runs[name]['longest_step'][0]:.1f}"]
+    for name, run in runs.items():
+        time, undisturbed = seconds[name], seconds[name.partition(";")[0]]
+        assert time is not None, "all runs reach it"
+        assert undisturbed is not None, "all runs reach it"
+        ratio = f" ({time / undisturbed:.2f}x)" if ";" in name else ""
+        cells = [f"{run['curve'][-1][2]:.3f}", f"{time:.0f}{ratio}", f"{run['longest_step'][0]:.1f}"]
         rows.append([name.partition(", ")[2], *cells])
-    heads = [name.partition(", ")[0], f"final loss ({first['steps']})"]
-    heads += [head for result in results for head in (f"{result['link']}: s", "longest step, s")]
-    caption = f"{results[0]['nodes']} teams of one rank; {_commit(*results)}; load before a run at most "
-    caption += " / ".join(f"{max(row['load'] for row in result['results']):.1f}" for result in results)
-    return f"{caption}:\n\n" + table(heads, rows)
+    heads = [name.partition(", ")[0], f"final loss ({run['steps']})", f"{result['link']}: s", "longest step, s"]
+    return f"{result['nodes']} teams of one rank; {_commit(result)}; {_load(result)}:\n\n" + table(heads, rows)
 
 
-def _seconds(runs: Sequence[tuple[Result | None, float, float | None]]) -> str:
-    """Mean seconds to a loss, and the share of synchronizations in the time of training.
+def _goal(runs: Mapping[str, Result]) -> float:
+    return float(runs["ZeRO-1"]["curve"][-1][2]) + LOSS_TOLERANCE
+
+
+def _load(*results: Result) -> str:
+    loads = (max(row["load"] for row in result["results"]) for result in results)
+    return f"load before a run at most {' / '.join(f'{load:.1f}' for load in loads)}"
+
+
+def _seconds(run: Result | None, loss: float, steps: float | None) -> str:
+    """Seconds to a loss, and the share of synchronizations in the time of training.
 
     Args:
-        runs: of each seed, with the loss, and the steps to it: a run that ended early is continued ("~") with its mean
-            seconds per step.
+        steps: to the loss: a run that ended early is continued ("~") with its mean seconds per step.
     """
-    times, shares, is_continued = [], [], False
-    for run, loss, steps in runs:
-        if run is None or steps is None:
-            return "" if run is None else "-"
-        time = _reached(run["curve"], loss, axis=1)
-        last_step, total, _ = run["curve"][-1]
-        if time is None and last_step < run["steps"]:
-            time, is_continued = steps * total / last_step, True
-        if time is None:
-            return "-"
-        times.append(time)
-        shares.append(max(run["seconds_synchronizing"]) / total)
-    share = f" ({statistics.mean(shares):.0%})" if any(shares) else ""
-    return f"{'~' if is_continued else ''}{statistics.mean(times):.0f}{share}"
+    if run is None or steps is None:
+        return "" if run is None else "-"
+    time, mark = _reached(run["curve"], loss, axis=1), ""
+    last_step, total, _ = run["curve"][-1]
+    if time is None and last_step < run["steps"]:
+        time, mark = steps * total / last_step, "~"
+    share = max(run["seconds_synchronizing"]) / total
+    return "-" if time is None else f"{mark}{time:.0f}{f' ({share:.0%})' if share else ''}"
 
 
 def _reached(curve: Sequence[Sequence[float]], loss: float, *, axis: int) -> float | None:
@@ -242,8 +228,8 @@ def _reached(curve: Sequence[Sequence[float]], loss: float, *, axis: int) -> flo
     return None
 
 
-def quality(labels: Mapping[str, str], from_budget: int, result: Result, costs: Result) -> str:
-    heads, rows = quality_rows(Figures.of(result, "text"), costs["subjects"], labels, from_budget)
+def quality(subjects: Iterable[str], from_budget: int, result: Result, costs: Result) -> str:
+    heads, rows = quality_rows(Figures.of(result, "text"), costs["subjects"], subjects, from_budget)
     text = "Final loss, nats per byte (minus the first row; ± standard error, where there are several seeds):"
     return f"{text}\n\n{table(['', *heads], rows)}"
 
@@ -272,20 +258,8 @@ def checkpoints(result: Result) -> str:
     blocks, until = (statistics.median(times[what]) for what in ("asynchronous save blocks", "until it is on disk"))
     text = f"{label(name)}: a save until it is on disk takes {save:.2f} of {result['baseline']}'s time, a load "
     text += f"{load:.2f}; an asynchronous save blocks for {blocks:.2f} s of {until:.2f} s "
-    text += f"({result['ranks']} ranks, {result['bytes'][name] / 1e6:.0f} MB, {result['arguments']['precision']}; "
+    text += f"({result['ranks']} ranks, {result['bytes'][name] / 1e6:.0f} MB, bf16; "
     return f"{text}{_commit(result)})."
-
-
-def host_time(result: Result) -> str:
-    """Table of host times of one thread."""
-    rows = []
-    for row in result["results"]:
-        parts = [f"{1e3 * statistics.median(row[part]):.1f}" for part in ("pass", "step")]
-        name = f"{label(re.sub(r' k=[0-9]+', '', row['name']))}"
-        facts = [str(row["ranks"]), str(row.get("subnetworks", "")), *parts]
-        rows.append([name, *facts, f"{row['collectives']}", f"{row['process_groups']}"])
-    heads = ["", "ranks", "subnetworks", "forward and backward, ms", "step, ms", "collectives", "groups"]
-    return f"{result['model']['num_hidden_layers']} layers; {_commit(result)}:\n\n" + table(heads, rows)
 
 
 def meeting(result: Result) -> str:
@@ -304,35 +278,19 @@ def meeting(result: Result) -> str:
     return f"{text}{'; '.join(parts)} ({_commit(result)})."
 
 
-def gpu(sizes: Result) -> str:
-    """Step and peak of one rank of eight, without activation checkpointing."""
-    models = list(dict.fromkeys(cell["size"] for cell in sizes["results"]))
-    rows = []
-    for name in dict.fromkeys(cell["name"] for cell in sizes["results"]):
-        rows.append([label(_as_in_compare(name))])
-        for size in models:
-            cell = next((cell for cell in sizes["results"] if cell["name"] == name and _is_shown(cell, size)), None)
-            rows[-1] += ["", ""] if cell is None else [f"{1e3 * cell['median']:.0f}", _gib(cell["peak"])]
-    heads = ["", *(head for size in models for head in (f"{size}: step, ms", "peak, GiB"))]
-    return f"{_place_of_sizes(sizes)}:\n\n{table(heads, rows)}"
-
-
 def families(result: Result) -> str:
     """Verdicts of each mapping."""
     caption = f"Transformers {result['provenance']['versions']['transformers']}"
     caption += f", timm {result['timm']}" if "timm" in result else ""
-    heads, rows = families_table.counts(result["models"])
+    words, kinds, models = ("right", "partial", "refused", "wrong"), ("blocks", "neurons"), result["models"]
+    rows = []
+    for mapping in dict.fromkeys(name.partition("/")[0] for name in models):
+        found = [model for name, model in models.items() if name.startswith(f"{mapping}/")]
+        known = [model for model in found if all(model.get(kind, {}).get("word") in words for kind in kinds)]
+        cells = ["/".join(str(sum(model[kind]["word"] == word for model in known)) for word in words) for kind in kinds]
+        rows.append([mapping, str(len(found)), str(len(found) - len(known)), *cells])
+    heads = ["", "models", "unknown", *(f"{kind}: {'/'.join(words)}" for kind in kinds)]
     return f"{caption}; {_commit(result)}:\n\n{table(heads, rows)}"
-
-
-def families_reasons(result: Result) -> str:
-    """What is not right, and why."""
-    reasons = families_table.reasons(result["models"])
-    return table(["", "why", "models"], [[word, why, f"{number}: {names}"] for word, why, number, names in reasons])
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f}"
 
 
 def spread(values: Sequence[float]) -> str:
@@ -355,25 +313,17 @@ def _commit(*results: Result) -> str:
 
 
 TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
+    "bars": (bars, ("compare_4_ranks",)),
     "compare": (compare, ("compare_4_ranks", "gpu_sizes")),
-    "compare-all": (compare_all, ("compare_4_ranks",)),
     "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_100mbit", "time_to_loss_20mbit")),
     "lost-team": (lost_team, ("time_to_loss_1gbit", "lost_team_20mbit")),
     "meeting": (meeting, ("meeting_time",)),
-    "quality": (partial(quality, {name: LABELS[name] for name in IN_RESULTS}, 500), ("learning", "recipe_costs")),
-    "quality-readme": (
-        partial(quality, {name: LABELS[name] for name in IN_README}, 1000),
-        ("learning", "recipe_costs"),
-    ),
-    "quality-all": (partial(quality, LABELS, 250), ("learning", "recipe_costs")),
-    "quality-narrow": (partial(quality, NARROW, 250), ("learning", "recipe_costs")),
+    "quality": (partial(quality, LABELS, 500), ("learning", "recipe_costs")),
+    "quality-readme": (partial(quality, IN_README, 1000), ("learning", "recipe_costs")),
     "many-passes": (many_passes, ("learning",)),
     "images": (images, ("images",)),
     "checkpoints": (checkpoints, ("checkpoints_4_ranks",)),
-    "host-time": (host_time, ("host_time",)),
     "families": (families, ("families",)),
-    "families-reasons": (families_reasons, ("families",)),
-    "gpu": (gpu, ("gpu_sizes",)),
 }
 
 

@@ -1,13 +1,13 @@
-"""How long until a dense loss is reached over a slow link? SDP and its teams beside ZeRO, DDP and torchft's DiLoCo, by
-the clock. links.sh runs it.
+"""How long until a dense loss is reached over a slow link? SDP and its teams beside ZeRO and torchft's DiLoCo, by the
+clock. links.sh runs it.
 
 Llamas over bytes of the standard library's Python files. Everybody reads the same text in the same order, at stage 1 or
 2, and overlaps communication where it can. SDP at C = 1/2 makes a third more steps than ZeRO, a model of half the depth
 (with about as many operations), teams and DiLoCo twice as many. Each node is a team. Teams and DiLoCo average weights
 every H steps, and are evaluated after that. At C = 1/2 all subnetworks have the first and the last layer.
 
-In the runs of `FAULTS` the last team is killed after a third of the steps. It stays away, or starts again after
-`--back-after` seconds, with moments of its optimizer that are new, or copied from the first holder of each parameter.
+In the runs of `FAULTS` the last team is killed after a third of the steps. It stays away, or starts again later, with
+new moments of its optimizer.
 
 The clock stops while the dense model is evaluated, on text that is not trained on. Memory is measured afterwards, in a
 step that ends with a synchronization. Runs come one after the other, each is written when it is done, and the same
@@ -32,22 +32,20 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.lr_schedules import WarmupCosineLR
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 import sdp_deepspeed
-from benchmarks.common.contestants import CLIPPING, DDP, Contestant, PlainEngine, in_ddp
+from benchmarks.common.contestants import BLOCK, CLIPPING, Contestant, train
 from benchmarks.common.device import seconds
 from benchmarks.common.diloco import DiLoCoEngine
 from benchmarks.common.measured_step import live_tensors, measured_step
 from benchmarks.common.models import SMALL, num_parameters
-from benchmarks.common.moments import load_moments, save_moments
 from benchmarks.common.provenance import provenance, write_result
 from benchmarks.common.ranks import found_before, gather, num_nodes, option_parser, run, show
 from benchmarks.common.team_processes import run_in_teams
 from benchmarks.learning.text import VOCABULARY, read_corpus, training_rows, validation_rows
-from sdp_deepspeed.config import KEY, Mode
+from sdp_deepspeed.config import KEY
 
 LENGTH = 128
 WIDTH = 96
@@ -58,7 +56,11 @@ SHAPE = SMALL | {
     "num_hidden_layers": 6,
     "initializer_range": math.sqrt(2 / (5 * WIDTH)),  # as in benchmarks/learning, for narrow models
 }
-MODE = Mode("forward", "block")
+SEED = 0
+RATE = 3e-3  # the highest learning rate
+BUCKET = 200_000  # elements, of all who have buckets
+VALIDATION_ROWS = 64
+BACK_AFTER = 10.0  # seconds until a killed team starts again
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,6 @@ class Run:
         num_layers: of the model.
         loses: whether the last team is killed after a third of the steps.
         returns: whether it starts again.
-        copies: whether it then copies the moments of the optimizer.
     """
 
     contestant: Contestant
@@ -78,21 +79,18 @@ class Run:
     num_layers: int = SHAPE["num_hidden_layers"]
     loses: bool = False
     returns: bool = False
-    copies: bool = False
 
 
 def _teams(coverage: Fraction, every: int) -> dict[str, Run]:
-    contestant = Contestant(1, MODE, float(coverage), host="teams", every=every)
+    contestant = Contestant(1, BLOCK, float(coverage), host="teams", every=every)
     return {f"SDP teams + ZeRO-1, C = {coverage}, H = {every}": Run(contestant, Fraction(2))}
 
 
 def _runs() -> dict[str, Run]:
     runs = {
-        "DDP": Run(DDP),
         "ZeRO-1": Run(Contestant(1)),
         "ZeRO-2, half the depth": Run(Contestant(2), Fraction(2), SHAPE["num_hidden_layers"] // 2),
-        "SDP + ZeRO-2, C = 1": Run(Contestant(2, MODE)),
-        "SDP + ZeRO-2, C = 1/2": Run(Contestant(2, MODE, 0.5), Fraction(4, 3)),
+        "SDP + ZeRO-2, C = 1/2": Run(Contestant(2, BLOCK, 0.5), Fraction(4, 3)),
     }
     for every in (5, 10, 30):
         runs[f"torchft's DiLoCo + FSDP2, H = {every}"] = Run(Contestant(3, host="DiLoCo", every=every), Fraction(2))
@@ -107,7 +105,6 @@ def _faults() -> dict[str, Run]:
             runs[name] = undisturbed
             runs[f"{name}; one lost"] = replace(undisturbed, loses=True)
             runs[f"{name}; one lost, back"] = replace(undisturbed, loses=True, returns=True)
-            runs[f"{name}; one lost, back, moments copied"] = replace(runs[f"{name}; one lost, back"], copies=True)
     return runs
 
 
@@ -118,19 +115,13 @@ SETS = {"runs": RUNS, "faults": FAULTS}
 
 def main() -> None:
     parser = option_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=300, help="of plain ZeRO and C = 1")
+    parser.add_argument("--steps", type=int, default=300, help="of plain ZeRO")
     parser.add_argument("--every", type=int, default=30, help="steps between two evaluations")
     parser.add_argument(
         "--limit", type=float, default=math.inf, help="seconds of training after which a run ends, of teams none"
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--set", default="runs", choices=SETS, dest="chosen", help="of runs")
     parser.add_argument("--only", nargs="+", choices=RUNS | FAULTS, help="(default: all of the set)")
-    parser.add_argument("--back-after", type=float, default=10, help="seconds until a killed team starts again")
-    parser.add_argument("--micro-batch", type=int, default=1)
-    parser.add_argument("--validation", type=int, default=64, help="rows of validation text")
-    parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate")
-    parser.add_argument("--bucket", type=float, default=2e5, help="elements, of all who have buckets")
     run(parser, measure)
 
 
@@ -143,20 +134,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "nodes": num_nodes(),
         "model": SHAPE | {"num_parameters": num_parameters(SHAPE)},
     }
-    facts["arguments"] = {
-        name: value for name, value in vars(options).items() if name not in ("seeds", "chosen", "only", "limit")
-    }
+    facts["arguments"] = {"steps": options.steps, "every": options.every}
     results = found_before(options.output, facts).get("results", [])
-    done = {(row["name"], row["seed"]) for row in results}
-    for seed, name in itertools.product(options.seeds, options.only or SETS[options.chosen]):
-        if (name, seed) not in done:
-            results.append(measure_run(name, seed, options))
+    done = {row["name"] for row in results}
+    for name in options.only or SETS[options.chosen]:
+        if name not in done:
+            results.append(measure_run(name, options))
             if dist.get_rank() == 0:
                 write_result(options.output, facts | {"results": results})
     return facts | {"results": results}
 
 
-def measure_run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+def measure_run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """The curve of a run, what it sent over the links, and its memory. Every rank calls it.
 
     Returns:
@@ -166,43 +155,37 @@ def measure_run(name: str, seed: int, options: argparse.Namespace) -> dict[str, 
         with a synchronization.
     """
     of_name, load = (RUNS | FAULTS)[name], os.getloadavg()[0]
-    arguments = (of_name, seed, options, dist.get_rank(), dist.get_world_size())
+    arguments = (of_name, options, dist.get_rank(), dist.get_world_size())
     if of_name.contestant.host == "teams":
-        ranks = run_in_teams(measure_rank, *arguments, back_after=options.back_after if of_name.returns else None)
+        ranks = run_in_teams(measure_rank, *arguments, back_after=BACK_AFTER if of_name.returns else None)
     else:
         ranks = gather(measure_rank(*arguments))
-    result: dict[str, Any] = {"name": name, "seed": seed, "load": load, "provenance": provenance()}
+    result: dict[str, Any] = {"name": name, "load": load, "provenance": provenance()}
     result |= {"steps": ranks[0]["steps"], "curve": ranks[0]["curve"]}
     ranks = [of_rank for of_rank in ranks if of_rank is not None]
     for what in ("link_bytes", "seconds_synchronizing", "longest_step", "peak"):
         result[what] = [of_rank[what] for of_rank in ranks]
-    show(f"seed {seed}, {name} (load {load:.1f}): {result['curve'][-1]}, peak {max(result['peak']) / 2**20:.1f} MiB")
+    show(f"{name} (load {load:.1f}): {result['curve'][-1]}, peak {max(result['peak']) / 2**20:.1f} MiB")
     return result
 
 
-def measure_rank(
-    run: Run, seed: int, options: argparse.Namespace, rank: int, num_ranks: int, folder: Path | None = None
-) -> dict[str, Any]:
+def measure_rank(run: Run, options: argparse.Namespace, rank: int, num_ranks: int) -> dict[str, Any]:
     """One rank's part in `measure_run`, in the world of all ranks or of its team.
 
     Args:
         rank, num_ranks: of all that train.
-        folder: where teams leave moments of their optimizers.
     """
     every = run.contestant.every
     num_steps = math.ceil(options.steps * run.steps / every) * every
-    data = _Data(seed, options, rank, num_ranks)
+    data = _Data(rank, num_ranks)
     gc.collect()
     gc.freeze()  # what is there now is no tensor of the engine
-    engine = build(run, seed, num_steps, options, num_teams=num_ranks // dist.get_world_size())
-    team, copies_to = getattr(engine, "team", None), folder if run.copies else None
-    is_back = is_lost = False
+    engine = build(run, num_steps, num_teams=num_ranks // dist.get_world_size())
+    team, is_lost = getattr(engine, "team", None), False
     if team is not None:
         team.start()
         is_back = team.num_steps > 0
         is_lost = run.loses and not is_back and team.number == team.plan.num_subnetworks - 1
-        if is_back and copies_to:
-            load_moments(engine, copies_to)
     points: list[list[float]] = []
     sent, synchronizing, longest = 0, 0.0, 0.0
     # A team that comes back at a meeting cannot know whether the others evaluate before their next step.
@@ -222,16 +205,12 @@ def measure_rank(
             begin = seconds()
             train(engine, data.training(step))
             longest = max(longest, seconds() - begin)
-            if copies_to and (step + 1) % every == 0:
-                save_moments(engine, copies_to)
         dist.barrier()
         taken = max(gather(seconds() - start))
         sent += _sent_over_link() - sent_before
         synchronizing += _synchronizing(engine) - synchronizing_before
         with engine.dense() if team is not None else nullcontext():
             loss = dense_loss(engine, data.validation)
-        if copies_to:
-            save_moments(engine, copies_to)
         points.append([end, taken + (points[-1][1] if points else 0.0), loss])
         if team is None and points[-1][1] > options.limit:
             break
@@ -248,7 +227,7 @@ def measure_rank(
 
 
 class _Data:
-    """Rows of this rank, [rows, LENGTH].
+    """Rows of this rank, [rows, LENGTH]; one in a step.
 
     Args:
         rank, num_ranks: of all that train.
@@ -257,21 +236,15 @@ class _Data:
         validation: the part of this rank in its world, of the validation text.
     """
 
-    def __init__(self, seed: int, options: argparse.Namespace, rank: int, num_ranks: int) -> None:
+    def __init__(self, rank: int, num_ranks: int) -> None:
         text = read_corpus()
-        self._text, self._seed, self._rows = text.train, seed, num_ranks * options.micro_batch
-        self._rank, self._num_ranks = rank, num_ranks
-        rows = validation_rows(text.validation, options.validation, LENGTH)
+        self._text, self._rank, self._num_ranks = text.train, rank, num_ranks
+        rows = validation_rows(text.validation, VALIDATION_ROWS, LENGTH)
         self.validation = rows[:, :LENGTH].chunk(dist.get_world_size())[dist.get_rank()]
 
     def training(self, step: int) -> torch.Tensor:
-        rows = training_rows(self._text, self._seed, step, self._rows, LENGTH)
+        rows = training_rows(self._text, SEED, step, self._num_ranks, LENGTH)
         return rows[:, :LENGTH].chunk(self._num_ranks)[self._rank]
-
-
-def train(engine: Any, rows: torch.Tensor) -> None:
-    engine.backward(engine(input_ids=rows, labels=rows, use_cache=False).loss)
-    engine.step()
 
 
 def _sent_over_link() -> int:
@@ -288,27 +261,19 @@ def _synchronizing(engine: Any) -> float:
     return float(getattr(engine, "seconds_synchronizing", 0.0))
 
 
-def build(run: Run, seed: int, num_steps: int, options: argparse.Namespace, num_teams: int) -> Any:
+def build(run: Run, num_steps: int, num_teams: int) -> Any:
     """An engine on a fresh model, the same on all ranks. Every rank calls it."""
-    contestant, bucket = run.contestant, int(options.bucket)
-    torch.manual_seed(seed)
+    contestant = run.contestant
+    torch.manual_seed(SEED)
     with sdp_deepspeed.Init() if contestant.coverage < 1 else nullcontext():  # output projections start smaller
-        model = LlamaForCausalLM(LlamaConfig(**SHAPE | {"num_hidden_layers": run.num_layers}))
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE | {"num_hidden_layers": run.num_layers, "use_cache": False}))
     warm_up = {"total_num_steps": num_steps, "warmup_num_steps": max(2, num_steps // 20), "warmup_min_ratio": 0.0}
-    plain: PlainEngine | None = None
-    if contestant == DDP:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, fused=False)
-        plain = PlainEngine(model, in_ddp(model, bucket=bucket), optimizer, stage=0)
-    elif contestant.host == "DiLoCo":
-        plain = DiLoCoEngine(model, rate=options.rate, every=contestant.every)
-    if plain is not None:
-        plain.scheduler = WarmupCosineLR(plain.optimizer, **warm_up)
-        return plain
-    config = contestant.config("fp32", bucket=bucket, overlap=contestant.stage == 2)
+    if contestant.host == "DiLoCo":
+        return DiLoCoEngine(model, rate=RATE, every=contestant.every, **warm_up)
+    config = contestant.config("fp32", bucket=BUCKET, overlap=contestant.stage == 2)
     config |= {
-        "train_micro_batch_size_per_gpu": options.micro_batch,
         "gradient_clipping": CLIPPING,
-        "optimizer": {"type": "AdamW", "params": {"lr": options.rate, "torch_adam": True, "fused": False}},
+        "optimizer": {"type": "AdamW", "params": {"lr": RATE, "torch_adam": True, "fused": False}},
         "scheduler": {"type": "WarmupCosineLR", "params": warm_up},
     }
     if contestant.coverage < 1:
@@ -323,7 +288,7 @@ def build(run: Run, seed: int, num_steps: int, options: argparse.Namespace, num_
 def dense_loss(engine: Any, rows: torch.Tensor) -> float:
     """Mean over the rows of all ranks. Every rank calls it, with as many rows."""
     engine.eval()
-    losses = [float(engine(input_ids=part, labels=part, use_cache=False).loss) * len(part) for part in rows.split(4)]
+    losses = [float(engine(input_ids=part, labels=part).loss) * len(part) for part in rows.split(4)]
     engine.train()
     total = torch.tensor([sum(losses), float(len(rows))], dtype=torch.float64)
     dist.all_reduce(total)

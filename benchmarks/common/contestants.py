@@ -20,11 +20,10 @@ import sdp_deepspeed  # also so that DeepSpeed knows the config's block
 from benchmarks.common.device import device
 from benchmarks.common.models import Shape, num_parameters
 from sdp_deepspeed.config import KEY, Mode
-from sdp_deepspeed.fsdp import clip_grad_norm_, param_groups, sharded_model_of
+from sdp_deepspeed.fsdp import clip_grad_norm_, param_groups
 from sdp_deepspeed.fsdp.sharded_model import is_sharded
 
 Host = Literal["DeepSpeed", "DDP", "DDP, activation checkpointing", "FSDP2", "DiLoCo", "teams"]
-Batch = torch.Tensor | Mapping[str, torch.Tensor]  # tokens [sequences, length]; or what a model takes, by name
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 CLIPPING = 1.0
 _LAYERS_AT_ONCE = 2  # that ZeRO-3 gathers; DeepSpeed's defaults would keep all of so small a model on every rank
@@ -38,7 +37,6 @@ class Contestant:
         stage: of ZeRO, or the one that the host is most like.
         mode: of SDP; None for plain data parallelism.
         coverage: C, of those with a mode.
-        subnetworks: k, if not the default.
         host: what trains.
         every: steps of teams and DiLoCo between two synchronizations, H.
     """
@@ -46,7 +44,6 @@ class Contestant:
     stage: int
     mode: Mode | None = None
     coverage: float = 1.0
-    subnetworks: int | None = None
     host: Host = "DeepSpeed"
     every: int = 1
 
@@ -55,15 +52,14 @@ class Contestant:
         host = f"ZeRO-{self.stage}" if self.host == "DeepSpeed" else self.host
         if self.mode is None:
             return host
-        replicas = f" k={self.subnetworks}" if self.subnetworks else ""
-        return f"{self.mode} + {host} C={self.coverage:g}{replicas}"
+        return f"{self.mode} + {host} C={self.coverage:g}"
 
     @property
     def trains(self) -> str:
         """Equal for contestants whose losses must be equal. C = 1 is data parallelism."""
         if self.mode is None or self.coverage == 1:
             return "the dense model"
-        return f"{self.mode} C={self.coverage:g} k={self.subnetworks}"
+        return f"{self.mode} C={self.coverage:g}"
 
     def is_possible(self, num_ranks: int) -> bool:
         """Whether so many ranks can have it: an integer number of holders, at least one."""
@@ -86,7 +82,6 @@ class Contestant:
         }
         if self.mode is not None:
             config[KEY] = {"coverage": self.coverage, **self.mode._asdict()}
-            config[KEY] |= {"subnetworks": self.subnetworks} if self.subnetworks else {}
         return config
 
     def build(self, shape: Shape, precision: str, *, micro_batch: int, bucket: int) -> Any:
@@ -134,7 +129,6 @@ class PlainEngine(torch.nn.Module):
         optimizer: torch's.
         stage: the ZeRO stage that it is most like, which says where gradients are.
         autocast: what a forward pass runs in.
-        scheduler: of the learning rate, stepped after each step.
     """
 
     def __init__(
@@ -145,23 +139,14 @@ class PlainEngine(torch.nn.Module):
         *,
         stage: int,
         autocast: AbstractContextManager[object] | None = None,
-        scheduler: Any = None,
     ) -> None:
         super().__init__()
-        self.module, self.runs, self.optimizer, self.scheduler = module, runs, optimizer, scheduler
+        self.module, self.runs, self.optimizer = module, runs, optimizer
         self._stage, self._autocast = stage, autocast or nullcontext()
 
     @property
     def device(self) -> torch.device:
         return device()
-
-    @property
-    def plan(self) -> Any:
-        """Of SDP over FSDP2."""
-        return sharded_model_of(self.module).plan
-
-    def gradient_accumulation_steps(self) -> int:
-        return 1
 
     def zero_optimization_stage(self) -> int:
         return self._stage
@@ -180,32 +165,22 @@ class PlainEngine(torch.nn.Module):
         else:
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), CLIPPING)
         self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
 
     def destroy(self) -> None:
         """What it holds goes with it."""
 
 
 def _build_ddp(shape: Shape, precision: str, *, bucket: int, checkpointing: bool) -> PlainEngine:
-    """fp32 weights; autocast for bf16."""
+    """fp32 weights; autocast for bf16. Gradients are views of its buckets, which saves a copy."""
     model = _fresh_model(shape)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     autocast = torch.autocast(device().type, torch.bfloat16) if precision != "fp32" else nullcontext()
-    return PlainEngine(model, in_ddp(model, bucket=bucket), _adamw(model.parameters()), stage=0, autocast=autocast)
-
-
-def in_ddp(model: torch.nn.Module, *, bucket: int) -> torch.nn.Module:
-    """With gradients as views of its buckets, which saves a copy.
-
-    Args:
-        bucket: elements, in fp32.
-    """
     _silence_renamed_functions()
-    return DistributedDataParallel(
+    parallel = DistributedDataParallel(
         model, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=max(1, bucket * 4 // 2**20)
     )
+    return PlainEngine(model, parallel, _adamw(model.parameters()), stage=0, autocast=autocast)
 
 
 def _build_fsdp2(shape: Shape, precision: str, block: Mapping[str, Any] | None) -> PlainEngine:
@@ -257,21 +232,15 @@ def build_engine(shape: Shape, config: dict[str, Any]) -> Any:
     return engine
 
 
-def inputs_of(batch: Batch) -> Mapping[str, torch.Tensor]:
-    """What a model takes by name."""
-    return {"input_ids": batch, "labels": batch} if isinstance(batch, torch.Tensor) else batch
-
-
-def train(engine: Any, batch: Batch) -> torch.Tensor:
-    """One optimizer step with all its micro-steps on the same batch.
+def train(engine: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """One optimizer step on tokens [sequences, length].
 
     Returns:
-        The loss on this rank, of the last micro-step.
+        The loss on this rank.
     """
-    inputs = {name: tensor.to(engine.device) for name, tensor in inputs_of(batch).items()}
-    for _ in range(engine.gradient_accumulation_steps()):
-        loss = engine(**inputs).loss
-        engine.backward(loss)
-        loss = loss.detach()  # nothing of the pass is kept in the step
-        engine.step()
+    tokens = tokens.to(engine.device)
+    loss = engine(input_ids=tokens, labels=tokens).loss
+    engine.backward(loss)
+    loss = loss.detach()  # nothing of the pass is kept in the step
+    engine.step()
     return loss

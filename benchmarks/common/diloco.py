@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.lr_schedules import WarmupCosineLR
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -53,11 +54,14 @@ class _Manager:
 class DiLoCoEngine(PlainEngine):
     """Trains with AdamW inside a node, and averages weights over nodes every `every` steps. Every rank builds it.
 
+    Args:
+        schedule: arguments of DeepSpeed's WarmupCosineLR.
+
     Attributes:
         seconds_synchronizing: total time of synchronizations, waiting for other nodes included.
     """
 
-    def __init__(self, module: Any, *, rate: float, every: int) -> None:
+    def __init__(self, module: Any, *, rate: float, every: int, **schedule: Any) -> None:
         from torchft.local_sgd import DiLoCo  # of the extra "benchmarks"
 
         shape = (num_nodes(), dist.get_world_size() // num_nodes())
@@ -66,11 +70,16 @@ class DiLoCoEngine(PlainEngine):
             fully_shard(part, mesh=mesh["node"])
         optimizer = torch.optim.AdamW(module.parameters(), lr=rate, fused=False)
         super().__init__(module, module, optimizer, stage=3)
+        self.scheduler = WarmupCosineLR(optimizer, **schedule)
         self.seconds_synchronizing = self._start = 0.0
         outer = torch.optim.SGD(module.parameters(), lr=1.0)  # weights become their mean
         optimizer.register_step_post_hook(self._begin)  # hooks run in this order
         DiLoCo(_Manager(mesh["nodes"].get_group()), [module], optimizer, outer, sync_every=every).__enter__()
         optimizer.register_step_post_hook(self._end)
+
+    def step(self) -> None:
+        super().step()
+        self.scheduler.step()
 
     def _begin(self, *_: Any) -> None:
         self._start = seconds()

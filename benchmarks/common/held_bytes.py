@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 # Where DeepSpeed 0.19.8's optimizers keep gradients besides `parameter.grad` (private names).
 HOST_GRADIENT_ATTRIBUTES = ("averaged_gradients", "all_grad_tensors", "fp32_groups_gradients_flat")
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
     """All tensors in nested dicts, lists and tuples; whatever else is there is passed over."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from tensors_in(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from tensors_in(value)
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:

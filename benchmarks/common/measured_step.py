@@ -32,8 +32,7 @@ class StepFigures:
         gradients: the largest sum of gradients held at one time; at stage 2 that is when a backward pass is over, since
             what is on its way during it is a matter of the bucket.
         optimizer: moments, and a master copy where one is kept apart from the weights.
-        peak_backward: the largest sum of live tensors in forward and backward passes.
-        peak_step: the same in the engine's `step`.
+        peak: the largest sum of live tensors.
         activations: what the forward pass left for the backward pass, most of all micro-steps.
         flops: of the step's matrix products and attention.
         sent: bytes sent during the step.
@@ -42,56 +41,38 @@ class StepFigures:
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
-    peak: int = 0  # the larger one of the next two
-    peak_backward: int = 0
-    peak_step: int = 0
+    peak: int = 0
     activations: int = 0
     flops: int = 0
     sent: int = 0
 
 
-class _LiveTensors(MemTracker):
-    """Without hooks on gradients, which only tell kinds of memory apart, and which frozen parameters refuse."""
+class LiveTensors(MemTracker):
+    """Bytes of tensors with data that come to life in a block, or are given to `track_external`.
+
+    Without hooks on gradients, which only tell kinds of memory apart, and which frozen parameters refuse.
+    """
 
     def _track_module_params_and_buffers(self, module: torch.nn.Module, install_grad_hooks: bool = True) -> Any:
         return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
 
     def current(self) -> int:
-        """Bytes now, on all devices."""
-        return sum(device["Total"] for device in self.get_tracker_snapshot("current").values())
+        """Bytes now."""
+        return self._num_bytes("current")
 
-    def take_peak(self) -> int:
-        """Largest number of bytes since the last call, on all devices."""
-        peak = sum(device["Total"] for device in self.get_tracker_snapshot("peak").values())
-        self._peak_mem_snap = self.get_tracker_snapshot("current")
-        self._peak_mem = {device: snapshot["Total"] for device, snapshot in self._peak_mem_snap.items()}
-        return peak
+    def peak(self) -> int:
+        """Largest number of bytes so far."""
+        return self._num_bytes("peak")
 
-
-@dataclass
-class LiveBytes:
-    """Bytes of tensors in host memory that came to life in a block: the largest sum, and the sum at its end."""
-
-    peak: int = 0
-    at_end: int = 0
-
-
-@contextmanager
-def watched_host_memory() -> Iterator[LiveBytes]:
-    """What tensors take inside the block, however they are made; filled in at its end. Tensors without data do not
-    count, nor does what lived before."""
-    figures, tracker = LiveBytes(), _LiveTensors()
-    with tracker:
-        yield figures
-        peak, current = tracker.get_tracker_snapshot("peak"), tracker.get_tracker_snapshot("current")
-        cpu = torch.device("cpu")
-        figures.peak, figures.at_end = (int(kinds[cpu]["Total"]) if cpu in kinds else 0 for kinds in (peak, current))
+    def _num_bytes(self, when: str) -> int:
+        kinds = self.get_tracker_snapshot(when)
+        return sum(kinds[device]["Total"] for device in kinds if device.type != "meta")
 
 
 class _Phases:
-    """Tells forward and backward passes from `engine.step`, and follows the largest sum of gradients."""
+    """Follows what forward passes leave, and the largest sum of gradients."""
 
-    def __init__(self, engine: Any, tracker: _LiveTensors, figures: StepFigures) -> None:
+    def __init__(self, engine: Any, tracker: LiveTensors, figures: StepFigures) -> None:
         self.engine, self.tracker, self.figures = engine, tracker, figures
         self.before = 0
         # Before the tracker's own hooks, which are global too, so that these run before them.
@@ -119,10 +100,7 @@ class _Phases:
 
     def run_step(self, step: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self.look()
-        self.figures.peak_backward = max(self.figures.peak_backward, self.tracker.take_peak())
-        result = step(*arguments, **options)
-        self.figures.peak_step = max(self.figures.peak_step, self.tracker.take_peak())
-        return result
+        return step(*arguments, **options)
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -144,7 +122,7 @@ def measured_step(engine: Any, *, others: Iterable[torch.Tensor] = ()) -> Iterat
     Args:
         others: tensors that live already and count for the peak, besides those of module and optimizer.
     """
-    figures, tracker, traffic, operations = StepFigures(), _LiveTensors(), TrafficCounter(), FlopCounter()
+    figures, tracker, traffic, operations = StepFigures(), LiveTensors(), TrafficCounter(), FlopCounter()
     tracker.track_external(
         engine.module, *weight_tensors(engine), *optimizer_tensors(engine), *gradient_tensors(engine), *others
     )
@@ -152,12 +130,12 @@ def measured_step(engine: Any, *, others: Iterable[torch.Tensor] = ()) -> Iterat
     try:
         with operations, traffic, tracker:
             yield figures
+            figures.peak = tracker.peak()
     finally:
         phases.remove()
     seen = set[int]()
     figures.weights = storage_bytes(weight_tensors(engine), seen)
     figures.optimizer = storage_bytes(optimizer_tensors(engine), seen)
-    figures.peak = max(figures.peak_backward, figures.peak_step)
     figures.flops, figures.sent = operations.total, traffic.total
 
 

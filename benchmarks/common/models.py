@@ -25,29 +25,24 @@ LARGE: Shape = SMALL | {
     "num_attention_heads": 10,
     "num_key_value_heads": 10,
 }
+TINY: Shape = SMALL | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+MODELS = {"small": SMALL, "large": LARGE, "tiny": TINY}
 # Untied, for GPUs.
-_LLAMA: Shape = {
+_BILLION: Shape = {
     "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
 LLAMAS: dict[str, Shape] = {
-    "tiny": _LLAMA
-    | {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 8}
-    | {"num_attention_heads": 4, "num_key_value_heads": 4},
-    "134M": _LLAMA
-    | {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
-    | {"num_attention_heads": 12, "num_key_value_heads": 12},
-    "500M": _LLAMA
-    | {"hidden_size": 1280, "intermediate_size": 3712, "num_hidden_layers": 20}
-    | {"num_attention_heads": 20, "num_key_value_heads": 20},
-    "1B": _LLAMA
-    | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22}
-    | {"num_attention_heads": 32, "num_key_value_heads": 4},
+    "1B": _BILLION,
+    "tiny": _BILLION | {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4},
 }
-# Narrow layers, for questions about their number.
-NARROW: Shape = SMALL | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
 SEQUENCE_LENGTH = 128
 
 

@@ -28,7 +28,7 @@ def run_in_teams(measure: Callable[..., Any], *arguments: Any, back_after: float
     """Call a function in a team on each node, with a lighthouse on the first one. Every rank calls it.
 
     Args:
-        measure: importable, called with the arguments and a folder that all teams can read.
+        measure: importable, called with the arguments.
         back_after: seconds after which a process that was killed starts again, once; None: it does not.
 
     Returns:
@@ -64,7 +64,7 @@ def _call(
     """Result and exit code of a process of this rank's team."""
     receiver, sender = _PROCESSES.Pipe(duplex=False)
     rendezvous = folder / f"{start}{variables[NUMBER]}"
-    process = _PROCESSES.Process(target=_run, args=(sender, rendezvous, variables, measure, (*arguments, folder)))
+    process = _PROCESSES.Process(target=_run, args=(sender, rendezvous, variables, measure, arguments))
     process.start()
     sender.close()
     try:

@@ -8,29 +8,21 @@ choice is not visible.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.common.held_bytes import tensors_in
+
 # Operators that carry no payload worth counting.
 _CONTROL = {"barrier", "monitored_barrier_", "check_for_nan", "recv_", "recv_any_source_"}
 
 
-def _tensors(tree: Any) -> Iterable[torch.Tensor]:
-    """All tensors in nested lists."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, Sequence):
-        for part in tree:
-            yield from _tensors(part)
-
-
 def _num_bytes(tree: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(tree))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(tree))
 
 
 def _others_share(num_bytes: int, num_ranks: int) -> int:
@@ -74,14 +66,8 @@ def sent_bytes(operator: str, arguments: Mapping[str, Any], num_ranks: int, rank
             return (num_ranks - 1) * _num_bytes(arguments[name])
     if operator == "alltoall_base_":
         return _all_to_all_bytes(arguments["input"], arguments["input_split_sizes"], num_ranks, rank)
-    if operator == "alltoall_":
-        return _num_bytes(arguments["input_tensors"]) - _num_bytes(arguments["input_tensors"][rank])
     if operator == "send":
         return _num_bytes(arguments["tensors"])
-    if operator == "gather_":
-        return 0 if rank == arguments["root_rank"] else _num_bytes(arguments["input_tensors"])
-    if operator == "scatter_":
-        return _others_share(_num_bytes(arguments["input_tensors"]), num_ranks)
     raise RuntimeError(
         f"c10d operator {operator!r} is not known to the traffic counter: add it to {__name__}.sent_bytes"
     )
@@ -91,27 +77,14 @@ class TrafficCounter(TorchDispatchMode):
     """Counts what this rank sends while the block runs; on every rank that is to be counted.
 
     Attributes:
-        bytes_by_operator: bytes sent, by c10d operator.
+        total: bytes sent.
         calls_by_operator: number of calls, by c10d operator.
-        groups: names of the process groups that were used.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes_by_operator: Counter[str] = Counter()
+        self.total = 0
         self.calls_by_operator: Counter[str] = Counter()
-        self.groups: set[str] = set()
-        self._num_collectives = Fraction(0)
-
-    @property
-    def num_collectives(self) -> int:
-        """Calls; messages of one rank to all others of its group count as one collective."""
-        return round(self._num_collectives)
-
-    @property
-    def total(self) -> int:
-        """Bytes sent in all."""
-        return sum(self.bytes_by_operator.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -125,8 +98,5 @@ class TrafficCounter(TorchDispatchMode):
         group = dist.ProcessGroup.unbox(arguments["process_group"]) if "process_group" in arguments else None
         if group is None or group.size() == 1:
             return
-        self.groups.add(group.group_name)
         self.calls_by_operator[operator] += 1
-        if operator not in _CONTROL:
-            self._num_collectives += Fraction(1, group.size() - 1 if operator == "send" else 1)
-        self.bytes_by_operator[operator] += sent_bytes(operator, arguments, group.size(), group.rank())
+        self.total += sent_bytes(operator, arguments, group.size(), group.rank())

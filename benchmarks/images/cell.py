@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,16 +12,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from benchmarks.common.workers import Workers, costs_of_step, plans_of_steps
 from benchmarks.images.dropping import StochasticDepth, add_dropout
 from benchmarks.images.pictures import NUM_CLASSES, SIZE, Augmented, Examples
 from benchmarks.images.subjects import DEEP, Subject
-from benchmarks.images.workers import Workers
-from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
-from sdp_deepspeed.estimate.forecast import forecast
 from sdp_deepspeed.masking.running_statistics import estimate_statistics, write_statistics
-from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.planner import plan_model
-from sdp_deepspeed.schedule import Schedule
 from sdp_deepspeed.small_image_resnet import (
     SmallImageResNetConfig,
     SmallImageResNetForImageClassification,
@@ -100,20 +94,6 @@ def block_of(subject: Subject, seed: int) -> dict[str, Any]:
     return {**(subject.block or {"coverage": 1.0}), "seed": seed * 1_000_003}
 
 
-def configs(subject: Subject, seed: int) -> Iterator[SubnetworkConfig]:
-    """The block of each step, as the engine has it."""
-    block = block_of(subject, seed)
-    schedule = Schedule.of({KEY: block})
-    step, draw, config = 0, -1, None
-    while True:
-        now = schedule.draw_after(step) if schedule else 0
-        if now != draw:
-            draw, config = now, parse(schedule.config_after(step) if schedule else {KEY: block})
-        assert config is not None
-        yield config
-        step += 1
-
-
 class Training:
     """The parts of a run, which `run` puts together."""
 
@@ -121,16 +101,13 @@ class Training:
         self.subject, self.data, self.seed, self.settings = subject, data, seed, settings
         self.model = build(subject, seed, settings)
         self.batches = Augmented(data.train, settings.workers * settings.rows, seed)
-        self.configs = configs(subject, seed)
-        self.config = next(self.configs)
-        self.workers = Workers(self.model, self._plan(), is_scaled=self.config.branch_scale == "training")
+        self.plans = plans_of_steps(self.model, block_of(subject, seed), settings.workers)
+        config, plan = next(self.plans)
+        self.workers = Workers(self.model, plan, is_scaled=config.branch_scale == "training")
         self.depth = StochasticDepth(self.workers, subject.dropped) if subject.dropped else None
         self.step = 0
         if subject.dropout:
             add_dropout(self.workers, subject.dropout)
-
-    def _plan(self) -> Plan:
-        return plan_model(self.model, self.config, self.settings.workers)[0]
 
     def flops_per_image(self) -> float:
         pixels, labels = self.batches.batch(0)
@@ -147,10 +124,9 @@ class Training:
             [*zip(pixels.chunk(len(self.workers.copies)), labels.chunk(len(self.workers.copies)), strict=True)]
         )
         self.step += 1
-        config = next(self.configs)
-        if config is not self.config:
-            self.config = config
-            self.workers.replan(self._plan())
+        _, plan = next(self.plans)
+        if plan is not self.workers.plan:
+            self.workers.replan(plan)
         return sum(losses) / len(losses)
 
 
@@ -179,17 +155,11 @@ def num_steps(cell: Cell, flops_per_image: float, data: Data, settings: Settings
 
 
 def costs(subject: Subject, settings: Settings) -> dict[str, float]:
-    """Peak memory and bytes sent in a step with ZeRO-1 in fp32, of the rank with the most FLOPs: `sdp estimate`."""
-    config = {
-        "train_micro_batch_size_per_gpu": settings.rows,
-        "zero_allow_untested_optimizer": True,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": settings.momentum}},
-        "zero_optimization": {"stage": 1},
-        KEY: {key: value for key, value in block_of(subject, 0).items() if key != "redraw_interval"},
-    }
+    """Peak memory and bytes sent in a step."""
     shape = build(subject, 0, settings).config.to_dict() | {"image_size": SIZE}
-    found = forecast(shape, config, num_ranks=settings.workers)
-    return {"peak": found.peak, "sent": found.rank.sent}
+    block = {key: value for key, value in block_of(subject, 0).items() if key != "redraw_interval"}
+    optimizer = {"type": "SGD", "params": {"lr": 0.1, "momentum": settings.momentum}}
+    return costs_of_step(shape, block, settings.rows, settings.workers, optimizer)
 
 
 def run(cell: Cell, subject: Subject, data: Data, settings: Settings = Settings()) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import dropout
 
-from benchmarks.images.workers import Batch, Workers
+from benchmarks.common.workers import Batch, Workers
 
 
 class StochasticDepth:

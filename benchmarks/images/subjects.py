@@ -8,7 +8,6 @@ from typing import Any
 
 Block = Mapping[str, Any]
 DEEP = 18
-TUNING_SEED = 99  # only for choosing learning rates; excluded from figures
 
 
 @dataclass(frozen=True)

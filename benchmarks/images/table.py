@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.images.subjects import SUBJECTS, TUNING_SEED
+from benchmarks.common.cells import TUNING_SEED
+from benchmarks.images.subjects import SUBJECTS
 from benchmarks.quality import Figures
 
 BASE = "18 blocks"

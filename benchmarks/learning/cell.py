@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.images.workers import Workers
+from benchmarks.common.cells import TUNING_SEED
+from benchmarks.common.workers import Workers
 from benchmarks.learning.dropping import BranchDropout, add_dropout
 from benchmarks.learning.plans import Planner, build, dense_flops
 from benchmarks.learning.subjects import Study, Subject
 from benchmarks.learning.text import Corpus, digest_of, read_corpus, training_rows, validation_rows
-from benchmarks.quality import TUNING_SEED
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 

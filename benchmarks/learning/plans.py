@@ -7,19 +7,18 @@ PyTorch's formula: five products where forward has two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.common.workers import plans_of_steps
 from benchmarks.learning.subjects import HEAD_WIDTH, Size, Study, Subject
 from benchmarks.learning.text import VOCABULARY
-from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.planner import plan_model
-from sdp_deepspeed.schedule import Schedule
 
 _ATTENTION = 1 + 2.5  # forward and backward, of the forward's
 
@@ -70,17 +69,6 @@ def _scores(size: Size) -> float:
     return 4 * size.length * size.width
 
 
-def phases(subject: Subject) -> list[tuple[float, dict[str, Any]]]:
-    """The block of each phase of a run, with the phase's share of the steps."""
-    block = dict(subject.block or {"coverage": 1.0})
-    begin, found = 0.0, []
-    for phase in block.pop("schedule", [{}]):
-        end = phase.get("until", 1.0)
-        found.append((end - begin, block | {key: value for key, value in phase.items() if key != "until"}))
-        begin = end
-    return found
-
-
 class Planner:
     """The plans of one subject.
 
@@ -95,8 +83,14 @@ class Planner:
 
     def num_steps(self, flops: float) -> int:
         """As many as cost that much, at least one in each phase."""
-        of_phases = phases(self.subject)
-        mean = sum(share * self.step_flops(self._plan(_parsed(block))) for share, block in of_phases)
+        block = dict(self.subject.block or {"coverage": 1.0})
+        begin = mean = 0.0
+        for phase in (of_phases := block.pop("schedule", [{}])):
+            end = phase.get("until", 1.0)
+            of_phase = block | {key: value for key, value in phase.items() if key != "until"}
+            _, plan = next(plans_of_steps(self._model, of_phase, self.study.num_workers))
+            mean += (end - begin) * self.step_flops(plan)
+            begin = end
         return max(len(of_phases), round(flops / (self.study.tokens(self.subject) * mean)))
 
     def step_flops(self, plan: Plan) -> float:
@@ -112,19 +106,4 @@ class Planner:
             block["seed"] *= 1_000_003  # draws have the seeds after it: those of different runs must be far apart
         if "schedule" in block:
             block["total_steps"] = num_steps
-        schedule, known, current = Schedule.of({KEY: block}), None, None
-        for step in range(num_steps):
-            place = (schedule.phase_after(step), schedule.draw_after(step)) if schedule else None
-            if current is None or place != known:
-                config = _parsed(schedule.config_after(step)[KEY] if schedule else block)
-                current, known = (config, self._plan(config)), place
-            yield current
-
-    def _plan(self, config: SubnetworkConfig) -> Plan:
-        return plan_model(self._model, config, self.study.num_workers)[0]
-
-
-def _parsed(block: Mapping[str, Any]) -> SubnetworkConfig:
-    config = parse({KEY: dict(block)})
-    assert config is not None
-    return config
+        return islice(plans_of_steps(self._model, block, self.study.num_workers), num_steps)

@@ -79,11 +79,6 @@ def _whole_ends(coverage: float) -> list[dict[str, float]]:
     return [{"coverage": coverage, "whole_ends": 1}]
 
 
-def _dense_tail(coverage: float | list[dict[str, float]], share: float, **block: Any) -> Block:
-    """Dense for the last `share` of the steps."""
-    return {"schedule": [{"until": round(1 - share, 4), "coverage": coverage}, {"coverage": 1.0}], **block}
-
-
 def _sizes() -> dict[str, Subject]:
     shapes = [(32, 4), (32, 8), (64, 4), (64, 8)]
     sizes = {f"dense {width}x{depth}": Subject(Size(width, depth)) for width, depth in shapes}
@@ -91,49 +86,37 @@ def _sizes() -> dict[str, Subject]:
 
 
 def _unscaled() -> dict[str, Subject]:
-    """The paper's method."""
+    """The paper's method, and dense for the second half of the steps."""
     found = {}
     for name, coverage in (("C=1/2", 0.5), ("C=1/4", 0.25)):
         ends = _whole_ends(coverage)
+        tail = [{"until": 0.5, "coverage": ends}, {"coverage": 1.0}]
         found[f"{name}, whole ends"] = Subject(block={"coverage": ends, **UNSCALED})
-        found[f"{name}, dense tail 50%, whole ends"] = Subject(block=_dense_tail(ends, 0.5, **UNSCALED))
+        found[f"{name}, dense tail 50%, whole ends"] = Subject(block={"schedule": tail, **UNSCALED})
     return found
 
 
-def _scales() -> dict[str, Subject]:
-    """Each branch times 1/C in training, with output projections that start as usual or C times smaller."""
-    found = {}
-    for size, prefix in ((REFERENCE, ""), (Size(32, 8), "32x8, ")):
-        for name, coverage in (("C=1/2", 0.5), ("C=1/4", 0.25)):
-            block = {"coverage": _whole_ends(coverage), "branch_scale": "training"}
-            found[f"{prefix}{name}, whole ends, scaled in training"] = Subject(size, block, small_outputs=True)
-            found[f"{prefix}{name}, whole ends, scaled in training, usual start"] = Subject(size, block)
-    return found
-
-
-def _axes() -> dict[str, Subject]:
-    """Whole ends, scaled in training with output projections that start C times smaller, and one thing changed."""
-    named: dict[str, tuple[float, Block, dict[str, Any]]] = {
-        "C=3/4": (0.75, {}, {}),
-        "C=1/2, no whole ends": (0.5, {"coverage": 0.5}, {}),
-        "C=1/4, no whole ends": (0.25, {"coverage": 0.25}, {}),
-        "C=1/4, two whole ends": (0.25, {"coverage": [{"coverage": 0.25, "whole_ends": 2}]}, {}),
-        "C=1/4, re-drawn every 10 steps": (0.25, {"redraw_interval": 10}, {}),
-        "C=1/4, re-drawn every 100 steps": (0.25, {"redraw_interval": 100}, {}),
-        "C=1/2, re-drawn every 10 steps": (0.5, {"redraw_interval": 10}, {}),
-        "C=1/4, four subnetworks": (0.25, {"subnetworks": 4}, {}),
-        "C=1/4, 2 rows": (0.25, {}, {"rows": 2}),
-        "C=1/2, 2 rows": (0.5, {}, {"rows": 2}),
-        "C=1/2, neurons": (0.5, {"strategy": "neuron", "coverage": 0.5}, {}),
+def _scaled() -> dict[str, Subject]:
+    """Each branch times 1/C in training, and output projections that start C times smaller; all but the first two with
+    one thing changed."""
+    half, quarter = ({"coverage": _whole_ends(coverage)} for coverage in (0.5, 0.25))
+    blocks: dict[str, dict[str, Any]] = {
+        "C=1/2, whole ends, scaled in training": half,
+        "C=1/4, whole ends, scaled in training": quarter,
+        "C=3/4, scaled": {"coverage": _whole_ends(0.75)},
+        "C=1/2, no whole ends, scaled": {"coverage": 0.5},
+        "C=1/4, no whole ends, scaled": {"coverage": 0.25},
+        "C=1/4, two whole ends, scaled": {"coverage": [{"coverage": 0.25, "whole_ends": 2}]},
+        "C=1/4, re-drawn every 10 steps, scaled": quarter | {"redraw_interval": 10},
+        "C=1/4, re-drawn every 100 steps, scaled": quarter | {"redraw_interval": 100},
+        "C=1/2, re-drawn every 10 steps, scaled": half | {"redraw_interval": 10},
+        "C=1/4, four subnetworks, scaled": quarter | {"subnetworks": 4},
+        "C=1/2, neurons, scaled": {"strategy": "neuron", "coverage": 0.5},
     }
-    found = {}
-    for name, (coverage, block, other) in named.items():
-        block = {"coverage": _whole_ends(coverage), "branch_scale": "training", **block}
-        found[f"{name}, scaled"] = Subject(block=block, small_outputs=True, **other)
-    for name, coverage in (("C=1/2", 0.5), ("C=1/4", 0.25)):
-        for share in (0.1, 0.25, 0.5):
-            block = _dense_tail(_whole_ends(coverage), share, branch_scale="training")
-            found[f"{name}, dense tail {share:.0%}, whole ends, scaled"] = Subject(block=block, small_outputs=True)
+    scale: dict[str, Any] = {"branch_scale": "training"}
+    found = {name: Subject(block=block | scale, small_outputs=True) for name, block in blocks.items()}
+    found["C=1/4, whole ends, scaled in training, usual start"] = Subject(block=quarter | scale)
+    found["32x8, C=1/2, whole ends, scaled in training"] = Subject(Size(32, 8), half | scale, small_outputs=True)
     return found
 
 
@@ -160,28 +143,7 @@ def _by_depth(depth: int) -> list[dict[str, Any]]:
     ]
 
 
-SUBJECTS = _sizes() | _unscaled() | _scales() | _axes() | _many_passes()
-
-# For `study.py --set`: budgets in dense steps of 0.41M, subjects, seeds. On two cores "recipes"
-# takes about four hours.
-_RECIPES = (
-    "dense 64x8",
-    "C=1/4, whole ends, scaled in training",
-    "C=1/2, whole ends, scaled in training",
-    "dense 64x4",
-    "dense 64x8, 2 rows",
-    "C=1/4, whole ends",
-    "C=1/4, whole ends, scaled in training, usual start",
-)
-SETS: dict[str, list[tuple[int, str, int]]] = {
-    "recipes": [(budget, name, seed) for seed in (0, 1) for budget in (1000, 2000) for name in _RECIPES],
-    "narrow": [
-        (budget, name, seed)
-        for seed in (0, 1)
-        for budget in (1000, 2000)
-        for name in ("dense 32x8", "32x8, C=1/4, whole ends, scaled in training", "dense 32x4")
-    ],
-}
+SUBJECTS = _sizes() | _unscaled() | _scaled() | _many_passes()
 
 
 @dataclass(frozen=True)

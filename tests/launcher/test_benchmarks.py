@@ -40,47 +40,25 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_time_to_a_loss(tmp_path: Path) -> None:
-    """DDP trains what ZeRO does, at rates that rise and fall, and teams at C = 1 what torchft's DiLoCo does: the same
-    losses after the same steps."""
-    few = ("--steps", "6", "--every", "2", "--validation", "4", "--seeds", "0", "--only")
-    names = (
-        "DDP",
-        "ZeRO-1",
-        "SDP + ZeRO-2, C = 1",
-        "torchft's DiLoCo + FSDP2, H = 5",
-        "SDP teams + ZeRO-1, C = 1, H = 5",
-    )
+    """Teams at C = 1 have the losses of torchft's DiLoCo after the same steps, at rates that rise and fall."""
+    few = ("--steps", "6", "--every", "2", "--only")
+    names = ("ZeRO-1", "torchft's DiLoCo + FSDP2, H = 5", "SDP teams + ZeRO-1, C = 1, H = 5")
     result = run(tmp_path, *RANKS, "benchmarks/time_to_loss.py", *few, *names)
-    ddp, *others, diloco, teams = (row["curve"] for row in result["results"])
-    assert [point[0] for point in ddp] == [2, 4, 6]
-    for curve in others:
-        assert [point[2] for point in ddp] == pytest.approx([point[2] for point in curve], rel=1e-4)
+    zero, diloco, teams = (row["curve"] for row in result["results"])
+    assert [point[0] for point in zero] == [2, 4, 6]
+    assert zero[0][2] - zero[-1][2] > 0.1, "it learns"
     assert [point[0] for point in diloco] == [point[0] for point in teams] == [10, 15]
     assert [point[2] for point in diloco] == pytest.approx([point[2] for point in teams], rel=1e-4)
-    assert ddp[0][2] - ddp[-1][2] > 0.1, "it learns"
 
 
-def test_host_time(tmp_path: Path) -> None:
-    """More subnetworks are more holder sets, so more groups and collectives."""
-    result = run(tmp_path, "benchmarks/host_time.py", "--layers", "1", "--repeats", "1")
-    rows = {(row["name"], row["ranks"]): row for row in result["results"]}
-    few, many = (rows[f"forward x neuron + ZeRO-1 C=0.5{k}", 64] for k in ("", " k=64"))
-    assert few["process_groups"] < many["process_groups"]
-    assert few["collectives"] < many["collectives"]
-
-
-def test_sizes_on_a_gpu_continue_where_the_file_ends(tmp_path: Path) -> None:
+def test_sizes_on_a_gpu(tmp_path: Path) -> None:
     """On the CPU, of a tiny model. Half of the blocks need half of their FLOPs, on both hosts."""
-    names = "(DDP|ZeRO-1|FSDP2|forward x block, C=0.5)$"
-    first = run(tmp_path, "benchmarks/on_gpu.py", "sizes", "--select", "DDP$")["results"]
-    result = run(tmp_path, "benchmarks/on_gpu.py", "sizes", "--select", names)
-    assert result["is_complete"]
-    assert result["results"][: len(first)] == first, "not measured again"
+    result = run(tmp_path, "benchmarks/on_gpu.py", "sizes")
     flops = {cell["name"]: cell["flops"] for cell in result["results"]}
     dense = flops["DDP"]
     assert dense == flops["ZeRO-1"] == flops["FSDP2"]
     for host in ("ZeRO-1", "FSDP2"):
-        half = flops[f"SDP + {host}, forward x block, C=0.5"]
+        half = flops[f"forward x block + {host} C=0.5"]
         assert 0.5 * dense < half < 0.6 * dense  # embeddings and head are everybody's
 
 

@@ -10,15 +10,14 @@ import torch.distributed as dist
 
 from benchmarks import compare
 from benchmarks.common.contestants import DDP, FSDP2, Contestant
-from benchmarks.common.models import NARROW, num_parameters
+from benchmarks.common.models import TINY, num_parameters
 from sdp_deepspeed.config import MODES
 from tests.helpers.ranks import Rank
 
 pytestmark = pytest.mark.world(2)
 
-SHAPE = NARROW | {"num_hidden_layers": 2}
-WHOLE = 4 * num_parameters(SHAPE)  # bytes of all fp32 parameters
-LAYERS = WHOLE - 4 * num_parameters(SHAPE | {"num_hidden_layers": 0})
+WHOLE = 4 * num_parameters(TINY)  # bytes of all fp32 parameters
+LAYERS = WHOLE - 4 * num_parameters(TINY | {"num_hidden_layers": 0})
 LARGEST = 4 * 64 * 32
 COUNTERS = 4 * 20  # the step counters of the optimizer: 9 tensors of each layer, embeddings, norm
 PADDING = 64 * 4 * 8  # bytes, of a few shards that start at multiples of 64 elements
@@ -50,5 +49,4 @@ def test_contestants_hold_and_send_what_they_must(rank: Rank) -> None:
     assert shared <= half["sent"] <= 1.01 * shared + PADDING, "of units nothing travels"
     for mine in (ddp, zero1, fsdp2, whole, half, over_fsdp2):
         assert mine["peak"] > mine["weights"] + mine["gradients"] + mine["optimizer"]
-        assert mine["collectives"] >= mine["process_groups"] >= 1
     assert all(len(row["seconds"]) == 2 for row in found.values())

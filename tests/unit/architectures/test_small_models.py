@@ -34,7 +34,7 @@ def test_families_are_right(case: str, neurons: str | None) -> None:
 def test_no_family_is_wrong() -> None:
     words = {
         f"{case.name}, {kind}: {found[kind]}"
-        for case, found in measured(cases(), seconds=600.0, processes=2)
+        for case, found in measured(cases(), seconds=600.0)
         for kind in ("blocks", "neurons")
         if kind in found and found[kind]["word"] in ("wrong", "crashed")
     }

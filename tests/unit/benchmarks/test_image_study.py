@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from benchmarks.image_study import Store, cells
+from benchmarks.common.cells import TUNING_SEED, Store
+from benchmarks.image_study import cells, file_of
 from benchmarks.images.cell import Cell, Data, Settings, Training, identity
 from benchmarks.images.pictures import Augmented, Examples, read_examples
-from benchmarks.images.subjects import SUBJECTS, TUNING_SEED, Stage, Subject
+from benchmarks.images.subjects import SUBJECTS, Stage, Subject
 from tests.helpers.image_data import write_fashion_mnist
 from tests.reference.virtual_workers import Reference
 
@@ -100,11 +102,11 @@ def result(cell: Cell, held_out: float, test: float) -> dict[str, Any]:
 def test_a_learning_rate_is_the_best_of_shorter_runs_on_held_out_images_and_not_at_an_end(tmp_path: Path) -> None:
     stage = Stage(("9 blocks",), 20_000, 120, (0, 1))
     held_out = {0.05: 3.0, 0.1: 2.0, 0.2: 1.0, 0.4: 0.5, 0.8: 0.7}
-    store = Store(tmp_path)
+    store = Store(tmp_path, "image_study")
     asked = []
     for cell in cells(stage, store):
         asked.append((cell.images, cell.epochs, cell.seed, cell.rate))
-        store.add(result(cell, held_out[cell.rate], test=-held_out[cell.rate]))
+        store.add(asdict(cell), result(cell, held_out[cell.rate], test=-held_out[cell.rate]), file_of(cell))
     assert asked[:-2] == [(4_000, 60, TUNING_SEED, rate) for rate in (0.1, 0.2, 0.05, 0.4, 0.8)]
     assert asked[-2:] == [(20_000, 120, seed, 0.4) for seed in (0, 1)]
-    assert not [*cells(stage, Store(tmp_path))], "read again: nothing is left to do"
+    assert not [*cells(stage, Store(tmp_path, "image_study"))], "read again: nothing is left to do"

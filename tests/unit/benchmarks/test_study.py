@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.common.cells import TUNING_SEED, Store
 from benchmarks.learning import cell as cell_module
 from benchmarks.learning import text
 from benchmarks.learning.cell import Cell, Training, mean_loss, run, scale_outputs
 from benchmarks.learning.plans import Planner, dense_flops
-from benchmarks.learning.subjects import SETS, STUDIES, SUBJECTS, Size, Study, Subject
+from benchmarks.learning.subjects import STUDIES, SUBJECTS, Size, Study, Subject
 from benchmarks.learning.text import Corpus
-from benchmarks.quality import TUNING_SEED, tuned_rate
-from benchmarks.study import Store, cells, parse_arguments, run_cell
+from benchmarks.quality import LABELS, tuned_rate
+from benchmarks.study import cells, parse_arguments, run_cell
 from sdp_deepspeed.estimate.flops import FlopCounter
 from tests.reference.virtual_workers import Reference
 
@@ -126,7 +128,7 @@ def test_outputs_are_scaled_by_their_coverage() -> None:
 
 def test_a_budget_is_spent_and_not_more() -> None:
     budget = 20 * STUDY.tokens() * dense_flops(SIZE)
-    dense, half = (run_cell(Cell("tiny", name, 0, 20, 1e-3)) for name in ("dense", "half"))
+    dense, half = (run_cell(Cell("tiny", name, 0, 20, 1e-3))[1] for name in ("dense", "half"))
     assert dense["steps"] == 20 < half["steps"]
     for result in (dense, half):
         assert result["flops"] == pytest.approx(budget, rel=0.03)  # whole steps
@@ -137,15 +139,15 @@ def test_a_budget_is_spent_and_not_more() -> None:
 def test_all_subjects_have_plans() -> None:
     for subject in SUBJECTS.values():
         next(Planner(subject, STUDIES["text"]).plans(100))
-    assert {name for cells in SETS.values() for _, name, _ in cells} <= SUBJECTS.keys()
+    assert LABELS.keys() <= SUBJECTS.keys()
 
 
 def test_rates_are_tuned_on_a_seed_that_no_figure_has(tmp_path: Path) -> None:
     arguments = ["--output", str(tmp_path / "study.json"), "--study", "tiny", "--budgets", "2", "--only", "dense"]
-    store = Store(tmp_path / "study.json")
+    store = Store(tmp_path / "study.json", "learning_study")
     for cell in cells(parse_arguments([*arguments, "--tune"]), store):
-        store.add(run(cell, STUDY, Subject(SIZE)))
-    tried = Store(tmp_path / "study.json").cells
+        store.add(asdict(cell), run(cell, STUDY, Subject(SIZE)))
+    tried = Store(tmp_path / "study.json", "learning_study").cells
     assert [cell["seed"] for cell in tried] == [TUNING_SEED] * 3
     assert sorted(cell["rate"] for cell in tried) == [2e-3, 4e-3, 8e-3]
     best = min(tried, key=lambda cell: cell["loss"])["rate"]

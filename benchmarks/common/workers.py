@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from itertools import count
 from typing import Any
 
 import torch
@@ -11,9 +12,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
+from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.estimate.forecast import forecast
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.planner import plan_model
+from sdp_deepspeed.schedule import Schedule
 from sdp_deepspeed.units import Piece
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # pixels, labels
@@ -115,6 +120,51 @@ class Workers:
             for parameter in mask.parameters.values():
                 parameter.grad = None
         return total / len(self.masks)
+
+
+def plans_of_steps(
+    model: nn.Module, block: Mapping[str, Any], num_workers: int
+) -> Iterator[tuple[SubnetworkConfig, Plan]]:
+    """What each step of a run has, as in the engine; the same objects where nothing changes.
+
+    Args:
+        block: `subnetwork_data_parallel`, with the `total_steps` of a schedule.
+    """
+    schedule, known, current = Schedule.of({KEY: block}), None, None
+    for step in count():
+        place = (schedule.phase_after(step), schedule.draw_after(step)) if schedule else None
+        if current is None or place != known:
+            config = parse(schedule.config_after(step) if schedule else {KEY: block})
+            assert config is not None
+            current, known = (config, plan_model(model, config, num_workers)[0]), place
+        yield current
+
+
+def costs_of_step(
+    shape: Mapping[str, Any],
+    block: Mapping[str, Any],
+    rows: int,
+    num_workers: int,
+    optimizer: Mapping[str, Any],
+    length: int | None = None,
+) -> dict[str, float]:
+    """Peak memory and bytes sent with ZeRO-1 in fp32, of the rank with the most FLOPs: `sdp estimate`.
+
+    Args:
+        shape: a config of Transformers.
+        rows: of a rank.
+        optimizer: as in DeepSpeed's config.
+        length: tokens of a row.
+    """
+    config = {
+        "train_micro_batch_size_per_gpu": rows,
+        "zero_allow_untested_optimizer": True,
+        "optimizer": optimizer,
+        "zero_optimization": {"stage": 1},
+        KEY: block,
+    }
+    found = forecast(shape, config, num_ranks=num_workers, sequence_length=length)
+    return {"peak": found.peak, "sent": found.rank.sent}
 
 
 def _pieces(mask: Mask) -> list[tuple[Piece, tuple[int, ...]]]:
