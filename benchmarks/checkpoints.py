@@ -27,12 +27,12 @@ from benchmarks.common.models import MODELS, Shape
 from benchmarks.common.ranks import option_parser, run
 from sdp_deepspeed.config import KEY
 
+FOLDER = Path("checkpoints_of_benchmark")  # removed afterward
 CONTESTANTS = (Contestant(1), Contestant(1, BLOCK, 0.5))
 
 
 def main() -> None:
     parser = option_parser(__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("checkpoints_of_benchmark"), help="removed afterward")
     parser.add_argument("--model", choices=list(MODELS), default="large")
     parser.add_argument("--repeats", type=int, default=3)
     run(parser, measure)
@@ -44,13 +44,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     sizes = {}
     for repeat in range(arguments.repeats + 1):  # the first warms up
         for contestant in CONTESTANTS:
-            folder = arguments.folder / contestant.name.replace(" ", "_").replace("/", "_")
+            folder = FOLDER / contestant.name.replace(" ", "_").replace("/", "_")
             times, sizes[contestant.name] = measure_one(contestant, model, folder)
             gc.collect()  # engines are in circles
             for what, value in times.items() if repeat else ():
                 seconds[contestant.name].setdefault(what, []).append(value)
     facts = {"what": "checkpoints", "ranks": dist.get_world_size(), "model": model, "baseline": CONTESTANTS[0].name}
-    return facts | {"arguments": vars(arguments) | {"folder": ""}, "seconds": seconds, "bytes": sizes}
+    return facts | {"seconds": seconds, "bytes": sizes}
 
 
 def measure_one(contestant: Contestant, model: Shape, folder: Path) -> tuple[dict[str, float], int]:

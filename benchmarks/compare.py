@@ -4,7 +4,7 @@
 
 One step of each contestant (common/contestants.py) alternates, in an order that rotates, so that times are paired:
 ratios are taken per repeat. A time is the slowest rank's. What a contestant holds and sends is measured in a step of
-its own (common/measured_step.py). In fp32 contestants that train the same must have equal losses.
+its own (common/measured_step.py). Contestants that train the same must have equal losses.
 """
 
 from __future__ import annotations
@@ -22,71 +22,77 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks.common.contestants import CONTESTANTS, DDP, Contestant, train
+from benchmarks.common.contestants import CONTESTANTS, Contestant, train
 from benchmarks.common.device import device, device_name, seconds
 from benchmarks.common.measured_step import live_tensors, measured_step
-from benchmarks.common.models import MODELS, SEQUENCE_LENGTH, num_parameters
+from benchmarks.common.models import SMALL, Shape, num_parameters
 from benchmarks.common.ranks import gather, option_parser, run, show
 
+LENGTH = 128
+WARMUP = 3  # steps per contestant that are discarded
 SAME_LOSS = 1e-5  # maximum difference of two that train the same in fp32, in each of the first steps
 
 
 def main() -> None:
     parser = option_parser(__doc__)
-    add = parser.add_argument
-    add("--model", choices=list(MODELS), default="small", help="6.6M (default), 50M or few parameters")
-    add("--sequence", type=int, default=SEQUENCE_LENGTH, help="tokens of a sequence")
-    add("--micro-batch", type=int, default=1, help="sequences of each rank")
-    add("--precision", choices=["fp32", "bf16"], default="fp32")
-    add("--bucket", type=float, default=2e6, help="bucket size in elements, where there are buckets")
-    add("--warmup", type=int, default=3, help="steps per contestant that are discarded")
-    add("--repeats", type=int, default=16, help="timed steps per contestant")
+    parser.add_argument("--repeats", type=int, default=40, help="timed steps per contestant")
     run(parser, compare)
 
 
-def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Figures of all contestants that so many ranks can have."""
-    model, load = MODELS[arguments.model], os.getloadavg()[0]
+    load = os.getloadavg()[0]
     show(f"load {load:.1f}")
-    facts: dict[str, Any] = {"what": "compare", "device": device_name(), "ranks": dist.get_world_size(), "load": load}
-    facts |= {"baseline": DDP.name, "model": model | {"num_parameters": num_parameters(model)}}
     chosen = [row for row in CONTESTANTS if row.is_possible(dist.get_world_size())]
-    return facts | {"arguments": vars(arguments), "contestants": measure(chosen, arguments)}
+    return {
+        "what": "compare",
+        "device": device_name(),
+        "ranks": dist.get_world_size(),
+        "load": load,
+        "model": SMALL | {"num_parameters": num_parameters(SMALL)},
+        "rows": 1,
+        "length": LENGTH,
+        "repeats": options.repeats,
+        "contestants": measure(chosen, SMALL, repeats=options.repeats),
+    }
 
 
-def measure(contestants: Sequence[Contestant], arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    contestants: Sequence[Contestant], shape: Shape, *, repeats: int, length: int = LENGTH, bucket: int = 2_000_000
+) -> dict[str, Any]:
     """By name: seconds of the slowest rank in each step, and per rank what it held and sent.
+
+    Args:
+        length: tokens of a rank in a step.
+        bucket: its size in elements, where there are buckets.
 
     Raises:
         RuntimeError: on all ranks, if two contestants that should train the same do not.
     """
-    shape = MODELS[arguments.model]
-    batch = tokens(shape["vocab_size"], arguments.micro_batch, arguments.sequence)
+    batch = tokens(shape["vocab_size"], length)
     engines: dict[str, Any] = {}
     held: dict[str, Any] = {}
     with ExitStack() as stack:
         for contestant in contestants:
             gc.collect()
             gc.freeze()  # what is there now is no tensor of the next one
-            bucket = int(arguments.bucket)
-            engine = contestant.build(shape, arguments.precision, micro_batch=arguments.micro_batch, bucket=bucket)
+            engine = contestant.build(shape, "fp32", micro_batch=1, bucket=bucket)
             stack.callback(engine.destroy)
             engines[contestant.name] = engine
             held[contestant.name] = gather(held_and_sent(engine, batch))
             show(f"  {contestant.name}")
-        if arguments.precision == "fp32":
-            check_losses(contestants, held)
-        times = alternate(engines, batch, arguments)
+        check_losses(contestants, held)
+        times = alternate(engines, batch, repeats)
         engines.clear()
     gc.unfreeze()
     gc.collect()
     return {name: {"seconds": times[name], "ranks": held[name]} for name in held}
 
 
-def tokens(vocabulary: int, micro_batch: int, length: int) -> torch.Tensor:
-    """Tokens of this rank, the same in every run: [sequences, length]."""
+def tokens(vocabulary: int, length: int) -> torch.Tensor:
+    """Tokens of this rank, the same in every run: [1, length]."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    return torch.randint(0, vocabulary, (micro_batch, length), generator=generator).to(device())
+    return torch.randint(0, vocabulary, (1, length), generator=generator).to(device())
 
 
 def held_and_sent(engine: Any, batch: torch.Tensor) -> dict[str, Any]:
@@ -99,7 +105,7 @@ def held_and_sent(engine: Any, batch: torch.Tensor) -> dict[str, Any]:
 
 
 def check_losses(contestants: Sequence[Contestant], held: Mapping[str, Any]) -> None:
-    """Check that contestants that should train the same do. In bf16 the losses of ZeRO's own stages differ.
+    """Check that contestants that should train the same do.
 
     Args:
         held: figures and losses of each rank, by name of the contestant.
@@ -116,16 +122,16 @@ def check_losses(contestants: Sequence[Contestant], held: Mapping[str, Any]) -> 
                     raise RuntimeError(f"{contestant.name} does not train what {name} does: loss {b}, not {a}")
 
 
-def alternate(engines: dict[str, Any], batch: torch.Tensor, arguments: argparse.Namespace) -> dict[str, list[float]]:
+def alternate(engines: dict[str, Any], batch: torch.Tensor, repeats: int) -> dict[str, list[float]]:
     """Each repeat runs one step of every engine, in rotating order, so that drift of the machine affects all
     alike."""
     names = list(engines)
     times: dict[str, list[float]] = {name: [] for name in names}
-    for repeat in range(arguments.warmup + arguments.repeats):
+    for repeat in range(WARMUP + repeats):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
             taken = slowest(engines[name], batch)
-            if repeat >= arguments.warmup:
+            if repeat >= WARMUP:
                 times[name].append(taken)
     return times
 

@@ -19,12 +19,9 @@ import json
 import multiprocessing
 import re
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from multiprocessing.connection import Connection
-from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +30,11 @@ from transformers.utils.logging import set_verbosity_error
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
 from benchmarks.common.provenance import write_result
-from benchmarks.common.small_models import TIMM, Case, build, cases, import_timm, run
+from benchmarks.common.small_models import Case, build, cases, import_timm, run
 from benchmarks.common.zeroed_units import Verdict, judge
 
 STRATEGIES = {"blocks": "block", "neurons": "neuron"}
-SECONDS, PROCESSES = 400.0, 2  # time limit of a model, and models at a time
-SAVED_EVERY = 20  # models
+SECONDS = 400.0  # time limit of a model
 
 
 def main() -> None:
@@ -53,63 +49,43 @@ def main() -> None:
     known: dict[str, Any] = {}
     if arguments.output.exists():
         known = json.loads(arguments.output.read_text(encoding="utf-8"))["models"]
+    facts: dict[str, object] = {"what": "families"}
+    if arguments.timm:
+        facts["timm"] = import_timm(arguments.timm).__version__
     every = cases(arguments.timm)
     matching = [case for case in every if re.search(arguments.only, case.name)]
     left = [case for case in matching if arguments.only or case.name not in known]
     with torch.no_grad():  # a backward pass starts threads, which must not be forked
         run(build(Case("causal", "llama", "LlamaForCausalLM")))  # what it imports no process imports again
-    for number, (case, found) in enumerate(measured(left), start=1):
+    for case, found in measured(left):
         known[case.name] = found
         words = "; ".join(f"{key} {found[key]['word']} {found[key]['reason']}" for key in STRATEGIES if key in found)
         print(f"{case.name}: {words or 'not built: ' + found['not built']}", flush=True)
-        if number % SAVED_EVERY == 0 or number == len(left):
-            _write(arguments, known)
-
-
-def _write(arguments: argparse.Namespace, known: dict[str, Any]) -> None:
-    result: dict[str, object] = {"what": "families"}
-    if any(name.startswith(TIMM) for name in known) and arguments.timm:
-        result["timm"] = import_timm(arguments.timm).__version__
-    write_result(str(arguments.output), result | {"models": dict(sorted(known.items()))})
+        write_result(arguments.output, facts | {"models": dict(sorted(known.items()))})
 
 
 def measured(left: Sequence[Case], seconds: float = SECONDS) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Figures of each model, as they come; each from a process of its own, which a crash or a hang ends alone."""
     fork = multiprocessing.get_context("fork")
-    waiting = list(reversed(left))
-    running: dict[Connection, tuple[Case, Any, float]] = {}
-    while waiting or running:
-        while waiting and len(running) < PROCESSES:
-            case = waiting.pop()
-            ours, theirs = fork.Pipe(duplex=False)
-            process = fork.Process(target=_send, args=(case, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            running[ours] = (case, process, time.monotonic() + seconds)
-        ready = wait_for(list(running), timeout=1.0)
-        for connection, (case, process, end) in list(running.items()):
-            if connection not in ready and time.monotonic() < end:
-                continue
-            found: dict[str, Any] = {"not built": f"not done after {seconds:.0f} s"}
-            if connection in ready:
-                try:
-                    found = connection.recv()
-                except EOFError:
-                    found = {"not built": "its process has died"}
-            process.kill()
-            process.join()
-            del running[connection]
-            yield case, found
-
-
-def _send(case: Case, connection: Connection) -> None:
-    connection.send(measure(case))
+    for case in left:
+        ours, theirs = fork.Pipe(duplex=False)
+        process = fork.Process(target=lambda case, to: to.send(measure(case)), args=(case, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        found: dict[str, Any] = {"not built": f"not done after {seconds:.0f} s"}
+        try:
+            if ours.poll(seconds):
+                found = ours.recv()
+        except EOFError:
+            found = {"not built": "its process has died"}
+        process.kill()
+        process.join()
+        yield case, found
 
 
 def measure(case: Case) -> dict[str, Any]:
     """Verdicts of a model for both strategies, or why it could not be built, or runs neither in double precision nor in
     single."""
-    start = time.monotonic()
     try:
         model = build(case)
         try:
@@ -119,21 +95,15 @@ def measure(case: Case) -> dict[str, Any]:
             model = build(case)
             run(model)
     except Exception as problem:  # of any kind
-        return {"not built": _one_line(problem)}
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    found: dict[str, Any] = {"class": type(model).__name__, "parameters": sum(sizes.values())}
-    found["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+        return {"not built": _short(f"{type(problem).__name__}: {problem}")}
+    found: dict[str, Any] = {}
     for key, strategy in STRATEGIES.items():
         try:
             verdict = judge(model, run, strategy)
         except Exception as problem:  # of any kind: an error that is no refusal is ours
-            verdict = Verdict("crashed", _one_line(problem))
+            verdict = Verdict("crashed", f"{type(problem).__name__}: {problem}")
         found[key] = asdict(verdict) | {"reason": _short(verdict.reason)}
-    return found | {"seconds": round(time.monotonic() - start, 1)}
-
-
-def _one_line(problem: Exception) -> str:
-    return _short(f"{type(problem).__name__}: {problem}")
+    return found
 
 
 def _short(text: str) -> str:

@@ -26,7 +26,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "launch"))
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks.common.cells import TUNING_SEED, Store, named, without_tuning
+from benchmarks.common.cells import TUNING_SEED, Store, named
 from benchmarks.images.cell import Cell, Data, Settings, identity, run
 from benchmarks.images.pictures import read_examples
 from benchmarks.images.subjects import STAGES, SUBJECTS, Stage
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         store, stages = Store(options.output, "image_study"), STAGES
         if options.only is not None:
-            subjects, seeds = named(options.only, SUBJECTS), without_tuning(options.seeds)
-            stages = [Stage(tuple(subjects), options.images, options.epochs, tuple(seeds))]
+            subjects = tuple(named(options.only, SUBJECTS))
+            stages = [Stage(subjects, options.images, options.epochs, tuple(options.seeds))]
         for stage in stages:
             for cell in cells(stage, store):
                 if datetime.now(tz=UTC) >= end:

@@ -7,7 +7,7 @@
 #     sudo env PATH="$PATH" RATE=250mbit NODES=4 RANKS=1 benchmarks/links.sh benchmarks/time_to_loss.py --output ...
 #
 # Arguments are a benchmark and its options. Environment: RATE (tc's, default 1gbit), NODES and RANKS (in each node;
-# default 2), PYTHON, PORT. Needs iproute2 and util-linux. Only namespaces are made, and they go away with this
+# default 2), PORT. Needs iproute2 and util-linux. Only namespaces are made, and they go away with this
 # script, however it ends.
 set -euo pipefail
 
@@ -29,7 +29,7 @@ if [[ $# -eq 0 ]]; then
     exit
 fi
 
-nodes=${NODES:-2} per_node=${RANKS:-2} rate=${RATE:-1gbit} python=${PYTHON:-python}
+nodes=${NODES:-2} per_node=${RANKS:-2} rate=${RATE:-1gbit}
 cores=$(nproc) switch="sdp$$switch" names=() ranks=()
 for ((i = 0; i < nodes; i++)); do names+=("sdp$$node$i"); done
 
@@ -76,7 +76,7 @@ for ((i = 0; i < nodes; i++)); do
         # Host names say which ranks share a node.
         # shellcheck disable=SC2016
         CROSS_RANK=$i RANK=$((i * per_node + j)) LOCAL_RANK=$j ip netns exec "${names[$i]}" \
-            taskset -c "$(seq -s, $((i % cores)) "$nodes" $((cores - 1)))" unshare --uts sh -c 'hostname "$1"; shift; exec "$@"' sh "${names[$i]}" "$python" "$@" &
+            taskset -c "$(seq -s, $((i % cores)) "$nodes" $((cores - 1)))" unshare --uts sh -c 'hostname "$1"; shift; exec "$@"' sh "${names[$i]}" python "$@" &
         ranks+=($!)
     done
 done

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.common.contestants import BACKWARD, BLOCK, DDP, FSDP2, NEURON, Contestant, train
+from benchmarks.common.contestants import CONTESTANTS, DDP, Contestant, train
 from benchmarks.common.device import backend, device, device_name, seconds, take_device
 from benchmarks.common.fake_world import fake_world
 from benchmarks.common.models import LLAMAS, Shape
@@ -32,14 +32,7 @@ from benchmarks.common.provenance import write_result
 RANK, WORLD_SIZE = 3, 8
 BUCKET = 50_000_000  # elements; at its default of 5e8 stock ZeRO allocates a GB whatever the model
 REPEATS = 5
-CONTESTANTS = (
-    DDP,
-    Contestant(1),
-    FSDP2,
-    Contestant(1, BLOCK),
-    *(Contestant(1, mode, 0.5) for mode in (BLOCK, NEURON, BACKWARD)),
-    *(Contestant(3, mode, 0.5, host="FSDP2") for mode in (BLOCK, NEURON)),
-)
+LEFT_OUT = ("DDP, activation checkpointing", "ZeRO-3", "forward x block + ZeRO-1 C=0.25")
 
 
 def averaged(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -83,7 +76,7 @@ def run_sizes() -> dict[str, Any]:
     size, rows, sequence = ("1B", 4, 2048) if on_gpu else ("tiny", 1, 16)
     results = []
     with fake_world(RANK, WORLD_SIZE):
-        for contestant in CONTESTANTS:
+        for contestant in (row for row in CONTESTANTS if row.name not in LEFT_OUT):
             results.append(measure(contestant, LLAMAS[size], rows, sequence))
             print(results[-1], flush=True)
             gc.collect()

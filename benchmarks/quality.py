@@ -1,4 +1,4 @@
-"""Tables of the learning study: dense validation losses at equal FLOPs, compared with data parallelism."""
+"""Tables of both studies: losses of the dense model at equal FLOPs, compared with data parallelism."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common.cells import TUNING_SEED
+from benchmarks.images.subjects import SUBJECTS as IMAGE_SUBJECTS
 
+Cell = Mapping[str, Any]
+BySeed = dict[tuple[str, tuple[int, ...]], dict[int, Cell]]
+IMAGE_BASE = "18 blocks"
 # Subjects of the table in docs/results.md. Those of SDP hold the first and the last layer on all ranks, multiply what
 # branches add by 1 / C and start with smaller output projections, unless a label says otherwise. The first is the base
 # of differences.
@@ -62,61 +66,79 @@ class Figures:
             found += by_rate.get(tuned_rate(result["cells"], study, subject) or 0.0, most)
         return cls(found)
 
-    @property
-    def budgets(self) -> list[int]:
-        return sorted({cell["budget"] for cell in self.cells})
-
-    def losses(self, subject: str, budget: int) -> dict[int, float]:
-        """By seed, at the end of the run."""
-        return {
-            cell["seed"]: cell["loss"] for cell in self.cells if (cell["subject"], cell["budget"]) == (subject, budget)
-        }
-
-    def gaps(self, subject: str, other: str, budget: int) -> list[float]:
-        """A subject's loss minus another's, for each common seed; negative if the subject is better."""
-        one, two = self.losses(subject, budget), self.losses(other, budget)
-        return [one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())]
-
-    @staticmethod
-    def error(values: Sequence[float]) -> float:
-        """Standard error of the mean; 0 for one value."""
-        return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-
 
 def quality_rows(
-    figures: Figures, costs: Mapping[str, Mapping[str, float]], subjects: Iterable[str], from_budget: int
+    cells: Iterable[Cell], costs: Mapping[str, Mapping[str, float]], subjects: Iterable[str], from_budget: int
 ) -> tuple[list[str], list[list[str]]]:
     """Heads and rows: for each budget the final loss, in parentheses minus that of the first row; then peak memory, and
     all that is sent at the largest budget, relative to the first row.
 
     Args:
-        costs: of recipe_costs.py.
+        costs: of each subject.
         subjects: of `LABELS`, the base first.
         from_budget: the shortest that is shown.
     """
     base, *_ = subjects = list(subjects)
-    budgets = [b for b in figures.budgets if b >= from_budget and any(figures.losses(name, b) for name in subjects)]
+    found = _by_seed(cells, "budget")
+    budgets = sorted({budget for subject, budget in found if subject in subjects and budget >= (from_budget,)})
     rows = []
     for subject in subjects:
-        losses = [_loss_and_gap(figures, subject, base, budget) for budget in budgets]
+        losses = []
+        for budget in budgets:
+            own, other = found.get((subject, budget), {}), found.get((base, budget), {})
+            gaps = [own[seed]["loss"] - other[seed]["loss"] for seed in own.keys() & other.keys()]
+            loss = mean_and_error(cell["loss"] for cell in own.values())
+            is_beside = gaps and subject != base
+            losses.append(f"{loss.partition(' ')[0]} ({mean_and_error(gaps, '+.3f')})" if is_beside else loss)
         peak = costs[subject]["peak"] / costs[base]["peak"]
-        sent = _sent(figures, costs, subject) / _sent(figures, costs, base)
+        sent = _sent(found, costs, subject) / _sent(found, costs, base)
         rows.append([LABELS[subject], *losses, f"{peak:.2f}", f"{sent:.2f}"])
-    return [*(f"{budget:,} steps" for budget in budgets), "peak", "sent"], rows
+    return [*(f"{budget:,} steps" for (budget,) in budgets), "peak", "sent"], rows
 
 
-def _sent(figures: Figures, costs: Mapping[str, Mapping[str, float]], subject: str) -> float:
-    """Bytes of a rank for each FLOP of the budget."""
-    cell = max((c for c in figures.cells if c["subject"] == subject), key=lambda cell: cell["budget"])
+def _sent(found: BySeed, costs: Mapping[str, Mapping[str, float]], subject: str) -> float:
+    """Bytes of a rank for each FLOP of the largest budget."""
+    budget = max(budget for name, budget in found if name == subject)
+    cell = next(iter(found[subject, budget].values()))
     return float(costs[subject]["sent"] * cell["steps"] / cell["budget"])
 
 
-def _loss_and_gap(figures: Figures, subject: str, base: str, budget: int) -> str:
-    losses = figures.losses(subject, budget)
-    if not losses:
-        return ""
-    gaps = figures.gaps(subject, base, budget) if subject != base else []
-    return f"{statistics.mean(losses.values()):.3f} ({_mean(gaps, sign='+')})" if gaps else _mean(losses.values())
+def image_rows(cells: Iterable[Cell]) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows: test loss, minus that of data parallelism with all blocks for the same seeds, and error; then
+    peak memory and all that is sent, relative to the same.
+
+    Args:
+        cells: without those that only chose learning rates, if there are any.
+    """
+    shown = [cell for cell in cells if cell["seed"] != TUNING_SEED and not cell["diverged"]]
+    found = _by_seed(shown, "images", "epochs")
+    budgets = sorted({budget for _, budget in found})
+    rows = []
+    for subject in (subject for subject in IMAGE_SUBJECTS if any(name == subject for name, _ in found)):
+        results, costs = [], ["", ""]
+        for budget in budgets:
+            own, other = found.get((subject, budget), {}), found.get((IMAGE_BASE, budget), {})
+            last = {seed: cell["curve"][-1] for seed, cell in own.items()}
+            before = {seed: cell["curve"][-1]["test_loss"] for seed, cell in other.items()}
+            gaps = [last[seed]["test_loss"] - before[seed] for seed in last.keys() & before.keys()]
+            gap = f" ({mean_and_error(gaps, '+.3f')})" if gaps and subject != IMAGE_BASE else ""
+            loss = mean_and_error(point["test_loss"] for point in last.values())
+            error = mean_and_error([100 * point["test_error"] for point in last.values()], ".1f")
+            results.append(f"{loss}{gap}; {error}%" if own else "")
+            if own and other and not any(costs):
+                one, base = next(iter(own.values())), next(iter(other.values()))
+                sent = one["costs"]["sent"] * one["steps"] / (base["costs"]["sent"] * base["steps"])
+                costs = [f"{one['costs']['peak'] / base['costs']['peak']:.2f}", f"{sent:.2f}"]
+        rows.append([subject, *results, *costs])
+    return [*(f"{images:,} images, {epochs} epochs" for images, epochs in budgets), "peak", "sent"], rows
+
+
+def _by_seed(cells: Iterable[Cell], *budget: str) -> BySeed:
+    """Cells by subject and budget, and by seed."""
+    found: BySeed = {}
+    for cell in cells:
+        found.setdefault((cell["subject"], tuple(cell[name] for name in budget)), {})[cell["seed"]] = cell
+    return found
 
 
 def many_passes_rows(figures: Mapping[int, Figures]) -> tuple[list[str], list[list[str]]]:
@@ -157,16 +179,16 @@ def _passes(cell: Mapping[str, Any]) -> int:
 
 
 def _end_and_lowest(cells: Sequence[Mapping[str, Any]]) -> str:
-    if not cells:
-        return ""
-    end, lowest = (_mean(cell[key] for cell in cells) for key in ("loss", "best_loss"))
+    end, lowest = (mean_and_error(cell[key] for cell in cells) for key in ("loss", "best_loss"))
     return end if end == lowest else f"{end} ({lowest})"
 
 
-def _mean(values: Iterable[float], sign: str = "") -> str:
-    """With the standard error where there are several."""
+def mean_and_error(values: Iterable[float], form: str = ".3f") -> str:
+    """With the standard error where there are several values."""
     found = list(values)
     if not found:
         return ""
-    error = f" ± {Figures.error(found):.3f}" if len(found) > 1 else ""
-    return f"{statistics.mean(found):{sign}.3f}{error}"
+    mean = f"{statistics.mean(found):{form}}"
+    if len(found) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(found) / math.sqrt(len(found)):{form.lstrip('+')}}"

@@ -5,17 +5,14 @@ python benchmarks/quickstart_table.py runs/quickstart runs/quickstart_zero1
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folders", type=Path, nargs=2, help="of the run with SDP, and of the plain one")
-    options = parser.parse_args()
-    print(table({folder.name: read(folder) for folder in options.folders}))
+    print(table({Path(folder).name: read(Path(folder)) for folder in sys.argv[1:]}))
 
 
 def read(folder: Path) -> list[str]:

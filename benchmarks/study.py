@@ -2,10 +2,14 @@
 
     python benchmarks/study.py --output benchmarks/results/learning.json --budgets 500 1000 2000 --rates 0.006
     python benchmarks/study.py --output benchmarks/results/learning.json --only "dense 64x8" "C=1/[24].*" --seeds 0 1
+    python benchmarks/study.py --costs --output benchmarks/results/recipe_costs.json
 
 Virtual workers under the product's masks, in one process. Cells (study, subject, seed, budget, learning rate) are in
 one JSON file, written after each; existing cells are not repeated. A subject's learning rate is tuned on a seed of its
 own (--tune), and is the study's until then.
+
+Costs are the memory and traffic of one rank of eight, from `sdp estimate`, for the rows of a worker as one micro-batch.
+Data parallelism is SDP at C = 1 there, which sends the least that is possible.
 """
 
 from __future__ import annotations
@@ -24,8 +28,11 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks.common.cells import TUNING_SEED, Store, named, without_tuning
+from benchmarks.common.cells import TUNING_SEED, Store, named
+from benchmarks.common.provenance import write_result
+from benchmarks.common.workers import costs_of_step
 from benchmarks.learning.cell import Cell, identity, run
+from benchmarks.learning.plans import build
 from benchmarks.learning.subjects import STUDIES, SUBJECTS, Study, Subject
 from benchmarks.quality import LABELS, tuned_rate
 
@@ -34,6 +41,9 @@ RATE_FACTORS = (0.5, 1.0, 2.0)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
+    if options.costs:
+        write_result(options.output, {"what": "recipe_costs", "subjects": {name: costs(name) for name in LABELS}})
+        return
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
     try:
         store = Store(options.output, "learning_study")
@@ -68,6 +78,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--budgets", type=int, nargs="+", default=[1000], help="in dense steps of 0.41M parameters (default: 1000)")
     add("--tune", action="store_true", help=f"learning rates, on seed {TUNING_SEED}")
     add("--rates", type=float, nargs="+", help="highest learning rates, in place of the tuned ones, or of the grid")
+    add("--costs", action="store_true", help="write memory and traffic of the subjects in docs/results.md instead")
     add("--workers", type=int, default=1, help="processes of one thread each (default: 1)")
     return parser.parse_args(arguments)
 
@@ -76,13 +87,22 @@ def cells(options: argparse.Namespace, store: Store) -> Iterator[Cell]:
     """Cells in the requested order: by seed, then by budget."""
     usual = STUDIES[options.study].learning_rate
     subjects = named(options.only, SUBJECTS)
-    for seed, budget, name in product(without_tuning(options.seeds), options.budgets, subjects):
+    for seed, budget, name in product(options.seeds, options.budgets, subjects):
         if options.tune:
             rates = options.rates or [usual * factor for factor in RATE_FACTORS]
             yield from (Cell(options.study, name, TUNING_SEED, budget, rate) for rate in rates)
         else:
             tuned = tuned_rate(store.cells, options.study, name) or usual
             yield from (Cell(options.study, name, seed, budget, rate) for rate in options.rates or [tuned])
+
+
+def costs(name: str) -> dict[str, float]:
+    """Peak bytes and sent bytes of a step."""
+    study, subject = STUDIES["text"], SUBJECTS[name]
+    model: Any = build(subject.size, 0)
+    block, rows = subject.block or {"coverage": 1.0}, subject.rows or study.rows
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    return costs_of_step(model.config.to_dict(), block, rows, study.num_workers, optimizer, subject.size.length)
 
 
 def run_cell(cell: Cell) -> tuple[Cell, dict[str, Any]]:

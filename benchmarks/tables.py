@@ -3,8 +3,7 @@
     python benchmarks/tables.py           # writes README.md, docs/results.md and docs/figure.svg
     python benchmarks/tables.py --check   # only check whether they are current
 
-Tables, and the figure's bars, are between `<!-- name -->` and `<!-- /name -->`. If its raw figures are missing, a table
-says so.
+Tables, and the figure's bars, are between `<!-- name -->` and `<!-- /name -->`.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks.images.table import image_rows
-from benchmarks.quality import IN_README, LABELS, Figures, many_passes_rows, quality_rows
+from benchmarks.quality import IN_README, LABELS, Figures, image_rows, many_passes_rows, quality_rows
 
 ROOT = Path(__file__).parents[1]
-LESS_SHOWN = ("ZeRO-0", "ZeRO-2", "forward x block + ZeRO-2 C=0.5", "forward x block + FSDP2 C=1")
 SDP = "forward x block + ZeRO-1 C=0.5"
 MIB = 2**20
 LOSS_TOLERANCE = 0.01  # nats; equal algorithms differ by less after hundreds of steps
@@ -49,9 +46,8 @@ def results_of(root: Path) -> dict[str, Result]:
     """Raw figures by name."""
     folder = root / "benchmarks/results"
     results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")}
-    if cells := sorted((folder / "images").glob("*.json")):
-        results["images"] = {"cells": [json.loads(path.read_text(encoding="utf-8")) for path in cells]}
-    return results
+    cells = sorted((folder / "images").glob("*.json"))
+    return results | {"images": {"cells": [json.loads(path.read_text(encoding="utf-8")) for path in cells]}}
 
 
 def outputs(root: Path) -> dict[Path, str]:
@@ -62,26 +58,13 @@ def outputs(root: Path) -> dict[Path, str]:
 
 
 def filled(document: str, results: Mapping[str, Result]) -> str:
-    """`document`, with each table made from the raw figures.
-
-    Raises:
-        ValueError: it has markers of an unknown table.
-    """
+    """`document`, with each table made from the raw figures."""
 
     def fill(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in TABLES:
-            raise ValueError(f"no table is named {name!r}; there are {', '.join(TABLES)}")
-        return f"<!-- {name} -->\n{made_from(name, results)}\n<!-- /{name} -->"
+        make, files = TABLES[match[1]]
+        return f"<!-- {match[1]} -->\n{make(*(results[file] for file in files))}\n<!-- /{match[1]} -->"
 
     return re.sub(r"<!-- ([\w-]+) -->\n.*?<!-- /\1 -->", fill, document, flags=re.DOTALL)
-
-
-def made_from(name: str, results: Mapping[str, Result]) -> str:
-    """A table by name."""
-    make, files = TABLES[name]
-    missing = [file for file in files if file not in results]
-    return f"*Not measured yet: {', '.join(missing)}.*" if missing else make(*(results[file] for file in files))
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -131,18 +114,18 @@ def most(contestants: Mapping[str, Any], name: str, kind: str) -> float:
 
 def compare(result: Result, sizes: Result) -> str:
     """The contestants by which a user decides, on CPU ranks and with 1B parameters on a GPU."""
-    contestants, arguments = result["contestants"], result["arguments"]
+    contestants = result["contestants"]
     on_gpu = {cell["name"]: cell for cell in sizes["results"]}
     rows = []
-    for name in (name for name in contestants if name not in LESS_SHOWN):
+    for name in contestants:
         peak, sent = most(contestants, name, "peak") / MIB, most(contestants, name, "sent") / 1e6
         cells = [f"{peak:.1f}", f"{sent:.1f}", spread(ratio_of_steps(contestants, name)), "", ""]
         if name in on_gpu:
             cells[-2:] = [f"{on_gpu[name]['peak'] / 2**30:.1f}", f"{1e3 * on_gpu[name]['median']:.0f}"]
         rows.append([label(name), *cells])
     milliseconds = 1e3 * statistics.median(contestants["DDP"]["seconds"])
-    caption = f"{_place(result)}, batch {arguments['micro_batch']} x {arguments['sequence']} per rank; "
-    caption += f"{arguments['repeats']} repeats, DDP's step takes {milliseconds:.0f} ms; "
+    caption = f"{_place(result)}, batch {result['rows']} x {result['length']} per rank; "
+    caption += f"{result['repeats']} repeats, DDP's step takes {milliseconds:.0f} ms; "
     caption += f"load before the run {result['load']:.1f}; {_commit(result)}. "
     caption += f"{sizes['device']}, rank 3 of 8 without its peers, bf16, batch {sizes['rows']} x {sizes['sequence']}; "
     provenance = sizes["provenance"]
@@ -229,7 +212,7 @@ def _reached(curve: Sequence[Sequence[float]], loss: float, *, axis: int) -> flo
 
 
 def quality(subjects: Iterable[str], from_budget: int, result: Result, costs: Result) -> str:
-    heads, rows = quality_rows(Figures.of(result, "text"), costs["subjects"], subjects, from_budget)
+    heads, rows = quality_rows(Figures.of(result, "text").cells, costs["subjects"], subjects, from_budget)
     text = "Final loss, nats per byte (minus the first row; ± standard error, where there are several seeds):"
     return f"{text}\n\n{table(['', *heads], rows)}"
 
@@ -241,8 +224,6 @@ def many_passes(result: Result) -> str:
 
 def images(result: Result) -> str:
     heads, rows = image_rows(result["cells"])
-    if not rows:
-        return "*Not measured yet: so far learning rates are being chosen.*"
     seeds = "± standard error of seeds"
     return f"Test loss, nats, {seeds} (minus the first row); test error:\n\n" + table(["", *heads], rows)
 
@@ -260,22 +241,6 @@ def checkpoints(result: Result) -> str:
     text += f"{load:.2f}; an asynchronous save blocks for {blocks:.2f} s of {until:.2f} s "
     text += f"({result['ranks']} ranks, {result['bytes'][name] / 1e6:.0f} MB, bf16; "
     return f"{text}{_commit(result)})."
-
-
-def meeting(result: Result) -> str:
-    """A sentence: host time of a meeting and what it sends, by coverage, of the fewest and the most teams."""
-    parts = []
-    for coverage in dict.fromkeys(row["coverage"] for row in result["results"]):
-        rows = [row for row in result["results"] if row["coverage"] == coverage]
-        seconds = " and ".join(f"{statistics.median(row['seconds']):.1f}" for row in rows)
-        sent = " and ".join(f"{row['sent'] / 1e6:.0f}" for row in rows)
-        parts.append(f"{seconds} s and {sent} MB at C = {Fraction(coverage)}")
-    teams = " and ".join(dict.fromkeys(str(row["teams"]) for row in result["results"]))
-    size = result["results"][0]["parameters"] / 1e9
-    text = (
-        f"A meeting of {teams} teams of {result['ranks']} ranks that train {size:.1f}B parameters in fp32 costs a rank "
-    )
-    return f"{text}{'; '.join(parts)} ({_commit(result)})."
 
 
 def families(result: Result) -> str:
@@ -301,7 +266,7 @@ def spread(values: Sequence[float]) -> str:
 
 def _place(result: Result) -> str:
     size = result["model"]["num_parameters"] / 1e6
-    return f"{result['ranks']} {result['device']} ranks, {size:.1f}M parameters, {result['arguments']['precision']}"
+    return f"{result['ranks']} {result['device']} ranks, {size:.1f}M parameters, fp32"
 
 
 def _commit(*results: Result) -> str:
@@ -317,7 +282,6 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "compare": (compare, ("compare_4_ranks", "gpu_sizes")),
     "time-to-loss": (time_to_loss, ("time_to_loss_1gbit", "time_to_loss_100mbit", "time_to_loss_20mbit")),
     "lost-team": (lost_team, ("time_to_loss_1gbit", "lost_team_20mbit")),
-    "meeting": (meeting, ("meeting_time",)),
     "quality": (partial(quality, LABELS, 500), ("learning", "recipe_costs")),
     "quality-readme": (partial(quality, IN_README, 1000), ("learning", "recipe_costs")),
     "many-passes": (many_passes, ("learning",)),

@@ -117,9 +117,7 @@ def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--steps", type=int, default=300, help="of plain ZeRO")
     parser.add_argument("--every", type=int, default=30, help="steps between two evaluations")
-    parser.add_argument(
-        "--limit", type=float, default=math.inf, help="seconds of training after which a run ends, of teams none"
-    )
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which a run ends, of teams none")
     parser.add_argument("--set", default="runs", choices=SETS, dest="chosen", help="of runs")
     parser.add_argument("--only", nargs="+", choices=RUNS | FAULTS, help="(default: all of the set)")
     run(parser, measure)
@@ -127,14 +125,15 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All runs that are not in the output yet. Every rank calls it."""
-    facts = {
+    facts: dict[str, Any] = {
         "what": "time_to_loss",
         "ranks": dist.get_world_size(),
         "link": os.environ.get("SDP_LINK_RATE"),
         "nodes": num_nodes(),
         "model": SHAPE | {"num_parameters": num_parameters(SHAPE)},
+        "steps": options.steps,
+        "every": options.every,
     }
-    facts["arguments"] = {"steps": options.steps, "every": options.every}
     results = found_before(options.output, facts).get("results", [])
     done = {row["name"] for row in results}
     for name in options.only or SETS[options.chosen]:

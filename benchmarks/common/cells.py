@@ -29,17 +29,6 @@ def named(patterns: Sequence[str], subjects: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def without_tuning(seeds: Sequence[int]) -> Sequence[int]:
-    """The seeds.
-
-    Raises:
-        ValueError: one is that on which learning rates are chosen.
-    """
-    if TUNING_SEED in seeds:
-        raise ValueError(f"--seeds: {TUNING_SEED} is the seed of learning rates, which no figure has")
-    return seeds
-
-
 class Store:
     """Cells that are done, each written when it is: a JSON file for each in a folder, or one file of all.
 

@@ -102,21 +102,18 @@ class Contestant:
 
 DDP = Contestant(0, host="DDP")
 FSDP2 = Contestant(3, host="FSDP2")
-
-
 BLOCK, NEURON, BACKWARD = Mode("forward", "block"), Mode("forward", "neuron"), Mode("backward", "block")
 # Of compare.py: everybody who is plain, and the rows of SDP by which a user decides.
 CONTESTANTS = (
     DDP,
     Contestant(0, host="DDP, activation checkpointing"),
-    *(Contestant(stage) for stage in (0, 1, 2, 3)),
+    Contestant(1),
+    Contestant(3),
     FSDP2,
     *(Contestant(1, BLOCK, coverage) for coverage in (1, 0.5, 0.25)),
     Contestant(1, NEURON, 0.5),
     Contestant(1, BACKWARD, 0.5),
-    Contestant(2, BLOCK, 0.5),
-    *(Contestant(3, BLOCK, coverage, host="FSDP2") for coverage in (1, 0.5)),
-    Contestant(3, NEURON, 0.5, host="FSDP2"),
+    *(Contestant(3, mode, 0.5, host="FSDP2") for mode in (BLOCK, NEURON)),
 )
 
 

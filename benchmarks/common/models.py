@@ -41,9 +41,8 @@ _BILLION: Shape = {
 }
 LLAMAS: dict[str, Shape] = {
     "1B": _BILLION,
-    "tiny": _BILLION | {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4},
+    "tiny": _BILLION | {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 8},
 }
-SEQUENCE_LENGTH = 128
 
 
 def num_parameters(shape: Shape) -> int:

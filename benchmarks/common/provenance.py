@@ -28,14 +28,10 @@ def provenance() -> dict[str, object]:
 
 
 _CODE = (":/", ":(top,exclude)benchmarks/results")  # with the first result of several the others are not yet made
-_NO_FACTS = ("output", "plot", "local_rank")
 
 
-def write_result(path: str, result: dict[str, object]) -> None:
-    """Raw figures with their provenance as JSON, without the paths that they went to; one rank calls it."""
-    arguments = result.get("arguments")
-    if isinstance(arguments, dict):
-        result = result | {"arguments": {key: arguments[key] for key in arguments if key not in _NO_FACTS}}
+def write_result(path: str | Path, result: dict[str, object]) -> None:
+    """Raw figures with their provenance as JSON; one rank calls it."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result | {"provenance": provenance()}, indent=1) + "\n"

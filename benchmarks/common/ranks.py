@@ -75,10 +75,7 @@ def found_before(output: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     if dist.get_rank() == 0 and path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
     found = gather(found)[0]
-    mine: dict[str, Any] = json.loads(json.dumps(facts))
-    theirs, ours = ({**result, **result.get("arguments", {})} for result in (found, mine))
-    names = [name for name in ours if name not in ("arguments", "output", "local_rank")]
-    others = [name for name in names if found and theirs.get(name) != ours[name]]
+    others = [name for name, value in facts.items() if found and found.get(name) != value]
     if others:
         raise ValueError(f"{path} is of a run with another {', '.join(others)}; name another file or remove this one")
     return found

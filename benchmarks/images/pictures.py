@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +25,6 @@ class Examples:
 
     pixels: torch.Tensor
     labels: torch.Tensor
-
-    def batches(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        yield from zip(self.pixels.split(size), self.labels.split(size), strict=True)
 
 
 def read_examples(folder: Path, num_images: int) -> tuple[Examples, Examples, Examples]:

@@ -11,11 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.images import cell as image_cell
-from benchmarks.images.pictures import read_examples
-from benchmarks.images.subjects import SUBJECTS
 from tests.helpers.gpus import ON_THE_CPU
-from tests.helpers.image_data import write_fashion_mnist
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.slow
@@ -60,30 +56,3 @@ def test_sizes_on_a_gpu(tmp_path: Path) -> None:
     for host in ("ZeRO-1", "FSDP2"):
         half = flops[f"forward x block + {host} C=0.5"]
         assert 0.5 * dense < half < 0.6 * dense  # embeddings and head are everybody's
-
-
-def test_time_of_a_meeting(tmp_path: Path) -> None:
-    """At C = 1 each rank of a team of 8 sends 2 (K - 1) / K of its share to the K teams."""
-    result = run(tmp_path, "benchmarks/meeting_time.py", "--model", "tiny", "--repeats", "1")
-    rows = {(row["teams"], row["coverage"]): row for row in result["results"]}
-    for num_teams in (4, 64):
-        dense, half = rows[num_teams, 1.0], rows[num_teams, 0.5]
-        share = 4 * dense["parameters"] / result["ranks"]
-        assert dense["sent"] == pytest.approx(2 * (num_teams - 1) / num_teams * share, rel=1e-2)
-        assert half["sent"] < dense["sent"]
-
-
-def test_real_ranks_repeat_a_cell_of_the_image_study(tmp_path: Path) -> None:
-    """Losses at first: later, whether an activation is above zero depends on rounding."""
-    write_fashion_mnist(tmp_path, num_train=160, num_test=5)
-    name = "C = 1/2, re-drawn 5"
-    cell = image_cell.run(
-        image_cell.Cell(name, 128, 4, 0, 0.01), SUBJECTS[name], image_cell.Data(*read_examples(tmp_path, 128))
-    )
-    (tmp_path / "cell.json").write_text(json.dumps(cell))
-    ranks = (*RANKS[:-1], "4", "benchmarks/image_ranks.py")
-    result = run(tmp_path, *ranks, "--data", str(tmp_path), "--cell", str(tmp_path / "cell.json"))
-    assert cell["steps"] > 5, "assignments are re-drawn"
-    assert result["first_losses"][0] == pytest.approx(cell["first_losses"][0], rel=1e-4)
-    assert result["first_losses"] == pytest.approx(cell["first_losses"], rel=0.02)
-    assert result["curve"][-1]["test_loss"] > 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
-
 import pytest
 import torch.distributed as dist
 
@@ -24,15 +21,10 @@ PADDING = 64 * 4 * 8  # bytes, of a few shards that start at multiples of 64 ele
 HALF = Contestant(1, MODES[0], 0.5)
 
 
-def options() -> argparse.Namespace:
-    few: dict[str, Any] = {"model": "tiny", "sequence": 8, "micro_batch": 1, "precision": "fp32", "bucket": 1e5}
-    return argparse.Namespace(**few, warmup=0, repeats=2)
-
-
 def test_contestants_hold_and_send_what_they_must(rank: Rank) -> None:
     """Losses of C = 1 are compared with DDP's inside."""
     rows = [DDP, Contestant(1), FSDP2, Contestant(1, MODES[0], 1.0), HALF, Contestant(3, MODES[0], 0.5, host="FSDP2")]
-    found = compare.measure(rows, options())
+    found = compare.measure(rows, TINY, repeats=2, length=8, bucket=100_000)
     ddp, zero1, fsdp2, whole, half, over_fsdp2 = (found[row.name]["ranks"][dist.get_rank()] for row in rows)
     assert (ddp["weights"], ddp["sent"]) == (WHOLE, WHOLE), "half of it each way"
     assert WHOLE <= ddp["gradients"] <= WHOLE + LARGEST, "a gradient is copied into its bucket"
