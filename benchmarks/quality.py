@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common.cells import TUNING_SEED
@@ -47,24 +46,18 @@ def tuned_rate(cells: Sequence[Mapping[str, Any]], study: str, subject: str) -> 
     return None if best is None else float(best["rate"])
 
 
-@dataclass(frozen=True)
-class Figures:
+def at_one_rate(cells: Sequence[Cell], study: str) -> list[Cell]:
     """Cells of one study without those of the tuning seed, each subject at one learning rate: the tuned one, or else
     that with the most seeds, of these the best."""
-
-    cells: Sequence[Mapping[str, Any]]
-
-    @classmethod
-    def of(cls, result: Mapping[str, Any], study: str) -> Figures:
-        groups: dict[tuple[str, int], dict[float, list[Mapping[str, Any]]]] = {}
-        for cell in result["cells"]:
-            if cell["study"] == study and cell["seed"] != TUNING_SEED:
-                groups.setdefault((cell["subject"], cell["budget"]), {}).setdefault(cell["rate"], []).append(cell)
-        found: list[Mapping[str, Any]] = []
-        for (subject, _), by_rate in groups.items():
-            most = max(by_rate.values(), key=lambda own: (len(own), -statistics.mean(cell["loss"] for cell in own)))
-            found += by_rate.get(tuned_rate(result["cells"], study, subject) or 0.0, most)
-        return cls(found)
+    groups: dict[tuple[str, int], dict[float, list[Cell]]] = {}
+    for cell in cells:
+        if cell["study"] == study and cell["seed"] != TUNING_SEED:
+            groups.setdefault((cell["subject"], cell["budget"]), {}).setdefault(cell["rate"], []).append(cell)
+    found: list[Cell] = []
+    for (subject, _), by_rate in groups.items():
+        most = max(by_rate.values(), key=lambda own: (len(own), -statistics.mean(cell["loss"] for cell in own)))
+        found += by_rate.get(tuned_rate(cells, study, subject) or 0.0, most)
+    return found
 
 
 def quality_rows(
@@ -141,20 +134,19 @@ def _by_seed(cells: Iterable[Cell], *budget: str) -> BySeed:
     return found
 
 
-def many_passes_rows(figures: Mapping[int, Figures]) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows: for each number of passes the loss at the end, in parentheses the lowest if the run had better
-    been stopped there.
+def many_passes_rows(cells: Mapping[int, Sequence[Cell]]) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows: for each number of passes the loss at the end, in parentheses the lowest of the run.
 
     Args:
-        figures: by depth.
+        cells: by depth.
     """
-    passes = sorted({_passes(cell) for own in figures.values() for cell in own.cells})
+    passes = sorted({_passes(cell) for own in cells.values() for cell in own})
     rows = []
-    for depth, own in figures.items():
+    for depth, own in cells.items():
         for subject, label in _labels(depth).items():
-            cells = [[c for c in own.cells if (c["subject"], _passes(c)) == (subject, count)] for count in passes]
-            if any(cells):
-                rows.append([label, *map(_end_and_lowest, cells)])
+            found = [[c for c in own if (c["subject"], _passes(c)) == (subject, count)] for count in passes]
+            if any(found):
+                rows.append([label, *map(_end_and_lowest, found)])
     return [f"{count} passes" for count in passes], rows
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository's root
-from benchmarks.quality import IN_README, LABELS, Figures, image_rows, many_passes_rows, quality_rows
+from benchmarks.quality import IN_README, LABELS, at_one_rate, image_rows, many_passes_rows, quality_rows
 
 ROOT = Path(__file__).parents[1]
 SDP = "forward x block + ZeRO-1 C=0.5"
@@ -212,13 +212,15 @@ def _reached(curve: Sequence[Sequence[float]], loss: float, *, axis: int) -> flo
 
 
 def quality(subjects: Iterable[str], from_budget: int, result: Result, costs: Result) -> str:
-    heads, rows = quality_rows(Figures.of(result, "text").cells, costs["subjects"], subjects, from_budget)
+    heads, rows = quality_rows(at_one_rate(result["cells"], "text"), costs["subjects"], subjects, from_budget)
     text = "Final loss, nats per byte (minus the first row; ± standard error, where there are several seeds):"
     return f"{text}\n\n{table(['', *heads], rows)}"
 
 
 def many_passes(result: Result) -> str:
-    heads, rows = many_passes_rows({depth: Figures.of(result, f"many passes, {depth} layers") for depth in (8, 16)})
+    heads, rows = many_passes_rows(
+        {depth: at_one_rate(result["cells"], f"many passes, {depth} layers") for depth in (8, 16)}
+    )
     return "Final loss, nats per byte (in parentheses the lowest):\n\n" + table(["", *heads], rows)
 
 
