@@ -80,9 +80,11 @@ def quality_rows(
         for budget in budgets:
             own, other = found.get((subject, budget), {}), found.get((base, budget), {})
             gaps = [own[seed]["loss"] - other[seed]["loss"] for seed in own.keys() & other.keys()]
-            loss = mean_and_error(cell["loss"] for cell in own.values())
-            is_beside = gaps and subject != base
-            losses.append(f"{loss.partition(' ')[0]} ({mean_and_error(gaps, '+.3f')})" if is_beside else loss)
+            values = [cell["loss"] for cell in own.values()]
+            if gaps and subject != base:
+                losses.append(f"{statistics.mean(values):.3f} ({mean_and_error(gaps, '+.3f')})")
+            else:
+                losses.append(mean_and_error(values))
         peak = costs[subject]["peak"] / costs[base]["peak"]
         sent = _sent(found, costs, subject) / _sent(found, costs, base)
         rows.append([LABELS[subject], *losses, f"{peak:.2f}", f"{sent:.2f}"])
