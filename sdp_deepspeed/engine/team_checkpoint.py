@@ -17,6 +17,8 @@ from sdp_deepspeed.checkpoint.files import CHECKSUMS
 from sdp_deepspeed.parallel.consistency import gather_objects, raise_on_all_ranks, run_on_all_ranks
 from sdp_deepspeed.teams.team import Team
 
+_STEPS = "engine_steps"  # of DeepSpeed's engine, in the state
+
 
 @contextmanager
 def written_together(
@@ -40,7 +42,7 @@ def written_together(
 
     def write_state() -> None:
         Path(folder, tag).mkdir(parents=True, exist_ok=True)
-        torch.save(team.state_dict(), _state_file(folder / tag))
+        torch.save({**team.state_dict(), _STEPS: engine.global_steps}, _state_file(folder / tag))
 
     run_on_all_ranks(write_state, control)
     host: Any = engine
@@ -70,11 +72,12 @@ def refuse_whole(folder: Path, tag: str | None) -> None:
         )
 
 
-def load_state(team: Team, folder: Path, control: dist.ProcessGroup) -> None:
+def load_state(team: Team, folder: Path, num_steps: int, control: dist.ProcessGroup) -> None:
     """Load the team's state on all ranks, or, if it is damaged on one of them, on none. Collective.
 
     Args:
         folder: of the checkpoint.
+        num_steps: that DeepSpeed's checkpoint has seen. A save under a tag that existed may have been cut off.
     """
     file, problem = _state_file(folder), ""
     refused: ValueError | None = None
@@ -83,6 +86,8 @@ def load_state(team: Team, folder: Path, control: dist.ProcessGroup) -> None:
     except Exception as error:  # of many kinds
         problem = _describe(file, error)
     else:
+        if state.get(_STEPS, num_steps) != num_steps:
+            problem = f"{file}: of step {state[_STEPS]}, with weights of step {num_steps}"
         try:
             team.load_state_dict(state)
         except ValueError as error:

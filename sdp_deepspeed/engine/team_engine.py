@@ -217,7 +217,7 @@ class TeamEngine(DividedEngine):
             problem = error
         raise_on_all_ranks(problem, self._control)
         if path is not None:
-            load_state(self.team, Path(path).parent, self._control)
+            load_state(self.team, Path(path).parent, int(self.global_steps), self._control)
         return path, client_state
 
 

@@ -97,6 +97,13 @@ def load_damaged(place: Place, engine: Any, folder: Path) -> None:
     torch.distributed.barrier()
     assert engine.load_checkpoint(str(other))[0] is not None
     assert (engine.team.version, engine.team.num_steps) == (NO_STATE, 0)
+    if place.rank == 0:  # as if a later save under the same tag had been cut off
+        shutil.copy(folder / file.parent.name / file.name, file)
+        state = torch.load(file.with_name("team_rank_0.pt"))
+        torch.save(state | {"engine_steps": SAVED_AFTER + 1}, file.with_name("team_rank_0.pt"))
+    torch.distributed.barrier()
+    assert engine.load_checkpoint(str(other))[0] is not None
+    assert (engine.team.version, engine.team.num_steps) == (NO_STATE, 0)
     with pytest.raises(ValueError, match="a checkpoint of the dense model, without teams"):
         engine.load_checkpoint(str(other), "whole")
     if engine.zero_optimization_stage() == 1:  # at stage 3 DeepSpeed's loading is collective itself
