@@ -23,7 +23,7 @@ def reestimate_batch_norm(engine_or_model: Any, batches: Iterable[Any], *, num_b
         num_batches: number of batches on each rank.
 
     Returns:
-        The number of batch norms. If it is 0, this is logged.
+        The number of batch norms with running statistics.
 
     Raises:
         ValueError: on all ranks, if a rank has fewer batches, `num_batches` differs, or the model is of another kind.

@@ -11,6 +11,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -229,58 +230,56 @@ def estimate(
     limit = None if fit is None else _byte_count(fit)
     from sdp_deepspeed.config import parse
     from sdp_deepspeed.estimate.deepspeed_config import read_settings
-    from sdp_deepspeed.estimate.forecast import forecast_of, largest_micro_batches, plain_forecasts
+    from sdp_deepspeed.estimate.forecast import largest_micro_batches
     from sdp_deepspeed.estimate.run import read_run
 
     run = read_run(recipe, overrides or [])
     too_small = False
     for index, phase in enumerate(run.phases, start=1):
-
-        def columns(config: Mapping[str, Any], is_first: bool = index == 1) -> dict[str, Forecast]:
-            forecasts: dict[str, Forecast] = {}
-            if parse(config) is not None:
-                forecasts["SDP"] = forecast_of(
-                    run.model, config, num_ranks=ranks, host=run.host, ranks_per_node=ranks_per_node
-                )
-            if is_first:
-                micro, accumulation = read_settings(config).micro_steps(ranks)
-                sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
-                plain = {key: value for key, value in config.items() if key != "train_batch_size"} | sizes
-                forecasts |= plain_forecasts(
-                    run.model, plain, num_ranks=ranks * _num_teams(config), ranks_per_node=ranks_per_node
-                )
-            return forecasts
-
+        block, settings = parse(phase), read_settings(phase)
+        teams = 1 if block is None or block.local_steps is None else block.local_steps.teams
+        num_ranks = {"SDP": ranks} if block is not None else {}
+        if index == 1:
+            num_ranks["plain"] = ranks * teams
+        columns = partial(_forecasts, run=run, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
         forecasts = columns(phase)
-        micro, accumulation = read_settings(phase).micro_steps(ranks)
+        micro, accumulation = settings.micro_steps(ranks)
         prefix = f"phase {index} of {len(run.phases)}: " if len(run.phases) > 1 else ""
-        text = _run_text(run, forecasts, ranks, _num_teams(phase))
+        text = _run_text(run, forecasts, ranks, teams)
         print(f"{prefix}{text}, micro-batch of {micro} samples x {accumulation}")
         largest = None if limit is None else largest_micro_batches(columns, phase, ranks, limit)
         print("\n".join(_estimate_text(forecasts, largest)))
         if limit is not None and largest is not None:
-            name = _column_of(run, phase)
+            plain = "FSDP2" if run.host == "fsdp2" else f"ZeRO-{settings.zero_optimization.stage}"
+            name = plain if block is None else "SDP"  # of the recipe itself
             too_small |= forecasts[name].peak > limit
             print(_fit_text(name, forecasts[name], micro, largest[name], limit, fit or ""))
     if too_small:
         raise typer.Exit(1)
 
 
-def _column_of(run: Run, phase: Mapping[str, Any]) -> str:
-    """Name of the forecast of the recipe itself."""
-    from sdp_deepspeed.config import parse
+def _forecasts(
+    config: Mapping[str, Any], *, run: Run, num_ranks: Mapping[str, int], ranks_per_node: int | None
+) -> dict[str, Forecast]:
+    """Forecasts by name.
 
-    if parse(phase) is not None:
-        return "SDP"
-    return "FSDP2" if run.host == "fsdp2" else f"ZeRO-{phase.get('zero_optimization', {}).get('stage', 0)}"
+    Args:
+        num_ranks: data-parallel ranks of "SDP", and of "plain", the runs without subnetworks; some may be left out.
+    """
+    from sdp_deepspeed.estimate.deepspeed_config import read_settings
+    from sdp_deepspeed.estimate.forecast import forecast, plain_forecasts
 
-
-def _num_teams(config: Mapping[str, Any]) -> int:
-    """Number of teams of a run; 1 without teams."""
-    from sdp_deepspeed.config import parse
-
-    block = parse(config)
-    return 1 if block is None or block.local_steps is None else block.local_steps.teams
+    forecasts: dict[str, Forecast] = {}
+    if "SDP" in num_ranks:
+        forecasts["SDP"] = forecast(
+            run.model, config, num_ranks=num_ranks["SDP"], host=run.host, ranks_per_node=ranks_per_node
+        )
+    if "plain" in num_ranks:
+        micro, accumulation = read_settings(config).micro_steps(num_ranks.get("SDP", num_ranks["plain"]))
+        sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
+        plain = {key: value for key, value in config.items() if key != "train_batch_size"} | sizes
+        forecasts |= plain_forecasts(run.model, plain, num_ranks=num_ranks["plain"], ranks_per_node=ranks_per_node)
+    return forecasts
 
 
 def _run_text(run: Run, forecasts: Mapping[str, Forecast], ranks: int, teams: int) -> str:
@@ -387,13 +386,12 @@ def _description(path: Path) -> Iterator[str]:
     facts = read_bytes(reader, COMMON)
     steps = facts["common"].get("counters", {}).get("global_steps", "unknown")
     yield f"step {steps}, written by {facts['ranks']} ranks; {len(sizes)} files, {sum(sizes) / _MIB:,.1f} MiB"
-    if facts["plan"]:  # not of converted checkpoints
-        table = json.loads(facts["plan"])
-        yield (
-            f"plan {table['hash'][:12]}: {table['regime']} regime, {table['strategy']} strategy, "
-            f"{table['num_subnetworks']} subnetworks, {len(table['units'])} units with "
-            f"{describe_holders([len(unit['holders']) for unit in table['units']])}"
-        )
+    table = json.loads(facts["plan"])
+    yield (
+        f"plan {table['hash'][:12]}: {table['regime']} regime, {table['strategy']} strategy, "
+        f"{table['num_subnetworks']} subnetworks, {len(table['units'])} units with "
+        f"{describe_holders([len(unit['holders']) for unit in table['units']])}"
+    )
     kinds: defaultdict[str, list[Any]] = defaultdict(list)
     for key, stored in stored_tensors(reader).items():
         kinds[key.partition("/")[0]].append(stored)
@@ -434,14 +432,14 @@ def export(
     _byte_count(max_shard_size)
     import torch
 
-    from sdp_deepspeed.checkpoint import files, hugging_face
+    from sdp_deepspeed.checkpoint import export_and_import, files
     from sdp_deepspeed.checkpoint.save_and_load import COMMON, read_bytes
 
     folder, _ = _find(path, tag)
     if problems := files.problems_in(folder):
         raise ValueError("; ".join(problems))
     reader = files.Reader(folder)
-    hugging_face.export(
+    export_and_import.export(
         reader,
         read_bytes(reader, COMMON),
         out,

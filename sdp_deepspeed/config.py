@@ -302,9 +302,6 @@ _MODELS: Mapping[str | int, type[BaseModel]] = {
 def parse(ds_config: Mapping[str, Any]) -> SubnetworkConfig | None:
     """Parse the block of a DeepSpeed config.
 
-    Args:
-        ds_config: the whole DeepSpeed config, loaded.
-
     Returns:
         The block; with a schedule, that of its first phase. None if it is absent or not enabled.
 
@@ -326,6 +323,23 @@ def parse(ds_config: Mapping[str, Any]) -> SubnetworkConfig | None:
     if config.schedule is not None and of_teams:
         raise ValueError(f"{of_teams[0]}.local_steps: teams have one plan for the whole run; remove {KEY}.schedule")
     return next(iter(phases.values()))
+
+
+def parse_block(block: Any, call: str) -> SubnetworkConfig:
+    """Parse a block without a DeepSpeed config, the argument of a call whose plan never changes.
+
+    Raises:
+        ValueError: the block is invalid, has a schedule, or is not enabled.
+    """
+    if not isinstance(block, Mapping) or KEY in block:
+        example = '{"coverage": 0.5}, not the enclosing config'
+        raise ValueError(f"{call}: block: got {block!r}, expected the contents of {KEY!r}, such as {example}")
+    if block.get("schedule") is not None:
+        raise ValueError(f"{KEY}.schedule: the plan of {call} never changes; remove it")
+    config = parse({KEY: dict(block)})
+    if config is None:
+        raise ValueError(f"{KEY}.enabled: got false, expected true for {call}")
+    return config
 
 
 def _validated(block: Mapping[str, Any], path: str) -> SubnetworkConfig:

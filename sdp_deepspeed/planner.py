@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from logging import Logger
+from typing import Any
 
 from torch import nn
 
@@ -24,6 +25,7 @@ from sdp_deepspeed.plan.strategies import (
     units_of_branches,
 )
 from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
+from sdp_deepspeed.plan.tensors import named_tensors
 from sdp_deepspeed.units import Subnetworks, Unit, UnitCost, check_pieces
 
 
@@ -68,8 +70,7 @@ def plan_model(
         dense = [shards.dense_unit(unit) for unit in units]
         wanted = _crossing(units, branches)
         plan = make_plan(dense, costs, numbers, block, k, data_parallel_size, constrained, wanted)
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
     shapes |= {name: division.shape for name, division in shards.divisions.items()}
     check_pieces(plan.units, lambda piece: shapes.get(piece.parameter))
     uncut = uncut_branches(branches, plan.strategy)
@@ -152,9 +153,8 @@ def make_plan(
     for branch in dict.fromkeys(name for name in branches or () if name is not None):
         of_branch = [subnetworks for subnetworks, name in zip(holders, branches or (), strict=True) if name == branch]
         _check_reach(of_branch, k, f"branch {branch!r}", 'more neuron_groups, or strategy "block" for that branch type')
-    number = num_holders[0] if len({*num_holders}) == 1 else None
     ranks = _subnetwork_of_rank(k, data_parallel_size)
-    return Plan(block.regime, block.strategy, k, number, block.seed, tuple(units), holders, ranks)
+    return Plan(block.regime, block.strategy, k, block.seed, tuple(units), holders, ranks)
 
 
 def _check_reach(holders: Sequence[tuple[int, ...]], k: int, what: str, remedy: str) -> None:
@@ -176,15 +176,15 @@ def read_plan(block: SubnetworkConfig, data_parallel_size: int) -> Plan:
     assert block.plan_path is not None
     plan = Plan.load(block.plan_path)
     k = plan.num_subnetworks
-    pairs = {
+    pairs: dict[str, tuple[Any, Any]] = {
         "regime": (plan.regime, block.regime),
         "strategy": (plan.strategy, block.strategy),
         "subnetworks": (k, k if block.subnetworks == "auto" else num_subnetworks(block, data_parallel_size)),
-        "holders": (plan.num_holders, plan.num_holders),
     }
     given, path = _given(block)
     if given is not None and not isinstance(given, tuple):
-        pairs["holders"] = (plan.num_holders, whole_holders(given, k, path))
+        numbers = {len(holders) for holders in plan.holders}
+        pairs["holders"] = (numbers.pop() if len(numbers) == 1 else None, whole_holders(given, k, path))
     wrong = [
         f"{name} is {mine!r} in the plan and {asked!r} here" for name, (mine, asked) in pairs.items() if mine != asked
     ]
@@ -203,8 +203,7 @@ def _without_frozen(plan: Plan, branches: Sequence[LocatedBranch]) -> Plan:
             units.append(replace(unit, pieces=pieces))
             holders.append(subnetworks)
     _check_reach(holders, plan.num_subnetworks, f"{KEY}.assignment: trained branches", "or unfreeze more")
-    number = len(holders[0]) if len({*map(len, holders)}) == 1 else None
-    return replace(plan, units=tuple(units), holders=tuple(holders), num_holders=number)
+    return replace(plan, units=tuple(units), holders=tuple(holders))
 
 
 def num_subnetworks(block: SubnetworkConfig, data_parallel_size: int) -> int:

@@ -41,7 +41,6 @@ class Operation:
     """A recorded call, with Refs in place of meta tensors.
 
     Args:
-        reads: storages that the call reads.
         replaces: storages that the call overwrites completely.
     """
 

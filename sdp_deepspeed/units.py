@@ -33,13 +33,6 @@ class Piece:
     length: int = 0
     kind: TensorKind = "parameter"
 
-    def __post_init__(self) -> None:
-        if self.dim is not None and (self.dim < 0 or self.start < 0 or self.length < 1):
-            raise ValueError(
-                f"piece of {self.parameter!r}: got dim={self.dim}, start={self.start}, length={self.length}, expected "
-                "a non-empty slice"
-            )
-
     def narrow(self, tensor: Any) -> Any:
         """View of the piece in `tensor`, the dense tensor."""
         if self.dim is None:
@@ -75,7 +68,6 @@ class UnitCost:
 
     Args:
         num_parameters: trainable elements.
-        num_bytes: bytes of its parameters and buffers.
         flops: forward FLOPs per example of the batch, or per token of text and sound; multiply and add counted as two.
     """
 
@@ -88,7 +80,6 @@ def check_pieces(units: Iterable[Unit], shape_of: Callable[[Piece], tuple[int, .
     """Check that units fit the model and do not overlap.
 
     Args:
-        units: the units of a plan.
         shape_of: shape of a piece's tensor in the dense model, None if the model has no such tensor.
 
     Raises:
@@ -100,7 +91,11 @@ def check_pieces(units: Iterable[Unit], shape_of: Callable[[Piece], tuple[int, .
             shape = shape_of(piece)
             if shape is None:
                 raise ValueError(f"unit {unit.name!r}: the model has no {piece.kind} named {piece.parameter!r}")
-            _check_range(unit.name, piece, shape)
+            if piece.dim is not None and (piece.dim >= len(shape) or piece.start + piece.length > shape[piece.dim]):
+                raise ValueError(
+                    f"unit {unit.name!r}: piece of {piece.parameter!r} takes [{piece.start}, "
+                    f"{piece.start + piece.length}) of dim {piece.dim}, but the tensor's shape is {shape}"
+                )
             claimed.setdefault((piece.kind, piece.parameter), []).append((piece, unit))
     for claims in claimed.values():
         claims.sort(key=lambda claim: claim[0].start)
@@ -112,13 +107,3 @@ def check_pieces(units: Iterable[Unit], shape_of: Callable[[Piece], tuple[int, .
                 )
             if piece.start + piece.length > following.start:
                 raise ValueError(f"{piece.parameter!r}: {unit.name!r} and {other.name!r} overlap along dim {piece.dim}")
-
-
-def _check_range(unit_name: str, piece: Piece, shape: tuple[int, ...]) -> None:
-    if piece.dim is None:
-        return
-    if piece.dim >= len(shape) or piece.start + piece.length > shape[piece.dim]:
-        raise ValueError(
-            f"unit {unit_name!r}: piece of {piece.parameter!r} takes [{piece.start}, {piece.start + piece.length}) "
-            f"of dim {piece.dim}, but the tensor's shape is {shape}"
-        )

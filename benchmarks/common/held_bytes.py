@@ -33,7 +33,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int] | None = None)
 
 def weight_tensors(engine: Any) -> list[torch.Tensor]:
     """The module's parameters as they lie in memory, and what a rank stores beside them (backward regime)."""
-    mask = getattr(engine, "mask", None)
+    mask = getattr(getattr(engine, "_core", None), "mask", None)
     if mask is None:
         beside = getattr(engine, "absent_tensors", list)  # a benchmark's way to tell of shards (ZeRO-3)
         return [*(parameter.data for parameter in engine.module.parameters()), *beside()]

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
-from sdp_deepspeed.estimate.forecast import forecast
+from sdp_deepspeed.estimate.forecast import forecast, model_of
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
@@ -163,7 +163,7 @@ def costs_of_step(
         "zero_optimization": {"stage": 1},
         KEY: block,
     }
-    found = forecast(shape, config, num_ranks=num_workers, sequence_length=length)
+    found = forecast(model_of(shape, config, sequence_length=length), config, num_ranks=num_workers)
     return {"peak": found.peak, "sent": found.rank.sent}
 
 

@@ -38,7 +38,6 @@ class _Projection:
 
     Args:
         cut: of the projection itself.
-        width: number of its inputs.
         width_of_cell: number of inputs of a cell.
         cuts: of other parameters.
     """
@@ -61,7 +60,6 @@ def propose_cells(
     Args:
         layer: in the traced pass.
         module: the layer, with random numbers as weights.
-        run: a pass through `module` with gradients.
 
     Raises:
         NoCells: with the reason.

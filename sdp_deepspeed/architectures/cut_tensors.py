@@ -18,7 +18,6 @@ class CutTensor:
     Args:
         cut: the layer that it belongs to, and how it is cut.
         dim: stored dimension that runs over the cells.
-        size: number of indices along `dim`.
         shares: number in proportion to the width of each block.
     """
 

@@ -42,11 +42,7 @@ class NotDerived(ValueError):
 
 
 def derive(model: nn.Module, traced: Trace) -> tuple[dict[str, list[Branch]], dict[str, str]]:
-    """Branches of each layer, by its dense name, in forward order; and reasons, by layer, why others cannot be units.
-
-    Args:
-        model: the traced model.
-    """
+    """Branches of each layer, by its dense name, in forward order; and reasons why others cannot be, by layer."""
     live = ancestors(traced.result)
     reasons: dict[str, str] = {}
     known: list[dict[str, list[Branch]]] = []
@@ -137,7 +133,6 @@ class _Module:
 
     Args:
         first: order of its first node.
-        is_product: whether it contains a product.
         added_to: position or keyword of the argument to which it adds its output itself.
         zeros: number and shape of its outputs.
         extra_outputs: positions or keywords of arguments that it returns as further outputs.

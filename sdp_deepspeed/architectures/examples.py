@@ -30,7 +30,6 @@ def trace(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     not matter; values are only used by a forward that reads them.
 
     Args:
-        model: the model that is trained.
         args, kwargs: of its forward pass, such as a batch of two rows.
     """
     inside = model._modules.get("_orig_mod")  # of torch.compile's wrapper
@@ -54,7 +53,9 @@ def example_of(model: nn.Module) -> Example | None:
         return _of_transformers(model, name, accepted)
     if hasattr(model, "config") and "timestep" in accepted:
         return _of_diffusers(model, accepted)
-    return _of_images(model)
+    if isinstance(first_with_weights(model), nn.Conv2d):  # such as models of timm and torchvision
+        return Example((torch.rand(2, *image_shape(model)),))
+    return None
 
 
 def with_encoder_states(model: Any, example: Example) -> Example | None:
@@ -117,11 +118,6 @@ def _of_diffusers(model: Any, accepted: Any) -> Example:
     if "class_labels" in accepted and getattr(config, "num_embeds_ada_norm", None):
         values["class_labels"] = torch.tensor([0, 1])
     return Example(kwargs=values)
-
-
-def _of_images(model: nn.Module) -> Example | None:
-    """For models whose first layer is a 2-d convolution, such as those of timm and torchvision."""
-    return Example((torch.rand(2, *image_shape(model)),)) if isinstance(first_with_weights(model), nn.Conv2d) else None
 
 
 def takes_images(model: nn.Module) -> bool:

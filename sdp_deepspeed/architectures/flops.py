@@ -32,7 +32,6 @@ def count_flops(model: nn.Module, traced: Passes, layers: PassOfLayer, problem: 
 
     Args:
         model: whole, on any device, including meta.
-        traced: all passes.
         layers: the pass in which each layer ran.
         problem: why nothing was traced.
     """

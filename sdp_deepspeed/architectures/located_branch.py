@@ -26,7 +26,6 @@ class LocatedBranch:
 
     Args:
         layer: dense name of its layer, as in `named_modules()`.
-        description: description of the branch.
         pieces: all of the branch's parameters and buffers, whole.
         num_cells: number of neurons or (key/value) heads; 0 if the description names none.
         cut_tensors: tensors with an index for each of these cells.

@@ -44,12 +44,7 @@ class NotAlike(ValueError):
 def narrow_pass(
     model: nn.Module, example: Example, traced: Trace, branches: Mapping[str, list[Branch]]
 ) -> tuple[Trace, Mapping[str, list[Branch]]]:
-    """The pass of a narrow copy, with the branches in it; or the model's own if none is needed, or none stands for it.
-
-    Args:
-        traced: the model's own pass.
-        branches: derived from it.
-    """
+    """The pass of a narrow copy, with its branches; or the model's own if none is needed, or none stands for it."""
     is_large = any(sum(p.numel() for p in model.get_submodule(layer).parameters()) > _LARGE for layer in branches)
     if is_large and _parts_with_stream(getattr(model, "config", None)):
         for width_of_head, divisor in itertools.product(_WIDTHS, _DIVISORS):

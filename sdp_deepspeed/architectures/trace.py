@@ -47,8 +47,6 @@ class Node:
     Args:
         operation: name of the operator; "module" for a leaf module, "input" for a tensor from outside of the pass.
         module: dense name of the leaf module, or of the module in whose forward the operation runs.
-        order: position in the pass.
-        inputs: nodes whose results it reads.
         parameters: dense names of parameters that it reads, in this order.
         flops: of its products with each of them.
         operators: names of the operators in it, whose results are floating.
@@ -102,9 +100,6 @@ class Trace(TorchDispatchMode):
         calls: of each module, by dense name.
         result: nodes of the model's output.
         model: the copy that ran.
-
-    Args:
-        keeps_values: whether nodes keep their results.
     """
 
     def __init__(self, model: nn.Module, *, keeps_values: bool = False) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import filelock
@@ -162,26 +160,3 @@ def _latest_tag(folder: Path) -> str | None:
     except (OSError, ValueError):
         return None
     return tag
-
-
-@contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """Context with an empty folder to write to, which is renamed to `out` on success and removed on error.
-
-    Raises:
-        ValueError: `out` exists and is not an empty folder.
-    """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} already exists; use a new folder")
-    written = out.with_name(f"{out.name}{WRITING}")
-    _remove(written)
-    written.mkdir(parents=True)
-    try:
-        yield written
-        for path in (*written.iterdir(), written):
-            sync(path)
-        os.rename(written, out)
-    except BaseException:
-        _remove(written)
-        raise
-    sync(out.parent)

@@ -13,7 +13,6 @@ from sdp_deepspeed.parallel.boxes import Box, box_of_piece
 from sdp_deepspeed.parallel.groups import Groups
 from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
 from sdp_deepspeed.plan.tensors import persistent_buffers
-from sdp_deepspeed.units import Piece
 
 WEIGHT = "weight"  # kind of key, see saved_tensors.py
 
@@ -62,7 +61,7 @@ class RankState:
         for name, tensor in self.unstepped().items():
             for piece, holders in self.mask.pieces_of(name):
                 if self.mask.is_stored(piece):
-                    values = _view(self.mask, piece, tensor)
+                    values = self.mask.view_in(piece, tensor)
                     yield box_of_piece(piece, values, is_written=holders[0] == self.mask.rank)
 
     def unstepped(self) -> dict[str, torch.Tensor]:
@@ -104,13 +103,6 @@ class RankState:
         if (division := self.shards.divisions.get(box.name)) is not None:
             offsets[division.dim] += sum(division.lengths[: self.shards.index])
         return offsets
-
-
-def _view(mask: Mask, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
-    """View of a stored piece in the current tensor; modules may have replaced buffers."""
-    if tensor.shape == mask.shapes[piece.parameter]:
-        return piece.narrow(tensor.detach())
-    return mask.view(piece, tensor) if mask.is_held(piece) else mask.view(piece)
 
 
 def buffers_of_rank(state: RankState) -> dict[str, torch.Tensor]:

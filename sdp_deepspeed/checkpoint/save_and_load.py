@@ -24,12 +24,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sdp_deepspeed.checkpoint import atomic_folder, files
-from sdp_deepspeed.checkpoint.exported_folder import model_facts, tied_names
-from sdp_deepspeed.checkpoint.optimizer_state import group_facts, optimizer_facts, restore_optimizer
+from sdp_deepspeed.checkpoint.hf_folder import model_facts, tied_names
+from sdp_deepspeed.checkpoint.optimizer_state import Moments, group_facts, optimizer_facts, restore_optimizer
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, SavePlanner, State, add_box, on_host
 from sdp_deepspeed.checkpoint.random_state import random_state, restore_random_state
 from sdp_deepspeed.checkpoint.rank_state import RankState, buffers_of_rank, restore_buffers
-from sdp_deepspeed.checkpoint.saved_tensors import Targets, make_targets, written_state
+from sdp_deepspeed.checkpoint.saved_tensors import make_targets, written_state
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.consistency import gather_objects, gather_results, run_on_all_ranks
 from sdp_deepspeed.parallel.groups import control_group
@@ -60,7 +60,6 @@ class Checkpointer:
         asynchronous: whether `save` returns once the state has been copied to host memory. Writing then continues
             during training, and communicates over a separate process group.
         keep_last: number of checkpoints to keep in a folder; None keeps all.
-        verify: whether to compare checksums before loading.
     """
 
     def __init__(self, *, asynchronous: bool = False, keep_last: int | None = None, verify: bool = True) -> None:
@@ -244,18 +243,18 @@ class Checkpointer:
         """
         control, facts, reader = state.groups.control, checkpoint.facts, files.Reader(checkpoint.path)
 
-        def prepare() -> tuple[Targets, dict[str, Any] | None]:
+        def prepare() -> tuple[State, Moments | None, dict[str, Any] | None]:
             optimizer = facts["optimizer"] if optimizer_states else None
-            targets = make_targets(state, stored_tensors(reader), optimizer, strict=strict)
+            boxes, moments = make_targets(state, stored_tensors(reader), optimizer, strict=strict)
             is_same = own_state and facts["layout"] == state.layout and facts["ranks"] == dist.get_world_size()
-            return targets, read_bytes(reader, f"{RANK}/{dist.get_rank()}") if is_same else None
+            return boxes, moments, read_bytes(reader, f"{RANK}/{dist.get_rank()}") if is_same else None
 
         def read() -> None:
-            reader.read(LoadPlanner(), targets.boxes)
-            if targets.moments is not None:
-                restore_optimizer(state, targets.moments, facts["optimizer"])
+            reader.read(LoadPlanner(), boxes)
+            if moments is not None:
+                restore_optimizer(state, moments, facts["optimizer"])
 
-        targets, of_rank = run_on_all_ranks(prepare, control)
+        boxes, moments, of_rank = run_on_all_ranks(prepare, control)
         run_on_all_ranks(read, control)
         state.optimizer.gather_weights()
         if of_rank is not None:

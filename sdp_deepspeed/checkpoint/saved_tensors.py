@@ -9,7 +9,6 @@ holder.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,27 +44,17 @@ def _add(result: State, state: RankState, kind: str, box: Box, tensor: torch.Ten
 # ---- load -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Targets:
-    """Destinations of stored tensors on this rank.
-
-    Args:
-        boxes: boxes of live weights, and of new moments.
-        moments: moments by parameter of the optimizer; None keeps the optimizer's state.
-    """
-
-    boxes: State
-    moments: Moments | None
-
-
 def make_targets(
     state: RankState, stored: Mapping[str, Any], facts: OptimizerFacts | None, *, strict: bool = True
-) -> Targets:
+) -> tuple[State, Moments | None]:
     """Find the destinations on this rank: what it steps, and other tensors it stores.
 
     Args:
         stored: DCP's metadata of each stored tensor, by key.
-        facts: facts of the saved optimizer; None keeps the optimizer's state.
+        facts: of the saved optimizer; None keeps the optimizer's state.
+
+    Returns:
+        Boxes of live weights and of new moments; these moments by parameter of the optimizer, None without facts.
 
     Raises:
         ValueError: the checkpoint is of a different model or optimizer. Nothing has been changed.
@@ -77,7 +66,7 @@ def make_targets(
         _add(boxes, state, WEIGHT, box, box.tensor)
         for kind, tensor in (moments or {}).get(box.tensor, {}).items():
             _add(boxes, state, kind, box, tensor)
-    return Targets({key: wanted for key, wanted in boxes.items() if key in stored}, moments)
+    return {key: wanted for key, wanted in boxes.items() if key in stored}, moments
 
 
 def _check_names(state: RankState, stored: Mapping[str, Any], *, strict: bool) -> None:

@@ -58,10 +58,10 @@ def load_state(snapshot: StateSnapshot, state: RankState, device: torch.device) 
     control = state.groups.control
     directory = BoxDirectory(snapshot.tensors, control)
     stored = directory.metadata.state_dict_metadata
-    targets = run_on_all_ranks(lambda: make_targets(state, stored, snapshot.optimizer), control)
-    num_bytes = fill(targets.boxes, snapshot.tensors, directory, device)
-    assert targets.moments is not None
-    restore_optimizer(state, targets.moments, snapshot.optimizer)
+    boxes, moments = run_on_all_ranks(lambda: make_targets(state, stored, snapshot.optimizer), control)
+    num_bytes = fill(boxes, snapshot.tensors, directory, device)
+    assert moments is not None
+    restore_optimizer(state, moments, snapshot.optimizer)
     state.optimizer.gather_weights()
     if snapshot.layout == state.layout:
         restore_buffers(state, snapshot.buffers)

@@ -66,18 +66,12 @@ class Core:
 
     Args:
         module: dense, on `device`.
-        block: the parsed block.
         data_parallel: ranks of the data-parallel group of each tensor-parallel rank.
         control: gloo group of all ranks.
         deferred: weights of a model built under `Init`; None if the module has them.
 
     Attributes:
-        plan: which subnetwork holds which unit, the same on every rank.
-        coverage: C of the plan, weighted by FLOPs.
-        mask: this rank's subnetwork.
-        groups: process groups.
-        optimizer: steps the shards that this rank owns.
-        dense_view: makes the module dense, and a subnetwork again.
+        barrier: for calls that all ranks must make.
     """
 
     coverage: float
@@ -95,10 +89,9 @@ class Core:
         tensor_parallel: TensorParallel,
         data_parallel: Sequence[tuple[int, ...]],
         control: dist.ProcessGroup,
-        barrier: CallBarrier,
         deferred: DeferredWeights | None,
     ) -> None:
-        self.module, self.device, self.block, self.control, self.barrier = module, device, block, control, barrier
+        self.module, self.device, self.block, self.control, self.barrier = module, device, block, control, CallBarrier()
         self.tensor_parallel, self._data_parallel, self._deferred = tensor_parallel, data_parallel, deferred
         self._torch_optimizer: torch.optim.Optimizer | None = None  # of the dense model's parameters
         self.plan, self.mask = self.plan_and_mask(block)
@@ -108,9 +101,6 @@ class Core:
 
     def plan_and_mask(self, block: SubnetworkConfig, *, logs: bool = True) -> tuple[Plan, Mask]:
         """Compute the plan of a block and this rank's mask, without applying it. Collective; the module must be dense.
-
-        Args:
-            logs: whether to log the plan and warnings.
 
         Raises:
             ValueError: on all ranks, if the block does not fit the model or the number of ranks.
@@ -195,11 +185,8 @@ class Core:
         )
 
     def replan(self, block: SubnetworkConfig, options: Mapping[str, Any], *, logs: bool = True) -> Replanned:
-        """Continue under the plan of another block. Collective, between two steps.
-
-        Args:
-            options: of `ShardedOptimizer`.
-            logs: whether to log the plan and warnings.
+        """Continue under the plan of another block, with other options of `ShardedOptimizer`. Collective, between two
+        steps.
 
         Raises:
             ValueError, RuntimeError: on all ranks. All checks run before anything is changed.

@@ -47,9 +47,6 @@ class DenseView:
         mask: applied.
         refresh: called when the module is the subnetwork again, maybe with other weights.
         wait: called before the first collective, to synchronize all ranks.
-
-    Attributes:
-        is_resident: whether the module is currently the dense model.
     """
 
     def __init__(
@@ -70,6 +67,7 @@ class DenseView:
 
     @property
     def is_resident(self) -> bool:
+        """Whether the module is currently the dense model."""
         return not self.mask.is_applied
 
     @property

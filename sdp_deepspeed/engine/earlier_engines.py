@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Protocol
-from weakref import WeakKeyDictionary
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
-from sdp_deepspeed.masking.mask import Mask, is_masked
+from sdp_deepspeed.masking.mask import is_masked
 from sdp_deepspeed.messages import KEY
 
-
-class MaskingEngine(Protocol):
-    """An engine that has reduced its model to a subnetwork."""
-
-    @property
-    def mask(self) -> Mask: ...
-
-    def release(self) -> None: ...
-
-
-_engines: WeakKeyDictionary[nn.Module, weakref.ref[MaskingEngine]] = WeakKeyDictionary()  # by their model
-
-
-def record_engine(model: nn.Module, engine: MaskingEngine) -> None:
-    """Remember the engine of a model, for `make_whole`."""
-    _engines[model] = weakref.ref(engine)
+engines: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()  # `SubnetworkEngine`s by their model
 
 
 def make_whole(model: nn.Module) -> frozenset[str]:
@@ -39,12 +23,10 @@ def make_whole(model: nn.Module) -> frozenset[str]:
         ValueError: the model is a copy, or a part, of a masked model.
     """
     frozen: frozenset[str] = frozenset()
-    reference = _engines.pop(model, None)
+    reference = engines.pop(model, None)
     earlier = None if reference is None else reference()
     if earlier is not None:
-        mask = earlier.mask
-        frozen = frozenset(n for n, p in mask.parameters.items() if mask.trainable[n] and not p.requires_grad)
-        earlier.release()
+        frozen = earlier.release()
     refuse_masked(model)
     return frozen
 

@@ -21,7 +21,7 @@ Order of a training step; methods with an underscore, and `allreduce_gradients`,
    - calls `ShardedOptimizer.step` (parallel/optimizer.py) with the loss scale. That averages the remaining gradients
      (`Reducer.finish_step`), computes their norm (one all-reduce; see `gradient_norm`), unscales and clips, calls the
      `step` of the user's optimizer on this rank's shards, and all-gathers weights: in the forward regime over the
-     holders of each bucket (`_gather_shards`), in the backward regime over all ranks (`GatheredRange.all_gather`). If
+     holders of each bucket (`_gather_shards`), in the backward regime over all ranks (`_gather_ranges`). If
      the norm is not finite, it skips the update where DeepSpeed does (`skips_overflow`);
    - tells the loss scaler whether the update was skipped;
    - keeps the norm (`compute_grad_norm`), and whether the update was skipped, for DeepSpeed to read.
@@ -32,7 +32,7 @@ Order of a training step; methods with an underscore, and `allreduce_gradients`,
 
 from __future__ import annotations
 
-import itertools
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,13 +45,13 @@ from deepspeed.utils import log_dist
 from torch import nn
 
 from sdp_deepspeed.checkpoint.atomic_folder import output_folder
-from sdp_deepspeed.checkpoint.exported_folder import save_pretrained
-from sdp_deepspeed.checkpoint.hugging_face import load_pretrained
+from sdp_deepspeed.checkpoint.export_and_import import load_pretrained
+from sdp_deepspeed.checkpoint.hf_folder import save_pretrained
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.checkpoint.save_and_load import COUNTERS
 from sdp_deepspeed.config import KEY, SubnetworkConfig
 from sdp_deepspeed.engine.core import Core, Replanned
-from sdp_deepspeed.engine.earlier_engines import make_whole, record_engine
+from sdp_deepspeed.engine.earlier_engines import engines, make_whole
 from sdp_deepspeed.engine.full_access import install_full_access
 from sdp_deepspeed.engine.monitor import StepEvents
 from sdp_deepspeed.engine.optimizer_options import check_bucket_size, loss_scaler, sharded_options, skips_overflow
@@ -69,7 +69,6 @@ from sdp_deepspeed.engine.tensor_parallel import (
 )
 from sdp_deepspeed.engine.zero_optimizer import SubnetworkOptimizer
 from sdp_deepspeed.init import DeferredWeights
-from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.running_statistics import (
     average_running_statistics,
     estimate_statistics,
@@ -77,32 +76,22 @@ from sdp_deepspeed.masking.running_statistics import (
     write_statistics,
 )
 from sdp_deepspeed.masking.wrappers import compile_in_place
-from sdp_deepspeed.parallel.consistency import CallBarrier, check_same_parameters, first_batches, run_on_all_ranks
-from sdp_deepspeed.parallel.groups import Groups, control_group
+from sdp_deepspeed.parallel.consistency import check_same_parameters, first_batches, run_on_all_ranks
+from sdp_deepspeed.parallel.groups import control_group
 from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.plan.plan import Plan
 
-_numbers = itertools.count()  # of engines; all ranks build them together, so the counts agree
-
 
 class SubnetworkEngine(DividedEngine):
-    """The engine that `deepspeed.initialize` returns for a config with the block `subnetwork_data_parallel`.
-
-    Attributes:
-        block: the parsed block.
-        core: the model under the current plan.
-    """
+    """The engine that `deepspeed.initialize` returns for a config with the block `subnetwork_data_parallel`."""
 
     block: SubnetworkConfig
-    core: Core
+    _core: Core  # the model under the current plan
     optimizer: SubnetworkOptimizer
     _deferred: DeferredWeights | None = None  # of a model built under `Init`
 
     def __init__(self, args: Any, model: nn.Module, *rest: Any, **options: Any) -> None:
-        """
-        Args:
-            args, model, rest, options: arguments of DeepSpeed's engine. `block` has been set by import_hook.py.
-        """
+        """Arguments are those of DeepSpeed's engine; import_hook.py has set `block`."""
         self._control = control_group()
 
         def prepare() -> nn.Module:
@@ -122,30 +111,20 @@ class SubnetworkEngine(DividedEngine):
         super().__init__(args, model, *rest, **options)
         if self.optimizer is None:
             raise ValueError(f"{KEY} needs an optimizer: name one in the config, or pass one to deepspeed.initialize")
-        record_engine(model, self)
-        self._step_events = StepEvents.of(self, self.core)
-        for name in self.core.optimizer.param_groups:
-            install_full_access(self.mask.parameters[name], name, self.optimizer)
+        engines[model] = weakref.ref(self)
+        self._step_events = StepEvents(self, self._core)
+        for name in self._core.optimizer.param_groups:
+            install_full_access(self._core.mask.parameters[name], name, self.optimizer)
 
     @property
     def plan(self) -> Plan:
         """Which subnetwork holds which unit, the same on every rank."""
-        return self.core.plan
+        return self._core.plan
 
     @property
     def coverage(self) -> float:
         """C of the plan, weighted by FLOPs."""
-        return self.core.coverage
-
-    @property
-    def mask(self) -> Mask:
-        """This rank's subnetwork."""
-        return self.core.mask
-
-    @property
-    def groups(self) -> Groups:
-        """Process groups."""
-        return self.core.groups
+        return self._core.coverage
 
     @property
     def phase(self) -> int:
@@ -161,18 +140,16 @@ class SubnetworkEngine(DividedEngine):
         refuse_stage(stage, self.tensor_parallel)
         if stage == 0:
             log_dist(f"{KEY}: ZeRO stage 0 runs as stage 1, which sends the same and shards more", ranks=[0])
-        self._barrier = CallBarrier(f"sdp_deepspeed/barrier/{next(_numbers)}")
-        self.core = Core(
+        self._core = Core(
             self.module,
             self.device,
             self.block,
             self.tensor_parallel,
             self._data_parallel_groups(),
             self._control,
-            self._barrier,
             self._deferred,
         )
-        self._plans = Plans(self, self.core)
+        self._plans = Plans(self, self._core)
 
     def _broadcast_model(self) -> None:
         check_same_parameters(self.module, self._data_parallel_groups(), self._control)
@@ -198,12 +175,12 @@ class SubnetworkEngine(DividedEngine):
         check_bucket_size(self)
         allow = bool(self.block.allow_optimizer or self.zero_allow_untested_optimizer())
         options = sharded_options(self, int(self.zero_optimization_stage()))
-        self.core.take_optimizer(optimizer, frozen=self._frozen_before, allow=allow)
+        self._core.take_optimizer(optimizer, frozen=self._frozen_before, allow=allow)
         self._plans.check_later()
-        self.core.start(options)
+        self._core.start(options)
         self._deferred = None
         return SubnetworkOptimizer(
-            self.core,
+            self._core,
             loss_scaler(self),
             skips_overflow=skips_overflow(self),
             reports_norm=bool(self.zero_compute_grad_norm()),
@@ -218,7 +195,7 @@ class SubnetworkEngine(DividedEngine):
         Raises:
             RuntimeError: a Parameter, or outside `dense` its `.data`, was replaced.
         """
-        self.core.check_parameters()
+        self._core.check_parameters()
         return super().forward(*inputs, **kwargs)
 
     def backward(
@@ -229,27 +206,27 @@ class SubnetworkEngine(DividedEngine):
         Raises:
             RuntimeError: inside `dense`; a Parameter was replaced.
         """
-        self.core.refuse_dense("backward")
-        self.core.check_parameters()
-        if self.core.optimizer.stage == 2:
-            self._barrier.record_step()
+        self._core.refuse_dense("backward")
+        self._core.check_parameters()
+        if self._core.optimizer.stage == 2:
+            self._core.barrier.record_step()
         self._step_events.note(loss, is_share=not scale_wrt_gas)
         return super().backward(loss, retain_graph, scale_wrt_gas, **options)
 
     def _backward_prologue(self) -> None:
         """Called by DeepSpeed before each backward pass, in which the reducer's hooks receive the gradients."""
         is_last = self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
-        self.core.optimizer.reducer.is_last_micro_step = is_last
+        self._core.optimizer.reducer.is_last_micro_step = is_last
         super()._backward_prologue()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Called by DeepSpeed's engine after each backward pass. Stage 2 reduces gradients here; stage 1 does so at the
         accumulation boundary with `overlap_comm`, otherwise in `step`."""
-        self.core.optimizer.reducer.finish_backward()
+        self._core.optimizer.reducer.finish_backward()
 
     def _backward_epilogue(self) -> None:
         if self.inside_no_sync_ctxt:  # DeepSpeed does not call `allreduce_gradients`
-            self.core.optimizer.reducer.finish_backward()
+            self._core.optimizer.reducer.finish_backward()
         super()._backward_epilogue()
 
     def _flush_coalesced_reduction_zero12(self, optimizer: SubnetworkOptimizer) -> None:
@@ -268,7 +245,7 @@ class SubnetworkEngine(DividedEngine):
                 the boundary, a rank does not call it.
             AssertionError: on all ranks, if a Parameter had no gradient (`ignore_unused_parameters`).
         """
-        self.core.refuse_dense("step")
+        self._core.refuse_dense("step")
         if self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation():
             self._before_boundary()
         before = self.global_steps
@@ -276,20 +253,20 @@ class SubnetworkEngine(DividedEngine):
         if self.global_steps > before:
             self._step_events.write()
         if self.block.check_agreement and self.was_step_applied():
-            self.core.check_agreement()
+            self._core.check_agreement()
         self._plans.follow(self.global_steps)
 
     def _before_boundary(self) -> None:
         """Checks before a step that updates weights, and its announcement to ranks that wait in another call."""
         is_managed = self.managed_gradient_accumulation()
         by_caller = self._is_gradient_accumulation_boundary is not None or not is_managed
-        if by_caller and self.core.optimizer.stage == 2:  # the number of backward passes may differ
-            self._barrier.wait("engine.step")
-        self._barrier.record_step()
-        self.core.check_parameters()
-        refuse_frozen(self, self.core.optimizer)
+        if by_caller and self._core.optimizer.stage == 2:  # the number of backward passes may differ
+            self._core.barrier.wait("engine.step")
+        self._core.barrier.record_step()
+        self._core.check_parameters()
+        refuse_frozen(self, self._core.optimizer)
         if not self.zero_ignore_unused_parameters() and self.zero_optimization() and self.zero_cpu_offload():
-            run_on_all_ranks(lambda: refuse_unused(self.core.optimizer), self._control)
+            run_on_all_ranks(lambda: refuse_unused(self._core.optimizer), self._control)
 
     def clip_fp32_gradients(self) -> None:
         """Does nothing: the sharded optimizer clips by the norm of the averaged dense gradient."""
@@ -312,7 +289,7 @@ class SubnetworkEngine(DividedEngine):
         Raises:
             ValueError, RuntimeError: on all ranks, before anything is changed.
         """
-        self._barrier.wait("engine.replan")
+        self._core.barrier.wait("engine.replan")
         return self._plans.replan(block, stage)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
@@ -340,10 +317,10 @@ class SubnetworkEngine(DividedEngine):
         if self.checkpoint_tag_validation_fail():
             self._checkpoint_tag_validation(str(tag))
         scaler = vars(self.optimizer.loss_scaler).items()
-        self.core.checkpoints.save(
+        self._core.checkpoints.save(
             folder,
             tag,
-            self.core.state(),
+            self._core.state(),
             {counter: getattr(self, counter) for counter in COUNTERS},
             lr_scheduler=self.lr_scheduler,
             loss_scaler={key: value for key, value in scaler if isinstance(value, bool | int | float)},
@@ -375,7 +352,7 @@ class SubnetworkEngine(DividedEngine):
         if custom_load_fn is not None:
             raise ValueError("load_checkpoint: custom_load_fn is not supported; use load_module_strict=False")
         self._before_checkpoint("load_checkpoint")
-        core, name, is_resumed = self.core, None if tag is None else str(tag), not load_module_only
+        core, name, is_resumed = self._core, None if tag is None else str(tag), not load_module_only
         scheduler = self.lr_scheduler if is_resumed and load_lr_scheduler_states else None
         checkpoint = core.checkpoints.find(Path(load_dir), name, self._control, lr_scheduler=scheduler)
         if checkpoint is None:
@@ -416,7 +393,7 @@ class SubnetworkEngine(DividedEngine):
                 model.
         """
         self._before_checkpoint("load_pretrained")
-        load_pretrained(self.core.state(), Path(folder))
+        load_pretrained(self._core.state(), Path(folder))
 
     def wait_for_checkpoint(self) -> None:
         """Wait until an asynchronous checkpoint is complete. Collective; call it before the program exits.
@@ -424,20 +401,20 @@ class SubnetworkEngine(DividedEngine):
         Raises:
             RuntimeError: on all ranks, if the checkpoint could not be written.
         """
-        self.core.checkpoints.wait()
+        self._core.checkpoints.wait()
 
     def _before_checkpoint(self, call: str) -> None:
-        self.core.refuse_dense(call)
-        self.core.check_parameters()
-        self._barrier.wait(call)
-        average_running_statistics(self.mask, self.seq_data_parallel_group, self.device)
+        self._core.refuse_dense(call)
+        self._core.check_parameters()
+        self._core.barrier.wait(call)
+        average_running_statistics(self._core.mask, self.seq_data_parallel_group, self.device)
 
     # ---- the dense model ----------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:
         """As in DeepSpeed. Training mode makes the module the subnetwork again."""
         if mode and self.optimizer is not None:
-            self.core.dense_view.end_evaluation()
+            self._core.dense_view.end_evaluation()
         super().train(mode)
         return self
 
@@ -450,9 +427,9 @@ class SubnetworkEngine(DividedEngine):
         Raises:
             RuntimeError: Parameters were replaced, for example by `load_state_dict(assign=True)`.
         """
-        with self.core.dense_view.resident(), self._state_dicts.whole():
+        with self._core.dense_view.resident(), self._state_dicts.whole():
             yield
-            self.core.known_parameters.check()
+            self._core.known_parameters.check()
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
         """Export the dense model with the module's `save_pretrained`; without one, write its state dict to safetensors
@@ -471,7 +448,7 @@ class SubnetworkEngine(DividedEngine):
             if dist.get_rank() == 0:
                 save_pretrained(self.module, to, tokenizer, **state, **options)
 
-        with self.core.dense_view.resident("save_pretrained"), self._state_dicts.whole():
+        with self._core.dense_view.resident("save_pretrained"), self._state_dicts.whole():
             run_on_all_ranks(write, self._control)
 
     def save_16bit_model(
@@ -479,29 +456,33 @@ class SubnetworkEngine(DividedEngine):
     ) -> bool:
         """As in DeepSpeed, for the dense model; collective."""
         save = super().save_16bit_model
-        with self.core.dense_view.resident("save_16bit_model"), self._state_dicts.whole():
+        with self._core.dense_view.resident("save_16bit_model"), self._state_dicts.whole():
             run_on_all_ranks(lambda: save(save_dir, save_filename, exclude_frozen_parameters), self._control)
         return True
 
     def reestimate_batch_norm(self, batches: Iterable[Any], *, num_batches: int) -> int:
         """See `sdp_deepspeed.reestimate_batch_norm`."""
-        norms = tracking_norms(self.module)
-        if not norms:
-            log_dist(f"{KEY}: the model has no batch norms with running statistics", ranks=[0])
+        if not (norms := tracking_norms(self.module)):
             return 0
-
-        with unchanged_random_state(), self.core.dense_view.resident("reestimate_batch_norm"):  # may draw numbers
+        with unchanged_random_state(), self._core.dense_view.resident("reestimate_batch_norm"):  # may draw numbers
             taken = first_batches(batches, num_batches, self._control)
             statistics = run_on_all_ranks(lambda: estimate_statistics(self.module, taken), self._control)
             write_statistics(statistics, self.seq_data_parallel_group)
         return len(norms)
 
-    def release(self) -> None:
-        """Turn the module into the dense model again, for another engine. Collective; ends this engine."""
-        self.core.refuse_dense("deepspeed.initialize")
-        self.core.close()
+    def release(self) -> frozenset[str]:
+        """Turn the module into the dense model again, for another engine. Collective; ends this engine.
+
+        Returns:
+            Names of parameters that only the mask had frozen on this rank.
+        """
+        mask = self._core.mask
+        frozen = frozenset(n for n, p in mask.parameters.items() if mask.trainable[n] and not p.requires_grad)
+        self._core.refuse_dense("deepspeed.initialize")
+        self._core.close()
         self.optimizer.destroy()
+        return frozen
 
     def held_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers that this rank stores, by dense name."""
-        return self.core.held_tensors()
+        return self._core.held_tensors()

@@ -79,11 +79,10 @@ def read_full(optimizer: ShardedOptimizer, name: str, kind: Quantity = "weight",
     """Read values of a dense parameter, on the device of the weights, in fp32; local gradients in their dtype.
 
     Args:
-        name: dense name of a trained parameter.
         kind: "weight", "gradient" or "state". "gradient" averages the gradients, after the last micro-step; the next
             call must be a step. Before that at stages 0 and 1, and inside `coalesce_grad_reduction`, it is what this
             rank has accumulated, with zeros for what it lacks, without a collective.
-        key: key in the optimizer's state.
+        key: of "state".
 
     Raises:
         ValueError: on all ranks, if there is no such state.

@@ -84,9 +84,9 @@ class _PatchingLoader:
 def _patch_deepspeed() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from sdp_deepspeed.engine.operators import patch_operators
+    from sdp_deepspeed.engine.operators import do_not_build_shm
 
-    patch_operators()
+    do_not_build_shm()
     if "__new__" not in vars(DeepSpeedEngine):
         DeepSpeedEngine.__new__ = _new
 

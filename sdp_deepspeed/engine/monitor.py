@@ -20,23 +20,17 @@ class StepEvents:
 
     The loss is the mean of the arguments of `engine.backward` over ranks and micro-batches; it is summed over
     micro-batches if the caller has divided already (`scale_wrt_gas=False`, as in Transformers' Trainer). It is called
-    "subnetwork_loss" while ranks train subnetworks, else "train_loss".
-
-    Args:
-        interval: number of steps between two events, the same on all ranks. None: no events.
+    "subnetwork_loss" while ranks train subnetworks, else "train_loss". The constructor is collective: rank 0, which
+    writes the events, has the interval.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, core: Core, interval: int | None) -> None:
-        self._engine, self._core, self._interval = engine, core, interval
+    def __init__(self, engine: DeepSpeedEngine, core: Core) -> None:
+        self._engine, self._core = engine, core
         self._losses: list[torch.Tensor] = []
         self._are_shares = False
-
-    @classmethod
-    def of(cls, engine: DeepSpeedEngine, core: Core) -> StepEvents:
-        """Create it with the interval of rank 0, which writes the events; collective."""
         enabled, given = gather_objects((bool(engine.monitor.enabled), engine.steps_per_print()), core.control)[0]
         interval = int(given) if given and math.isfinite(given) else _DEFAULT_INTERVAL  # Accelerate passes infinity
-        return cls(engine, core, interval if enabled else None)
+        self._interval = interval if enabled else None
 
     def note(self, loss: Any, *, is_share: bool) -> None:
         """Record the loss, before a backward pass.

@@ -1,4 +1,4 @@
-"""DeepSpeed's C++ operators: the one that no training uses is not compiled, and a long wait for another is explained.
+"""DeepSpeed's C++ operators: one that no training uses is not compiled, and locks that builds wait for are described.
 
 torch compiles an operator in a folder that has a file `lock` meanwhile. A run that is killed leaves it there, and every
 later run waits until it is deleted.
@@ -7,50 +7,19 @@ later run waits until it is deleted.
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import sys
-import threading
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-logger = logging.getLogger("sdp_deepspeed")
 
-PATIENCE = 30.0  # seconds of loading an operator before it is explained
-
-
-def patch_operators() -> None:
+def do_not_build_shm() -> None:
     """Do not load DeepSpeed's all-reduce for inference on CPUs, which would be compiled in every environment and take
-    66 MiB of shared memory per rank; Gloo's is used in its place. Explain what takes long in loading others."""
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
+    66 MiB of shared memory per rank; Gloo's is used in its place."""
     backend: Any = importlib.import_module("deepspeed.comm.torch")  # as an attribute it is PyTorch
-    load = OpBuilder.jit_load
-    if hasattr(load, "__wrapped__"):  # patched already
-        return
-
-    @wraps(load)
-    def jit_load(self: Any, *args: Any, **kwargs: Any) -> Any:
-        timer = threading.Timer(PATIENCE, _explain, [self.name])
-        timer.daemon = True
-        timer.start()
-        try:
-            return load(self, *args, **kwargs)
-        finally:
-            timer.cancel()
-
-    OpBuilder.jit_load = jit_load
     backend.build_shm_op = lambda: None
-
-
-def _explain(name: str) -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        for lock in find_locks():
-            if lock.parent.name == name:
-                logger.warning("DeepSpeed loads its operator %s: %s", name, describe_lock(lock))
 
 
 def find_locks() -> list[Path]:

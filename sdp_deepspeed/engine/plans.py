@@ -70,9 +70,6 @@ class Plans:
     def follow(self, steps: int) -> None:
         """Re-plan if the next step is in another phase of `schedule`, or `redraw_interval` has passed. Collective.
 
-        Args:
-            steps: number of steps so far.
-
         Raises:
             ValueError, RuntimeError: as `replan`; the message begins with the phase.
         """
@@ -136,7 +133,9 @@ class Plans:
             )
         block, _ = asked[0]
         result = core.replan(block, sharded_options(engine, stage), logs=logs)
-        _set_stage(engine, stage)
+        read = engine._config  # where DeepSpeed's engine reads the stage
+        read.zero_config.stage = read.zero_optimization_stage = stage
+        read.zero_enabled = stage > 0
         engine.optimizer.skips_overflow = skips_overflow(engine)
         engine.block, engine.config = block, dict(config)
         log_dist(f"{KEY}: {result}", ranks=[0])
@@ -151,10 +150,3 @@ def _prefixed_errors(path: str) -> Iterator[None]:
     except (ValueError, RuntimeError) as error:
         kind = ValueError if isinstance(error, ValueError) else RuntimeError
         raise kind(f"{path}: {error}") from error
-
-
-def _set_stage(engine: DeepSpeedEngine, stage: int) -> None:
-    """Set the stage in DeepSpeed's config object, where its engine reads it."""
-    config = engine._config
-    config.zero_config.stage = stage
-    config.zero_optimization_stage, config.zero_enabled = stage, stage > 0

@@ -27,17 +27,10 @@ _FORMAT = "checkpoints have their own format; remove the key"
 
 
 class Refusal(NamedTuple):
-    """A value of a DeepSpeed setting that is refused; docs/config.md lists all of them.
+    """A value of a DeepSpeed setting that is refused."""
 
-    Args:
-        path: JSON path of the setting.
-        values: those that are refused, for documentation.
-        is_refused: whether a value is one of them.
-        why: the reason, and what to do instead.
-    """
-
-    path: str
-    values: str
+    path: str  # JSON path of the setting
+    values: str  # for docs/config.md
     is_refused: Callable[[Any], bool]
     why: str
 
@@ -48,10 +41,6 @@ def _is_on(value: Any) -> bool:
 
 def _is_above_one(value: Any) -> bool:
     return isinstance(value, int) and value > 1
-
-
-def _other_than(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: value not in values
 
 
 def _is_no_norm(value: Any) -> bool:
@@ -87,8 +76,8 @@ REFUSED = (
     ),
     Refusal("gradient_clipping", "below 0, inf, nan", _is_no_norm, "expected a number of at least 0 (0: no clipping)"),
     Refusal("prescale_gradients", "true", _is_on, _AVERAGE),
-    Refusal("gradient_predivide_factor", "other than 1", _other_than(1), _AVERAGE),
-    Refusal("gradient_allreduce_op", 'other than "mean"', _other_than("mean"), _AVERAGE),
+    Refusal("gradient_predivide_factor", "other than 1", lambda value: value != 1, _AVERAGE),
+    Refusal("gradient_allreduce_op", 'other than "mean"', lambda value: value != "mean", _AVERAGE),
     Refusal("sequence_parallel_size", "above 1", _is_above_one, "sequence parallelism is not implemented"),
     Refusal("expert_parallel", "on", _is_on, "expert parallelism is not implemented"),
     Refusal("hybrid_engine", "on", _is_on, "it replaces modules; remove the key"),

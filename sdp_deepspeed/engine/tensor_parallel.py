@@ -108,11 +108,7 @@ class TensorParallel:
 
 
 class DividedEngine(DeepSpeedEngine):
-    """DeepSpeed's engine of a model that tensor-parallel ranks may divide, before a mask reduces it.
-
-    Attributes:
-        tensor_parallel: this rank's part of the model under tensor parallelism.
-    """
+    """DeepSpeed's engine of a model that tensor-parallel ranks may divide, before a mask reduces it."""
 
     tensor_parallel: TensorParallel
     _control: dist.ProcessGroup  # of all ranks
@@ -131,13 +127,10 @@ class DividedEngine(DeepSpeedEngine):
         )
         self._state_dicts = WholeStateDicts(self.module, self.tensor_parallel.shards, self.tensor_parallel.group)
 
-    def data_parallel_ranks(self) -> list[int]:
-        """Global ranks of this rank's data-parallel group."""
-        return dist.get_process_group_ranks(self.seq_data_parallel_group)
-
     def _data_parallel_groups(self) -> list[tuple[int, ...]]:
         """Global ranks of the data-parallel group of each tensor-parallel rank; collective."""
-        return sorted({tuple(ranks) for ranks in gather_objects(self.data_parallel_ranks(), self._control)})
+        ranks = dist.get_process_group_ranks(self.seq_data_parallel_group)
+        return sorted({tuple(of_rank) for of_rank in gather_objects(ranks, self._control)})
 
 
 def check_mpu(mpu: Any) -> None:
@@ -186,7 +179,6 @@ def _tensor_parallel_of(
 
     Args:
         before_autotp: the model before AutoTP divided it; None without AutoTP.
-        data_parallel: this rank's data-parallel group.
     """
     if mpu is None or bwc_tensor_model_parallel_world_size(mpu) < 2:
         return run_on_all_ranks(lambda: TensorParallel(proven_branches(model)), control)

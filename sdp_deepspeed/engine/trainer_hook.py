@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import wraps
 from math import prod
 from typing import Any
@@ -56,7 +56,8 @@ def patch_trainer() -> None:
     def with_dense_model(call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with _dense_model_of_teams(self):
+            is_team = team_of(self.model_wrapped) is not None  # other engines become dense by themselves
+            with self.model_wrapped.dense() if is_team else nullcontext():
                 return call(self, *args, **kwargs)
 
         return run
@@ -125,7 +126,7 @@ def _patch_config() -> None:
 
 def num_parameters(engine: Any, trainable_only: bool) -> int:
     """Number of parameters of the dense model."""
-    mask = engine.mask
+    mask = engine._core.mask
     names = [name for name in mask.parameters if mask.trainable[name] or not trainable_only]
     return sum(prod(mask.shapes[name]) for name in names)
 
@@ -140,12 +141,6 @@ def _follow_team(trainer: Any) -> None:
             (trainer, "_initial_global_step"),
         ):
             setattr(counts, name, getattr(counts, name) + max(ahead, 0))
-
-
-def _dense_model_of_teams(trainer: Any) -> AbstractContextManager[Any]:
-    """Context in which the module of a team's engine is the dense model; of other engines it becomes that by itself."""
-    engine = trainer.model_wrapped
-    return nullcontext() if team_of(engine) is None else engine.dense()
 
 
 def team_of(model: Any) -> Any:

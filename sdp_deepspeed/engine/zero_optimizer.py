@@ -20,14 +20,11 @@ _MODES = ("train", "eval")  # methods of optimizers with modes, such as schedule
 
 
 class SubnetworkOptimizer(ZeROOptimizer):
-    """The optimizer of DeepSpeed's engine.
+    """The optimizer of DeepSpeed's engine; that of `core` is the implementation.
 
     Args:
-        core: its `optimizer` is the implementation.
-        loss_scaler: DeepSpeed's loss scaler.
         skips_overflow: whether to skip steps with non-finite gradients.
         reports_norm: whether to report the gradient norm (`compute_grad_norm`).
-        process_group: the data-parallel group.
     """
 
     custom_loss_scaler = False

@@ -24,7 +24,6 @@ class Precision:
     """Bytes per element.
 
     Args:
-        weights: weights, in the training dtype.
         gradients: gradients, as they are summed over micro-steps at stages 0 and 1.
         wire: gradients on the wire (`communication_data_type`).
         num_moments: fp32 moments per element: Adam 2; Lion, Adagrad, SGD with momentum 1; SGD 0.
@@ -34,24 +33,6 @@ class Precision:
     gradients: int
     wire: int
     num_moments: int = 2
-
-    @classmethod
-    def of(
-        cls,
-        dtype: Literal["fp32", "bf16", "fp16"],
-        *,
-        accumulate_in_fp32: bool = False,
-        wire: int | None = None,
-        moments: int = 2,
-    ) -> Precision:
-        """The precision of a training dtype.
-
-        Args:
-            wire: None sends gradients in the dtype in which they are summed.
-        """
-        size = 4 if dtype == "fp32" else 2
-        gradients = FP32_BYTES if accumulate_in_fp32 else size
-        return cls(size, gradients, size if wire is None else wire, moments)
 
 
 @dataclass(frozen=True)
@@ -77,7 +58,6 @@ class RankEstimate:
     """Bytes that one rank holds, and sends in one optimizer step.
 
     Args:
-        weights: parameters.
         gradients: at the end of the backward pass; at stage 2 fp32 averages of the owned shards.
         optimizer: moments, and the fp32 master where one is kept.
         host_optimizer: optimizer state and gradients in host memory (CPU offload).
@@ -85,7 +65,6 @@ class RankEstimate:
         step_gradients: gradients that exist during the step only.
         gathered: unsharded shared weights, which stay gathered until the backward pass (FSDP2).
         gathered_units: unsharded weights of two units and gradients of one unit (FSDP2).
-        sent: gradients and weights.
     """
 
     weights: int
@@ -127,7 +106,7 @@ class DeepSpeedRun:
         trained = [info for info in self.tensors if info.trainable]
         pieces = pieces_by_tensor(trained, self.plan)
         return plan_buckets(
-            {info.name: pieces["parameter", info.name] for info in trained},
+            pieces,
             {info.name: info.shape for info in trained},
             {info.name: info.dtype for info in trained},
             {info.name: 0 for info in trained},
@@ -176,7 +155,7 @@ class DeepSpeedRun:
         frozen = [info for info in self.tensors if not info.trainable]
         return sum(
             piece.num_elements(shapes[name])
-            for (_, name), pieces in pieces_by_tensor(frozen, self.plan).items()
+            for name, pieces in pieces_by_tensor(frozen, self.plan).items()
             for piece, ranks in pieces
             if self.is_backward or rank in ranks
         )

@@ -84,6 +84,11 @@ class Settings(_Part):
         has_momentum = bool(self.optimizer.params.get("momentum"))
         return 1 if self.optimizer_name == "sgd" and has_momentum else _MOMENTS.get(self.optimizer_name, 2)
 
+    def wire_bytes(self, default: int) -> int:
+        """Bytes of an element of the gradient on the wire."""
+        wire = self.communication_data_type
+        return default if wire is None else 4 if wire == "fp32" else 2
+
     def micro_steps(self, num_ranks: int) -> tuple[int, int]:
         """Micro-batch size per rank and number of micro-steps.
 
@@ -165,17 +170,12 @@ def configs_of_phases(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def deepspeed_setup(config: Mapping[str, Any], accumulation: int) -> DeepSpeedSetup:
-    """Settings for DeepSpeed."""
     settings = read_settings(config)
-    wire, zero = settings.communication_data_type, settings.zero_optimization
+    zero, size = settings.zero_optimization, 4 if settings.dtype == "fp32" else 2
+    gradients = 4 if settings.data_types.grad_accum_dtype == "fp32" else size
     return DeepSpeedSetup(
         stage=zero.stage,
-        precision=Precision.of(
-            settings.dtype,
-            accumulate_in_fp32=settings.data_types.grad_accum_dtype == "fp32",
-            wire=None if wire is None else 4 if wire == "fp32" else 2,
-            moments=settings.moments,
-        ),
+        precision=Precision(size, gradients, settings.wire_bytes(size), settings.moments),
         accumulation=accumulation,
         offload=zero.offload_optimizer.device == "cpu",
         bucket_elements=None if zero.reduce_bucket_size is None else int(zero.reduce_bucket_size),
@@ -201,6 +201,5 @@ def fsdp2_setup(config: Mapping[str, Any], accumulation: int) -> FSDP2Setup:
     if refused:
         raise ValueError(f"FSDP2: {'; '.join(refused)}")
     compute = 2 if settings.dtype == "bf16" else 4
-    wire = settings.communication_data_type
-    wire_bytes = compute if wire is None else 4 if wire == "fp32" else 2
-    return FSDP2Setup(compute=compute, wire=wire_bytes, num_moments=settings.moments, accumulation=accumulation)
+    wire = settings.wire_bytes(compute)
+    return FSDP2Setup(compute=compute, wire=wire, num_moments=settings.moments, accumulation=accumulation)

@@ -36,10 +36,9 @@ from sdp_deepspeed.estimate.micro_step import MicroStep, Model, Reduction, micro
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.messages import KEY
-from sdp_deepspeed.parallel.bucket_layouts import BucketLayout
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import unit_costs
-from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, named_tensors
+from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, named_tensors, tensor_info
 from sdp_deepspeed.planner import plan_model
 from sdp_deepspeed.teams.exchange import bytes_per_meeting
 from sdp_deepspeed.teams.shares import num_elements, shares_of
@@ -61,7 +60,6 @@ class Forecast:
         out_of_node: bytes that this rank's node sends to others in a step; None if ranks per node are not known.
         coverage: C of the plan, weighted by FLOPs; 1 without subnetworks.
         anchors: bytes of anchors and outer momentum in host memory (teams).
-        sent_per_meeting: bytes to other teams.
     """
 
     num_parameters: int
@@ -77,45 +75,14 @@ class Forecast:
     sent_per_meeting: int = 0
 
 
-def forecast(
-    shape: Mapping[str, Any],
-    config: Mapping[str, Any],
-    *,
-    num_ranks: int,
-    sequence_length: int | None = None,
-    gradient_checkpointing: bool = False,
-    host: str = "deepspeed",
-    rank: int | None = None,
-    ranks_per_node: int | None = None,
-) -> Forecast:
-    """Estimate an optimizer step on one rank. No process group is needed.
-
-    Args:
-        shape: Transformers config with `model_type`.
-        config: DeepSpeed config without "auto" and without a schedule. Without the block, plain DeepSpeed (or FSDP2)
-            is estimated.
-        num_ranks: data-parallel ranks; with teams, those of each.
-        sequence_length: tokens per sample; None for an image classifier. Images have the config's `image_size`, else
-            224 x 224 pixels.
-        host: "deepspeed" or "fsdp2".
-        rank: rank, or team, to estimate. Default: the rank whose subnetwork has the most FLOPs.
-        ranks_per_node: data-parallel ranks of a node, for traffic between nodes.
-
-    Raises:
-        ValueError: the model cannot be built, or a setting is invalid or cannot be estimated.
-    """
-    model = model_of(shape, config, sequence_length=sequence_length, gradient_checkpointing=gradient_checkpointing)
-    return forecast_of(model, config, num_ranks=num_ranks, host=host, rank=rank, ranks_per_node=ranks_per_node)
-
-
 def model_of(shape: Mapping[str, Any], config: Mapping[str, Any], **options: Any) -> Model:
-    """Model in the precision of a config; arguments as for `forecast`."""
+    """Model in the precision of a DeepSpeed config; other arguments as for `Model`."""
     settings = read_settings(config)
     autocast = torch.bfloat16 if settings.torch_autocast.enabled else None
     return Model(shape, _DTYPES[settings.dtype], autocast=autocast, **options)
 
 
-def forecast_of(
+def forecast(
     model: Model,
     config: Mapping[str, Any],
     *,
@@ -124,7 +91,19 @@ def forecast_of(
     rank: int | None = None,
     ranks_per_node: int | None = None,
 ) -> Forecast:
-    """`forecast` for an existing model, which is unchanged afterwards."""
+    """Estimate an optimizer step on one rank. No process group is needed. The model is unchanged afterwards.
+
+    Args:
+        config: DeepSpeed config without "auto" and without a schedule. Without the block, plain DeepSpeed (or FSDP2)
+            is estimated.
+        num_ranks: data-parallel ranks; with teams, those of each.
+        host: "deepspeed" or "fsdp2".
+        rank: rank, or team, to estimate. Default: the rank whose subnetwork has the most FLOPs.
+        ranks_per_node: data-parallel ranks of a node, for traffic between nodes.
+
+    Raises:
+        ValueError: a setting is invalid or cannot be estimated.
+    """
     micro, accumulation = read_settings(config).micro_steps(num_ranks)
     fsdp2 = fsdp2_setup(config, accumulation) if host == "fsdp2" else None
     deepspeed, block = deepspeed_setup(config, accumulation), parse(config)
@@ -159,7 +138,9 @@ def forecast_of(
         run = DeepSpeedRun(plan, tensors, deepspeed)
         estimate = run.estimate(rank)
         step = micro_step(model, inputs, **memory, reductions=_reductions(run, rank))
-        peak = _engine_peak(run, rank, estimate, step)
+        in_backward = step.peak + (estimate.gradients if accumulation > 1 else 0)
+        in_backward += run.reduce_buffers(rank) if deepspeed.stage == 2 else 0
+        peak = estimate.peak(in_backward, estimate.gradients + estimate.step_gradients + estimate.buffers)
         out_of_node = run.sent_out_of(node)
     with model.fake:
         mask.undo()
@@ -182,31 +163,15 @@ def _reductions(run: DeepSpeedRun, rank: int) -> list[Reduction]:
     is_first = setup.accumulation == 1  # else gradients of earlier micro-steps exist from the start
     if setup.stage < 2:
         width = setup.precision.gradients * is_first
-        return [Reduction(_names(bucket), at_first=bucket.size * width) for bucket in held]
+        return [Reduction(bucket.names, at_first=bucket.size * width) for bucket in held]
     width = FP32_BYTES * (is_first and not setup.offload)
     reductions = []
     for depth_range in sorted({bucket.depth_range for bucket in held}):
         buckets = [bucket for bucket in held if bucket.depth_range == depth_range]
         averages = sum(shard_elements(bucket, rank) for bucket in buckets) * width
-        reductions.append(Reduction(set().union(*map(_names, buckets)), at_last=averages, waits=True))
+        names = {name for bucket in buckets for name in bucket.names}
+        reductions.append(Reduction(names, at_last=averages, waits=True))
     return reductions
-
-
-def _names(bucket: BucketLayout) -> set[str]:
-    return {part.piece.parameter for part in bucket.slices}
-
-
-def _engine_peak(run: DeepSpeedRun, rank: int, estimate: RankEstimate, step: MicroStep) -> int:
-    in_backward = step.peak + (estimate.gradients if run.setup.accumulation > 1 else 0)
-    in_backward += run.reduce_buffers(rank) if run.setup.stage == 2 else 0
-    return estimate.peak(in_backward, estimate.gradients + estimate.step_gradients + estimate.buffers)
-
-
-def _plain_peak(stage: int, estimate: RankEstimate, step: MicroStep, accumulation: int) -> int:
-    in_backward = step.peak_keeping if stage < 2 else step.peak
-    if accumulation > 1:
-        in_backward = estimate.gradients + step.peak
-    return estimate.peak(estimate.buffers + in_backward, estimate.gradients + estimate.step_gradients)
 
 
 def _fsdp2_peak(estimate: RankEstimate, step: MicroStep, accumulation: int) -> int:
@@ -235,20 +200,13 @@ def _forecast_of_team(
         mask.apply()
         stored, tensors = {}, []
         for name, pieces in mask.pieces.items():
-            parameter, is_cut = mask.parameters[name], pieces[0][0].dim is not None
+            parameter = mask.parameters[name]
             if any(mask.is_stored(piece) for piece, _ in pieces):
                 stored[name] = parameter
-                tensors.append(
-                    TensorInfo(name, tuple(parameter.shape), parameter.dtype, trainable=parameter.requires_grad)
-                )
-            if is_cut:
-                for piece, _ in pieces:
-                    if mask.is_stored(piece) and not mask.is_held(piece):  # backward regime: beside the parameter
-                        tensors.append(
-                            TensorInfo(
-                                f"{name}, frozen", tuple(mask.view(piece).shape), parameter.dtype, trainable=False
-                            )
-                        )
+                tensors.append(tensor_info(name, parameter))
+            for piece in (piece for piece, _ in pieces if piece.dim is not None):
+                if mask.is_stored(piece) and not mask.is_held(piece):  # backward regime: beside the parameter
+                    tensors.append(tensor_info(f"{name}, frozen", mask.view(piece)))
     subnetwork = replace(dense, tensors=tensors, parameters=stored, ignored=mask.tensors())
     columns = _plain_forecasts(model, config, subnetwork, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     settings, shares = read_settings(config), shares_of(mask, 0, num_ranks)
@@ -330,7 +288,11 @@ def _plain_forecasts(
 
     for stage in (0, 1, 2):
         estimate = plain_deepspeed_estimate(tensors, replace(setup, stage=stage), num_ranks=num_ranks)
-        add(f"ZeRO-{stage}", estimate, _plain_peak(stage, estimate, step, accumulation))
+        in_backward = step.peak_keeping if stage < 2 else step.peak
+        if accumulation > 1:
+            in_backward = estimate.gradients + step.peak
+        in_step = estimate.gradients + estimate.step_gradients
+        add(f"ZeRO-{stage}", estimate, estimate.peak(estimate.buffers + in_backward, in_step))
     precision = setup.precision
     sizes = {"compute": precision.weights, "num_moments": precision.num_moments, "accumulation": accumulation}
     zero_3 = FSDP2Setup(precision.weights, wire=precision.wire, master=FP32_BYTES, **sizes)

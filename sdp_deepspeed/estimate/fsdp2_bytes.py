@@ -8,7 +8,7 @@ parameters stay gathered until the backward pass.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -27,7 +27,6 @@ class FSDP2Setup:
         weights: stored weights and averaged gradients.
         compute: gathered weights (`mp_policy.param_dtype`).
         wire: gradients on the wire (`mp_policy.reduce_dtype`).
-        num_moments: fp32 moments per element: Adam 2.
         master: separate copy that the optimizer steps; 0 if it steps the stored weights.
         accumulation: micro-steps. Each gathers weights and averages gradients.
     """
@@ -91,14 +90,18 @@ def fsdp2_tensors(
         first = {}  # first piece of each parameter in the branch's bodies
         for piece in branch.pieces:
             is_inside = piece.parameter.startswith(tuple(f"{body}." for body in branch.bodies))
-            if is_inside and ("parameter", piece.parameter) in pieces_of:
-                first[piece.parameter] = pieces_of["parameter", piece.parameter][0]
+            if is_inside and piece.parameter in pieces_of:
+                first[piece.parameter] = pieces_of[piece.parameter][0]
         if all(holders == everyone and piece.dim is None for piece, holders in first.values()):
             group_of |= dict.fromkeys(first, branch.name)
         for piece in branch.pieces:
             if piece.parameter in group_of:
                 group_of[piece.parameter] = together[branch.name]
-    overlapping = _overlapping(branches, together)
+    layers: dict[str, set[str]] = {}
+    for branch in branches:
+        layers.setdefault(together[branch.name], set()).add(branch.layer)
+    # Of groups of several layers all holder sets are gathered at the same time.
+    overlapping = {name for name, of_name in layers.items() if len(of_name) > 1}
     for info, pieces in zip(parameters, pieces_of.values(), strict=True):
         if pieces[0][0].dim is not None and info.name in group_of:
             overlapping.add(group_of[info.name])
@@ -111,14 +114,6 @@ def fsdp2_tensors(
             name = group_of.get(info.name)
             group = None if name is None else (name, () if name in overlapping else holders)
             yield FSDP2Tensor(info.name, shape, holders, group, info.trainable)
-
-
-def _overlapping(branches: Sequence[LocatedBranch], together: Mapping[str, str]) -> set[str]:
-    """Names of groups of several layers, of which all holder sets are gathered at the same time."""
-    layers: dict[str, set[str]] = {}
-    for branch in branches:
-        layers.setdefault(together[branch.name], set()).add(branch.layer)
-    return {name for name, of_name in layers.items() if len(of_name) > 1}
 
 
 def names_in_units(parts: Sequence[FSDP2Tensor]) -> set[str]:

@@ -205,7 +205,6 @@ def micro_step(
     """Run one micro-batch forward and backward.
 
     Args:
-        ignored: tensors that are not counted.
         watched: names of parameters for `MicroStep.peak_in_units`.
         reductions: other gradients are freed at once.
     """

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.checkpoint.atomic_folder import output_folder
-from sdp_deepspeed.checkpoint.hugging_face import load_pretrained
+from sdp_deepspeed.checkpoint.export_and_import import load_pretrained
 from sdp_deepspeed.checkpoint.optimizer_state import NUMBER, group_facts
 from sdp_deepspeed.checkpoint.rank_state import RankState
 from sdp_deepspeed.checkpoint.save_and_load import Checkpointer
@@ -111,7 +111,6 @@ class CheckpointManager:
     `save_checkpoint` returns once the state has been copied to host memory.
 
     Args:
-        model: the sharded model.
         optimizer: optimizer of its parameters, before its first step: steps are counted from here on.
         lr_scheduler: an object with `state_dict` and `load_state_dict`.
 
@@ -160,7 +159,6 @@ class CheckpointManager:
             save_dir: folder of all checkpoints, shared by all ranks.
             tag: name of this checkpoint. Default: the step.
             client_state: tensors, numbers, strings, lists and dicts that `load_checkpoint` returns. Rank 0's is saved.
-            save_latest: whether to update the file `latest`.
             exclude_frozen_parameters: whether to leave out parameters that do not require gradients.
 
         Raises:
@@ -200,7 +198,6 @@ class CheckpointManager:
             load_module_strict: whether missing and unexpected tensors are errors.
             load_optimizer_states, load_lr_scheduler_states: whether to load the state of the optimizer and of the
                 scheduler.
-            load_module_only: whether to load only the model.
 
         Returns:
             Path of the checkpoint and the client state; (None, None) if `load_dir` has no checkpoint.

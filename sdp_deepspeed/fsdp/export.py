@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sdp_deepspeed.checkpoint import exported_folder, hugging_face
+from sdp_deepspeed.checkpoint import hf_folder
 from sdp_deepspeed.checkpoint.atomic_folder import output_folder
+from sdp_deepspeed.checkpoint.export_and_import import dense_state_dict
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.fsdp.checkpoint_manager import state_of
 from sdp_deepspeed.fsdp.sharded_model import sharded_model_of
 from sdp_deepspeed.masking.running_statistics import estimate_statistics, tracking_norms, write_statistics
-from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.boxes import local_of
 from sdp_deepspeed.parallel.consistency import first_batches, run_on_all_ranks
 
@@ -40,7 +40,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """
     sharded = sharded_model_of(module)
     sharded.begin_evaluation("full_state_dict")
-    values = hugging_face.dense_state_dict(state_of(sharded), sharded.device)
+    values = dense_state_dict(state_of(sharded), sharded.device)
     buffers = sharded.dense.current_buffers()
     if dist.get_rank() != 0:
         return {}
@@ -57,7 +57,6 @@ def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None
     Args:
         module: a model that `fully_shard` returned. Without `save_pretrained`, its state dict is written.
         folder: output folder. An older export in it is replaced: at any moment its weights are complete or absent.
-        tokenizer: saved to the same folder.
         options: passed to the model's `save_pretrained`, such as `max_shard_size`.
 
     Raises:
@@ -70,7 +69,7 @@ def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None
         if dist.get_rank() == 0:
             model: Any = sharded.dense.module  # of the original class, which the config names
             to = output_folder(folder, "folder")
-            save = partial(exported_folder.save_pretrained, model, to, tokenizer, **options)
+            save = partial(hf_folder.save_pretrained, model, to, tokenizer, **options)
             of_model = getattr(model, "save_pretrained", None)
             try:
                 if of_model is None or "state_dict" in signature(of_model).parameters:
@@ -85,19 +84,11 @@ def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None
 
 
 def reestimate_batch_norm(module: nn.Module, batches: Iterable[Any], *, num_batches: int) -> int:
-    """See `sdp_deepspeed.reestimate_batch_norm`.
-
-    Args:
-        module: a model that `fully_shard` returned.
-    """
+    """See `sdp_deepspeed.reestimate_batch_norm`."""
     sharded = sharded_model_of(module)
     control, copied = sharded.groups.control, sharded.dense.module
-    norms = tracking_norms(copied)
-    if not norms:
-        if dist.get_rank() == 0:
-            logger.info("%s: the model has no batch norms with running statistics", KEY)
+    if not (norms := tracking_norms(copied)):
         return 0
-
     with unchanged_random_state():  # batches and models may draw random numbers
         taken = first_batches(batches, num_batches, control)
         was_training = module.training

@@ -22,7 +22,6 @@ def holder_meshes(
 
     Args:
         mesh: mesh of all data-parallel ranks, which is also that of the set of all ranks.
-        is_divided: whether tensor parallelism divides the model.
     """
     everyone = tuple(range(mesh.size()))
     meshes = {everyone: with_axes(mesh, OF_UNITS) if is_divided else mesh}

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from sdp_deepspeed.config import SubnetworkConfig, parse
+from sdp_deepspeed.config import SubnetworkConfig, parse_block
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.parts import chunk_range
 from sdp_deepspeed.masking.mask import is_masked
@@ -33,24 +33,6 @@ REFUSED_KEYS = {
 }
 
 
-def parse_block(block: Mapping[str, Any] | None) -> SubnetworkConfig:
-    """The block, parsed as in a DeepSpeed config.
-
-    Raises:
-        ValueError: the block is invalid, or has a schedule, or is not enabled.
-    """
-    if not isinstance(block, Mapping):
-        raise ValueError(f'fully_shard: block: got {block!r}, expected the block {KEY!r}, such as {{"coverage": 0.5}}')
-    if KEY in block:
-        raise ValueError(f"fully_shard: block: pass the contents of {KEY!r}, not the enclosing config")
-    if block.get("schedule") is not None:
-        raise ValueError(f"{KEY}.schedule: not supported with FSDP2: {REFUSED_KEYS['schedule']}")
-    config = parse({KEY: dict(block)})
-    if config is None:
-        raise ValueError(f"{KEY}.enabled: got false; call torch.distributed.fsdp.fully_shard instead")
-    return config
-
-
 def check_call(
     module: nn.Module, mesh: DeviceMesh | None, block: Mapping[str, Any] | None, options: ShardOptions
 ) -> SubnetworkConfig:
@@ -59,7 +41,7 @@ def check_call(
     Raises:
         ValueError: everything that is refused, one line each.
     """
-    config = parse_block(block)
+    config = parse_block(block, "fully_shard")
     lines = [*refused_of_block(config), *_of_mesh(module, mesh), *_of_model(module), *_of_options(options)]
     lines += _of_tensor_parallelism(module, config, options)
     if lines:

@@ -6,7 +6,6 @@ FSDP2's reduce-scatter averages a unit over its mesh, which consists of its hold
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -65,8 +64,6 @@ from sdp_deepspeed.planner import announce_plan, plan_model
 logger = logging.getLogger("sdp_deepspeed")
 T = TypeVar("T", bound=nn.Module)
 
-_numbers = itertools.count()  # of models; all ranks shard them together, so the counts agree
-
 
 def fully_shard(
     module: T,
@@ -124,8 +121,6 @@ def fully_shard(
         raise
     _run_dense_in_evaluation(sharded)
     attach(sharded)
-    if dist.get_rank() == 0:
-        logger.info("%s: rank 0 is in %d process groups", KEY, sharded.groups.num_groups)
     return module
 
 
@@ -134,9 +129,7 @@ class CheckedCall:
     """The arguments of `fully_shard`, the same on all ranks.
 
     Args:
-        mesh: the data-parallel ranks.
         columns: the data-parallel ranks of each tensor-parallel rank; empty without tensor parallelism.
-        control: gloo group of all ranks.
         dtensors: None without tensor parallelism.
     """
 
@@ -205,7 +198,7 @@ def _shard(call: CheckedCall) -> ShardedModel:
         state_names=planned.state_names,
         coverage=coverage,
         dtensors=call.dtensors,
-        barrier=CallBarrier(f"sdp_deepspeed/fsdp/{next(_numbers)}"),
+        barrier=CallBarrier(),
     )
     whole = {}  # parameters that the root gathers or ignores
     for part in all_parts:
@@ -337,7 +330,7 @@ def _run_dense_in_evaluation(sharded: ShardedModel) -> None:
     model = sharded.module
 
     def before(*_: Any) -> None:
-        if _is_evaluating(model):
+        if not model.training and not torch.is_grad_enabled():
             sharded.begin_evaluation("an evaluation")
             return
         if torch.is_grad_enabled() and not model.training:
@@ -378,7 +371,3 @@ def _or_dense(sharded: ShardedModel, module: nn.Module, copied: nn.Module) -> Ca
         return subnetwork(*args, **kwargs) if torch.is_grad_enabled() or not is_dense() else dense(*args, **kwargs)
 
     return forward
-
-
-def _is_evaluating(model: nn.Module) -> bool:
-    return not model.training and not torch.is_grad_enabled()

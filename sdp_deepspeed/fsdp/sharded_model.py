@@ -35,9 +35,8 @@ class ShardedModel:
     Args:
         plan: plan in coordinates of the dense model.
         mask: applied before the module was sharded. Its pieces, shapes and buffers are valid, its parameters are not.
-        mesh: mesh of the data-parallel ranks.
-        device: device of the collectives.
-        parts: parts of all parameters, by dense name.
+        mesh: of the data-parallel ranks.
+        device: of the collectives.
         fsdp_groups: modules of each FSDP2 group of this rank, ordered by the last module.
         state_names: dense name of the tensor of each key of the dense state dict.
         coverage: C of the plan, weighted by FLOPs.

@@ -41,8 +41,6 @@ class Cells:
 
     Args:
         inner: None if it cannot be cut.
-        number: of neurons or heads.
-        reason: why it cannot be cut.
         counts: integers that its forward reads, by attribute path, and their values. For a layer in which they differ,
             nothing is proven.
     """
@@ -220,7 +218,7 @@ def _plan(regime: str, branch: LocatedBranch) -> Plan:
     edges = [index * branch.num_cells // count for index in range(count + 1)]
     cells = [range(start, end) for start, end in itertools.pairwise(edges)]
     units = tuple(Unit(f"{branch.name}.{index}", branch.pieces_of_cells(group)) for index, group in enumerate(cells))
-    return Plan(regime, "neuron", 2, 1, 0, units, tuple((index % 2,) for index in range(count)), (0, 1))
+    return Plan(regime, "neuron", 2, 0, units, tuple((index % 2,) for index in range(count)), (0, 1))
 
 
 def _masked(replayed: ReplayedLayer, plan: Plan, branch: LocatedBranch, subnetwork: int) -> dict[str, torch.Tensor]:
@@ -295,13 +293,9 @@ def _counts_read(replayed: ReplayedLayer, branch: LocatedBranch) -> dict[str, in
         f"{path}.{name}".lstrip("."): vars_of[name]
         for key, name in sorted(read, key=lambda item: (paths[item[0]][0], item[1]))
         for path in paths[key]
-        if (vars_of := vars(_at(root, path))).get(name) is not None
+        if (vars_of := vars(attribute(root, path) if path else root)).get(name) is not None
     }
     return {path: value for path, value in counts.items() if type(value) is int}
-
-
-def _at(root: nn.Module, path: str) -> Any:
-    return attribute(root, path) if path else root
 
 
 def _is_config(value: object) -> bool:

@@ -98,7 +98,7 @@ def _plan(model: nn.Module, regime: str, strategy: Any) -> Plan:
     holders = tuple((names[:index].count(name) % 2,) for index, name in enumerate(names))
     if len({*holders}) == 1 and isinstance(strategy, str):  # a single block
         raise ValueError("check_description: the model has one unit only; use two layers")
-    return Plan(regime, strategy, 2, 1, 0, tuple(units), holders, (0, 1))
+    return Plan(regime, strategy, 2, 0, tuple(units), holders, (0, 1))
 
 
 def _adds_branches(model: nn.Module, branches: Sequence[LocatedBranch], batch: Any, loss_of: LossOf) -> bool:

@@ -14,17 +14,16 @@ from torch.utils.hooks import RemovableHandle
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.masking.absent_blocks import skip_branch
 from sdp_deepspeed.masking.check import blocks_of_units, check_plan, refuse_cache
-from sdp_deepspeed.masking.experts import check_experts, router_refusal
+from sdp_deepspeed.masking.experts import router_refusal
 from sdp_deepspeed.masking.forwards import restore_forward, set_data
 from sdp_deepspeed.masking.head_arguments import select_heads
 from sdp_deepspeed.masking.scale import coverage_of_branches, scale_block, scale_outputs
 from sdp_deepspeed.masking.size_attributes import Sizes
 from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, parent_in_branch, set_sizes, split_layer
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.tensors import TensorInfo, dense_tensors, pieces_by_tensor
-from sdp_deepspeed.units import Holders, Piece
+from sdp_deepspeed.plan.tensors import PiecesOfTensor, TensorInfo, dense_tensors, pieces_by_tensor
+from sdp_deepspeed.units import Piece
 
-PiecesOfTensor = list[tuple[Piece, Holders]]
 # Attribute of the modules of a masked model, and of their copies: dense names of partial tensors, by their name there.
 _MASKED = "_sdp_masked"
 
@@ -40,8 +39,7 @@ class Mask:
         model: whole, on its final device.
         plan: plan in coordinates of this model's tensors; with tensor parallelism, in those of this rank.
         rank: data-parallel index.
-        branches: residual branches of the model, with what the strategy cuts; with tensor
-            parallelism as on this rank.
+        branches: residual branches of the model, with what the strategy cuts; with tensor parallelism as on this rank.
         is_scaled: whether a subnetwork multiplies what its units add by 1 / C (`branch_scale`).
 
     Attributes:
@@ -77,8 +75,8 @@ class Mask:
         self.trainable = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         buffers = [TensorInfo(n, tuple(b.shape), b.dtype, kind="buffer") for n, b in self.buffers.items()]
         divided = pieces_by_tensor([*dense_tensors(model), *buffers], plan)
-        self.pieces: dict[str, PiecesOfTensor] = {name: divided["parameter", name] for name in self.parameters}
-        self.buffer_pieces: dict[str, PiecesOfTensor] = {name: divided["buffer", name] for name in self.buffers}
+        self.pieces: dict[str, PiecesOfTensor] = {name: divided[name] for name in self.parameters}
+        self.buffer_pieces: dict[str, PiecesOfTensor] = {name: divided[name] for name in self.buffers}
         self._held = {
             piece
             for pieces in itertools.chain(self.pieces.values(), self.buffer_pieces.values())
@@ -86,7 +84,6 @@ class Mask:
             if rank in holders
         }
         check_plan(model, plan, self.branches)
-        check_experts(model, plan, self.branches)
         is_scaled = is_scaled and plan.regime == "forward"
         self.scaled = coverage_of_branches(plan, self.branches) if is_scaled else {}
         self._router_refusal = router_refusal(model, plan, self.branches)
@@ -130,6 +127,13 @@ class Mask:
             assert self.is_held(piece), "frozen slices have no gradient"
             tensor = of
         return tensor.detach() if piece.dim is None else tensor.detach().narrow(piece.dim, start, piece.length)
+
+    def view_in(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+        """View of a stored piece in the current tensor of its name, whole or reduced, which may have been replaced."""
+        if tensor.shape == self.shapes[piece.parameter]:
+            view: torch.Tensor = piece.narrow(tensor.detach())
+            return view
+        return self.view(piece, tensor) if self.is_held(piece) else self.view(piece)
 
     def joined(self, name: str) -> torch.Tensor:
         """A copy of the dense tensor, if this rank stores all pieces (backward regime)."""
@@ -318,13 +322,9 @@ class Mask:
                 bias, is_sum = outputs.get(module_path, ("", False))
                 module = self.model.get_submodule(module_path)
                 compact = branch.description.inner.heads is None  # attention keeps its own output
-                held_and_frozen: tuple[dict[str, torch.Tensor], ...] = (
-                    {},
-                    rests[module_path],
-                )  # held: the module's own
                 changed = split_layer(
                     module,
-                    held_and_frozen,
+                    ({}, rests[module_path]),  # held: the module's own
                     cuts[module_path],
                     output_bias=bias,
                     is_sum=is_sum,

@@ -82,7 +82,6 @@ def describe_scale(
 
     Args:
         scaled: coverage of each scaled branch, by name.
-        by_init: whether `Init` makes the initial weights.
     """
     factors = sorted({f"{1 / coverage:.3g}" for coverage in scaled.values()}, key=float)
     smaller = sum(branch.name in scaled and starts_smaller(model, branch) for branch in branches)

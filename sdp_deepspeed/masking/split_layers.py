@@ -43,7 +43,6 @@ class Ranges:
 
     Args:
         lengths: lengths of runs of indices, in dense order.
-        portions: portion of each run.
     """
 
     lengths: tuple[int, ...]
@@ -92,8 +91,6 @@ class SplitState:
     Args:
         portions: parameters of each portion, by name; empty for the one that consists of the layer's own parameters.
             Read at each call, since FSDP2 replaces gathered parameters.
-        cuts: how these parameters are cut.
-        sizes: size attributes of each portion.
         dim: dimension of the activations that contains neurons, heads or channels.
         bias: name of a parameter that is not cut, and added by the first portion only; empty if there is none.
         compact: whether to copy the first portion's inputs, so that autograd does not keep those of others alive.

@@ -21,9 +21,7 @@ class Box(NamedTuple):
     """A box of a dense tensor, and where its elements are on this rank.
 
     Args:
-        name: dense name.
         offsets: first index along each dim of the dense tensor; with tensor parallelism, of this rank's part.
-        sizes: lengths along each dim.
         tensor: what contains the elements: a parameter of the optimizer, a frozen parameter, a buffer, or a view.
         inside: index of the elements in `tensor`, in row-major order.
         is_stepped: whether `tensor` is a parameter of the optimizer.

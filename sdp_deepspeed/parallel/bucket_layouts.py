@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -31,7 +31,6 @@ class Slice(NamedTuple):
     """A piece of a dense tensor in a bucket.
 
     Args:
-        start: first element in the bucket.
         shape: shape of the slice, in row-major order.
     """
 
@@ -50,9 +49,6 @@ class BucketLayout:
 
     Args:
         depth_range: 0 for the last layers, whose gradients are ready first.
-        holders: data-parallel indices.
-        param_group: index of the optimizer's param group.
-        dtype: dtype of the weights.
         is_cut: whether the slices are parts of cut tensors, not whole tensors.
         is_tp_replicated: whether all tensor-parallel ranks have the same values.
         stepping_position: position in `holders` of the rank that steps the bucket, for an optimizer of whole tensors;
@@ -67,7 +63,7 @@ class BucketLayout:
     is_cut: bool
     is_tp_replicated: bool
     stepping_position: int | None
-    slices: tuple[Slice, ...]
+    slices: tuple[Slice, ...] = ()
 
     @cached_property
     def names(self) -> list[str]:
@@ -119,8 +115,6 @@ def plan_buckets(
 
     Args:
         pieces: pieces of each dense tensor with their holders, in the order in which the forward pass uses tensors.
-        shapes: shapes of the dense tensors.
-        dtypes: dtypes of the weights.
         param_groups: param group index of each trained tensor; other tensors are in no bucket.
         bucket_size: maximum number of elements that a rank holds in one depth range, unless a single tensor has more.
             Default: 50 million, or a sixteenth of what a rank holds if that is more, since a rank has a bucket per
@@ -133,36 +127,25 @@ def plan_buckets(
     backward_order = [name for name in reversed([*pieces]) if name in param_groups]
     layouts: list[BucketLayout] = []
     for depth_range, names in enumerate(_depth_ranges(backward_order, pieces, shapes, bucket_size)):
-        pieces_of: defaultdict[_Kind, list[Piece]] = defaultdict(list)
-        last_depth: dict[_Kind, int] = {}  # of its last tensor, within the range
+        pieces_of: defaultdict[BucketLayout, list[Piece]] = defaultdict(list)  # by layouts without slices
+        last_depth: dict[BucketLayout, int] = {}  # of its last tensor, within the range
         for depth, name in enumerate(names):
             for piece, holders in pieces[name]:
-                kind = _Kind(
-                    holders=holders,
-                    param_group=param_groups[name],
-                    dtype=dtypes[name],
+                empty = BucketLayout(
+                    depth_range,
+                    holders,
+                    param_groups[name],
+                    dtypes[name],
                     is_cut=piece.dim is not None,
                     is_tp_replicated=name in tp_replicated,
                     stepping_position=stepping_positions.get(name),
                 )
-                pieces_of[kind].append(piece)
-                last_depth[kind] = depth
-        # Kinds with the same last tensor differ in their holders only, so there are no ties.
-        for kind in sorted(pieces_of, key=lambda kind: (last_depth[kind], kind.holders)):
-            slices = _slices(pieces_of[kind], shapes)
-            layouts.append(BucketLayout(depth_range, slices=slices, **kind._asdict()))
+                pieces_of[empty].append(piece)
+                last_depth[empty] = depth
+        # Layouts with the same last tensor differ in their holders only, so there are no ties.
+        for empty in sorted(pieces_of, key=lambda empty: (last_depth[empty], empty.holders)):
+            layouts.append(replace(empty, slices=_slices(pieces_of[empty], shapes)))
     return layouts
-
-
-class _Kind(NamedTuple):
-    """What the slices of a bucket have in common; see `BucketLayout`."""
-
-    holders: Holders
-    param_group: int
-    dtype: torch.dtype
-    is_cut: bool
-    is_tp_replicated: bool
-    stepping_position: int | None
 
 
 def _depth_ranges(

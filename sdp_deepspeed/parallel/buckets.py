@@ -27,10 +27,8 @@ class Bucket:
     """One rank's memory for a bucket.
 
     Args:
-        layout: contents of the bucket.
         group: the holders, over which it is sharded. None if this rank is not one and only receives weights (backward
             regime).
-        device: device of the weights.
 
     Attributes:
         weights: flat [size] in the weights' dtype; of cut tensors only while they are sent, else None.
@@ -196,17 +194,9 @@ class Bucket:
         elif not self.steps_in_place:
             self.shard_of(self.weights).copy_(self.shard.detach())
 
-    def weights_to_module(self, view: Callable[[Piece], torch.Tensor]) -> None:
-        """Copy `weights` into cut tensors; whole ones are views of it."""
-        if self.layout.is_cut:
-            torch._foreach_copy_([view(item.piece) for item in self.layout.slices], self.weight_views)
-
     def restore_views(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Make whole tensors views of `weights`, with their current values, unless they are. Users may replace `.data`.
-
-        Args:
-            parameters: by name.
-        """
+        """Make whole tensors views of `weights`, with their current values, unless they are. Users may replace
+        `.data`."""
         if self.layout.is_cut:
             return
         for item, view in zip(self.layout.slices, self.weight_views, strict=True):
@@ -220,10 +210,7 @@ class Place(NamedTuple):
     """Where a held slice is, in the module and in the buckets.
 
     Args:
-        name: of the tensor.
-        index_in_tensor: index among the tensor's held slices.
         bucket_index: index of its bucket among the held ones.
-        index_in_bucket: index among the bucket's slices.
     """
 
     name: str
@@ -238,7 +225,6 @@ class HeldTensor(NamedTuple):
     Args:
         dim: dimension along which it is cut; None for a whole tensor.
         lengths: lengths of the held slices, which are adjacent in the parameter.
-        places: of each held slice.
         buckets: indices of the buckets with these slices, ascending.
     """
 
@@ -256,13 +242,7 @@ class HeldTensor(NamedTuple):
 def held_tensors(
     buckets: Sequence[Bucket], parameters: Mapping[str, nn.Parameter], pieces: Pieces, rank: int
 ) -> dict[str, HeldTensor]:
-    """The tensors of which a rank holds slices, by name; also sets `places` of its buckets.
-
-    Args:
-        buckets: that the rank holds.
-        parameters: trained tensors.
-        rank: data-parallel index.
-    """
+    """The tensors of which a rank holds slices, by name; also sets `places` of its buckets."""
     in_buckets: dict[Piece, tuple[int, int]] = {}
     for number, bucket in enumerate(buckets):
         for index, item in enumerate(bucket.layout.slices):

@@ -62,9 +62,6 @@ def gather_results(work: Callable[[], T], group: dist.ProcessGroup | None = None
 def first_batches(batches: Iterable[Any], num_batches: int, group: dist.ProcessGroup | None) -> list[Any]:
     """Take the first batches of this rank; collective.
 
-    Args:
-        group: gloo group of all ranks.
-
     Raises:
         ValueError: on all ranks, if a rank has fewer batches, or `num_batches` differs.
     """
@@ -132,11 +129,7 @@ def difference(values: Sequence[Mapping[str, str]]) -> str:
 
 
 def refuse_difference(what: str, facts: Mapping[int, Sequence[str]]) -> None:
-    """Raise RuntimeError with the first fact in which a rank differs from the first rank.
-
-    Args:
-        facts: facts of each rank, gathered.
-    """
+    """Raise RuntimeError with the first fact in which a rank differs from the first rank."""
     first = min(facts)
     for rank, others in facts.items():
         pairs = itertools.zip_longest(facts[first], others, fillvalue="nothing")
@@ -155,7 +148,6 @@ def check_same_parameters(
 
     Args:
         members: ranks that must have the same parameters; tensor-parallel ranks need not.
-        group: group of all ranks.
 
     Raises:
         RuntimeError: on all ranks.
@@ -212,18 +204,18 @@ class CallBarrier:
 
     If a rank has recorded that it continues training, it will not join, and a waiting rank raises an error that names
     it, long before a timeout. Ranks that have not arrived after `PATIENCE` seconds are named in a warning.
-    Communication uses the store of the default process group.
-
-    Args:
-        name: key prefix in the store, the same on all ranks.
+    Communication uses the store of the default process group. All ranks construct barriers in the same order.
     """
 
-    def __init__(self, name: str) -> None:
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
         self._store: Any = default_store()
-        self._rank, self._size, self._name = dist.get_rank(), dist.get_world_size(), name
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._name = f"sdp_deepspeed/barrier/{next(self._numbers)}"
         self._num_steps = self._num_calls = 0
         self._last_keys = list[str]()  # keys of calls that this rank deletes, once all ranks make a later one
-        self._store.set(f"{name}/{self._rank}", "0 0")
+        self._store.set(f"{self._name}/{self._rank}", "0 0")
 
     def record_step(self) -> None:
         """Record that this rank begins another step. The message to the store is not answered, so this takes about 15
@@ -233,10 +225,7 @@ class CallBarrier:
             self._store.set(f"{self._name}/{self._rank}", f"{self._num_calls} {self._num_steps}")
 
     def wait(self, what: str) -> None:
-        """Wait for all ranks.
-
-        Args:
-            what: name of the call, for messages.
+        """Wait for all ranks to make the call `what`.
 
         Raises:
             RuntimeError: a rank continues training, makes a different call, or does not arrive within the store's

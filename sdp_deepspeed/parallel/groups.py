@@ -31,7 +31,6 @@ class RankGroup:
     Args:
         ranks: data-parallel indices in ascending order.
         process_group: process group of these ranks; None for a single holder.
-        position: index of this rank in `ranks`.
         scatters_directly, gathers_directly: whether a reduce-scatter and an all-gather send shards point-to-point: over
             gloo only, on one node always. Gloo implements reduce-scatter as an all-reduce; between nodes, sending
             directly takes fewer bytes if no node has more than two of the ranks. Gloo's all-gather is a ring, which
@@ -66,17 +65,12 @@ class Groups:
         ranks: global ranks by data-parallel index, ascending, a list for each tensor-parallel rank. Default: all
             ranks, without tensor parallelism.
         control: a gloo group of all ranks.
-        comm: module with the collectives, see `RankGroup`.
 
     Attributes:
-        ranks: the argument.
         rank: this rank's data-parallel index.
         data_parallel: the group of this rank's data-parallel ranks.
         tensor_parallel_rank: index of the list in `ranks` that contains this rank.
-        tensor_parallel_size: number of lists in `ranks`.
-        control: the argument, for barriers and objects.
         some_hold_alone: whether a holder set, of any rank, is a single rank.
-        num_groups: number of process groups of this rank, with control, without the default group.
     """
 
     def __init__(
@@ -107,7 +101,6 @@ class Groups:
             if me in members:
                 self.rank, self.tensor_parallel_rank = members.index(me), tensor_parallel_rank
                 self.data_parallel = self._groups[all_indices]
-        self.num_groups = len({id(self.control), *map(id, self._created)})
 
     def _process_group(
         self, ranks: list[int], everyone: list[int], timeout: timedelta | None

@@ -39,7 +39,6 @@ class OffloadedShard:
 
         Args:
             gradient: fp32, on the device; overwritten.
-            adds: whether to accumulate.
         """
         if adds:
             gradient.add_(self._gradient.to(self._device, non_blocking=self._pins))

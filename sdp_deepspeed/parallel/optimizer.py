@@ -12,7 +12,7 @@ A step (`ShardedOptimizer.step`), for every bucket (buckets.py) that this rank h
    gradients are reduced to it, and their weights broadcast from it.
 4. Updated weights are all-gathered. Forward regime: each bucket over its holders. Backward regime: every rank runs the
    whole model, so for each depth range and dtype there is one all-gather over all data-parallel ranks
-   (backward_gathers.py), to which each rank contributes all of its shards, padded to the largest share.
+   (`_gather_ranges`), to which each rank contributes all of its shards, padded to the largest share.
 
 # Order of collectives
 
@@ -42,16 +42,18 @@ of such a group hold the same buckets, so all of them insert its collectives at 
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from sdp_deepspeed.parallel.backward_gathers import plan_gathers
 from sdp_deepspeed.parallel.boxes import Box, shard_boxes
 from sdp_deepspeed.parallel.bucket_layouts import BUCKET_SIZE, plan_buckets
 from sdp_deepspeed.parallel.buckets import Bucket, held_tensors, sent_together
+from sdp_deepspeed.parallel.dense_gathers import gather_flat
 from sdp_deepspeed.parallel.groups import Groups, all_gather, broadcast
 from sdp_deepspeed.parallel.muon import is_deepspeeds_muon, orthogonalize, step_with_updates
 from sdp_deepspeed.parallel.norm import gradient_norm, scale_gradients
@@ -72,11 +74,9 @@ class ShardedOptimizer:
         optimizer: optimizer of the dense model's parameters, not stepped yet. Parameters in its param groups are
             replaced by this rank's shards; other options are unchanged.
         mask: this rank's subnetwork, applied: pieces of dense tensors with their holders, and views of those held.
-        groups: process groups of all holder sets.
         param_groups: param group index of each trained tensor, by dense name. The same on all ranks: parameters that
             the user froze are excluded, those that only the mask froze on this rank are included.
         regime: "forward" gathers weights over the holders, "backward" over all ranks.
-        stage: ZeRO stage.
         clip: maximum gradient norm; 0 does not clip.
         clips_updates: whether to clip the updates of DeepSpeed's Muon, not its gradients (muon.py).
         bucket_size: see `plan_buckets`.
@@ -92,7 +92,6 @@ class ShardedOptimizer:
         held: buckets of which this rank is a holder, in the order of collectives.
         buckets: `held`; in the backward regime all buckets.
         mode: mode of an optimizer with `train` and `eval`; None until `change_mode`, and after a checkpoint is loaded.
-        param_groups: the argument.
     """
 
     def __init__(
@@ -150,8 +149,6 @@ class ShardedOptimizer:
             gradient_dtype=gradient_dtype,
             wire_dtype=wire_dtype,
         )
-        gathered = self.buckets if regime == "backward" else []
-        self._gathers = plan_gathers(gathered, groups.data_parallel.size, groups.rank)
         stepped: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         for bucket in self.held:
             stepped[bucket.layout.param_group] += bucket.parameters
@@ -241,9 +238,35 @@ class ShardedOptimizer:
         """
         if self.regime == "forward":
             self._gather_shards(reuse_gradients=reuse_gradients)
-            return
-        for gathered in self._gathers:  # one for each depth range and dtype
-            gathered.all_gather(self.groups.data_parallel, self.mask.view, reuse_gradients=reuse_gradients)
+        else:
+            self._gather_ranges(reuse_gradients=reuse_gradients)
+
+    def _gather_ranges(self, *, reuse_gradients: bool) -> None:
+        """All-gather the shards of all buckets over all ranks, once for each depth range and dtype."""
+        group = self.groups.data_parallel
+        ranges: defaultdict[tuple[int, torch.dtype], list[Bucket]] = defaultdict(list)
+        for bucket in self.buckets:
+            ranges[bucket.layout.depth_range, bucket.layout.dtype].append(bucket)
+        for (_, dtype), buckets in ranges.items():
+            sizes, mine = [], []
+            for bucket in buckets:
+                owners = bucket.layout.owners
+                sizes += [(owner, bucket.layout.size // len(owners)) for owner in owners]
+                if group.position in owners:
+                    bucket.allocate_weights(reuse_gradients=reuse_gradients)
+                    bucket.shard_to_weights()
+                    assert bucket.weights is not None
+                    mine.append(bucket.shard_of(bucket.weights))
+            received = iter(gather_flat(sizes, mine, group, dtype, self._device))
+            for bucket in buckets:
+                bucket.allocate_weights(reuse_gradients=reuse_gradients)
+                assert bucket.weights is not None
+                shards = bucket.weights.view(len(bucket.layout.owners), -1).unbind()
+                torch._foreach_copy_(shards, [*itertools.islice(received, len(shards))])
+                if bucket.layout.is_cut:  # whole tensors are views of the weights
+                    tensors = [self.mask.view(item.piece) for item in bucket.layout.slices]
+                    torch._foreach_copy_(tensors, bucket.weight_views)
+                bucket.drop_weights()
 
     def _gather_shards(self, *, reuse_gradients: bool) -> None:
         """All-gather each bucket over its holders. Whole tensors are views of it, and cut ones are copied from it."""
@@ -307,16 +330,12 @@ class ShardedOptimizer:
         """Update the shards after weights were changed from outside (dense view, checkpoint). fp32 values that still
         round to the weight are kept."""
         for bucket in self.held:
-            self._read_module(bucket)
+            if bucket.layout.is_cut:
+                bucket.weights_from_module(self.mask.view)
+            else:
+                bucket.restore_views(self._parameters)
             bucket.shard_from_weights()
             bucket.drop_weights()
-
-    def _read_module(self, bucket: Bucket) -> None:
-        """Set the weights of a bucket to the module's."""
-        if bucket.layout.is_cut:
-            bucket.weights_from_module(self.mask.view)
-        else:
-            bucket.restore_views(self._parameters)
 
     def offload_states(self, *, states: bool = True, masters: bool = True, pin_memory: bool = False) -> None:
         """Move optimizer state and fp32 copies of weights to host memory, until `reload_states`. Copies that are

@@ -53,10 +53,8 @@ def agreed_param_groups(
     """Param group index of each trained tensor, by dense name, the same on all ranks. Collective.
 
     Args:
-        mask: this rank's subnetwork.
         frozen_before: names of parameters that an earlier engine's mask had frozen on this rank. An optimizer that was
             built meanwhile lacks them; other ranks have them.
-        control: gloo group of all ranks.
 
     Raises:
         ValueError: as `param_group_indices`, on all ranks.
@@ -84,9 +82,6 @@ def replace_parameters(optimizer: torch.optim.Optimizer, shards: Sequence[Sequen
 
     State that exists at construction (Adagrad) has one value for all elements: each shard gets that of the first
     parameter of its group.
-
-    Args:
-        shards: shards of each param group.
     """
     states = dict(optimizer.state)
     optimizer.state.clear()

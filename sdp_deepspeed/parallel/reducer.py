@@ -37,11 +37,9 @@ class Reducer:
     `average` of each bucket.
 
     Args:
-        mask: this rank's subnetwork.
         parameters: all trained tensors by name; the names are the same on all ranks.
         tensors: those of which this rank holds slices, by name.
         buckets: those that this rank holds, in the order of collectives.
-        stage: ZeRO stage.
         bucket_size: maximum number of elements that arrive at once.
         overlap: whether stage 1 reduces complete buckets during backward, as stage 2 always does, and on a GPU
             on a separate stream.
@@ -54,7 +52,6 @@ class Reducer:
         is_averaged: whether gradients of this step have been averaged, so that only all ranks together can drop them.
             Equal on all ranks.
         is_coalescing: whether backward passes only accumulate gradients, also at stage 2. Set by DeepSpeed's engine.
-        overlap: the argument.
     """
 
     def __init__(
@@ -234,11 +231,7 @@ class Reducer:
     # ---- reduction --------------------------------------------------------------------------------------------------
 
     def _reduce(self, buckets: Sequence[Bucket]) -> None:
-        """Average gradients over the holders: their sum, divided by their number.
-
-        Args:
-            buckets: the next ones.
-        """
+        """Average gradients of the next buckets over the holders: their sum, divided by their number."""
         views: dict[str, Sequence[torch.Tensor]] = {}
         for together in sent_together(buckets, self._bucket_size):
             with self._on_side_stream():
@@ -264,11 +257,7 @@ class Reducer:
 
     def _pack(self, bucket: Bucket, views: dict[str, Sequence[torch.Tensor]]) -> None:
         """Fill the slices that have no gradient yet, with zeros for missing gradients. Stage 2 frees `.grad` in the
-        last bucket of each tensor.
-
-        Args:
-            views: cached views of gradients.
-        """
+        last bucket of each tensor."""
         bucket.allocate_gradients(self._gradient_dtype)
         gradients: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []

@@ -51,7 +51,6 @@ def spectral_gap(holders: Sequence[Subnetworks], weights: Sequence[int], num_sub
     """1 - lambda_2 of W_ij = sum over units of w_u m_iu m_ju / p_u, rows normalized (docs/design.md).
 
     Args:
-        holders: subnetworks that hold each unit.
         weights: trainable elements of each unit; units without any do not connect subnetworks.
 
     Returns:
@@ -262,9 +261,7 @@ class _Attempt:
     """One attempt at an assignment.
 
     Args:
-        classes: units by class.
         amounts: to balance, [U, m].
-        wanted: see `assign`.
     """
 
     def __init__(

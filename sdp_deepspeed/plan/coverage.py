@@ -129,7 +129,6 @@ def holders_of_units(
     Args:
         given: `coverage` or `holders` of the block.
         path: path of `given`, for messages.
-        layers: layer index of each unit.
         num_layers: number of layers of the model, including layers without units.
 
     Raises:

@@ -2,16 +2,16 @@
 
 The format of plan.json:
 
-    {"version": 1, "regime": "forward", "strategy": "block", "num_subnetworks": k, "num_holders": p or null, "seed": 0,
-     "hash": "<SHA-256>", "subnetwork_of_rank": [<subnetwork of each data-parallel rank>],
+    {"version": 1, "regime": "forward", "strategy": "block", "num_subnetworks": k, "seed": 0, "hash": "<SHA-256>",
+     "subnetwork_of_rank": [<subnetwork of each data-parallel rank>],
      "units": [{"name": "model.layers.0.attention",
                 "pieces": [{"parameter": <dense name>, "kind": "parameter" or "buffer",
                             "dim": <stored dimension> or null, "start": s, "length": l}],
                 "holders": [<subnetworks, ascending>]}]}
 
 `"dim": null` means the whole tensor, with `length` its number of elements. Pieces of different units must not overlap.
-Elements in no unit are shared. `num_holders` is null if units have different numbers of holders. It may be omitted, as
-may hash and seed. The hash covers regime, strategy, k, units and holders; remove it from a file that you edit.
+Elements in no unit are shared. Hash and seed may be omitted. The hash covers regime, strategy, k, units and holders;
+remove it from a file that you edit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from sdp_deepspeed.atomic_files import regular, write_text
 from sdp_deepspeed.messages import listed
@@ -42,14 +42,11 @@ class Plan:
     """The table of units by subnetworks, the same on every rank.
 
     Args:
-        regime: "forward" or "backward".
         strategy: "block", "neuron", or a mapping by branch type.
         num_subnetworks: k.
-        num_holders: p if it is the same for all units, else None.
-        seed: seed of the assignment.
+        seed: of the assignment.
         units: units in a fixed order; tensors that belong to no unit are shared.
         holders: subnetworks that hold each unit, ascending, as in plan.json; `ranks_of` has the ranks.
-        subnetwork_of_rank: the subnetwork of each data-parallel rank.
 
     Raises:
         ValueError: the table is inconsistent.
@@ -58,7 +55,6 @@ class Plan:
     regime: str
     strategy: str | Mapping[str, str]
     num_subnetworks: int
-    num_holders: int | None
     seed: int
     units: tuple[Unit, ...]
     holders: tuple[Subnetworks, ...]
@@ -134,11 +130,23 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Content of plan.json."""
-        return {"version": 1, "hash": self.hash, **_content(self)}
+        return {
+            "version": 1,
+            "hash": self.hash,
+            "regime": self.regime,
+            "strategy": self.strategy if isinstance(self.strategy, str) else dict(self.strategy),
+            "num_subnetworks": self.num_subnetworks,
+            "seed": self.seed,
+            "subnetwork_of_rank": list(self.subnetwork_of_rank),
+            "units": [
+                {"name": unit.name, "pieces": [dict(vars(piece)) for piece in unit.pieces], "holders": list(holders)}
+                for unit, holders in zip(self.units, self.holders, strict=True)
+            ],
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """Inverse of `to_json`; hash and num_holders may be omitted.
+        """Inverse of `to_json`; hash and seed may be omitted.
 
         Raises:
             ValueError: invalid data, with its JSON path.
@@ -149,12 +157,10 @@ class Plan:
             problem = error.errors(include_url=False)[0]
             path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in problem["loc"])
             raise ValueError(f"plan{path}: got {problem['input']!r:.80}; {problem['msg']}") from None
-        numbers = {len(unit.holders) for unit in content.units}
         plan = cls(
             content.regime,
             content.strategy,
             content.num_subnetworks,
-            content.num_holders or (numbers.pop() if len(numbers) == 1 else None),
             content.seed,
             tuple(Unit(unit.name, tuple(Piece(**dict(piece)) for piece in unit.pieces)) for unit in content.units),
             tuple(tuple(unit.holders) for unit in content.units),
@@ -239,9 +245,9 @@ class _File(BaseModel):
 class _PieceFile(_File):
     parameter: str
     kind: TensorKind
-    dim: int | None
-    start: int
-    length: int
+    dim: NonNegativeInt | None
+    start: NonNegativeInt
+    length: NonNegativeInt
 
 
 class _UnitFile(_File):
@@ -256,30 +262,13 @@ class _PlanFile(_File):
     regime: Literal["forward", "backward"]
     strategy: StrategyName | dict[str, StrategyName]
     num_subnetworks: int
-    num_holders: int | None = None
     seed: int = 0
     subnetwork_of_rank: list[int]
     units: list[_UnitFile]
 
 
-def _content(plan: Plan) -> dict[str, Any]:
-    """Content of plan.json without version and hash."""
-    return {
-        "regime": plan.regime,
-        "strategy": plan.strategy if isinstance(plan.strategy, str) else dict(plan.strategy),
-        "num_subnetworks": plan.num_subnetworks,
-        "num_holders": plan.num_holders,
-        "seed": plan.seed,
-        "subnetwork_of_rank": list(plan.subnetwork_of_rank),
-        "units": [
-            {"name": unit.name, "pieces": [dict(vars(piece)) for piece in unit.pieces], "holders": list(holders)}
-            for unit, holders in zip(plan.units, plan.holders, strict=True)
-        ],
-    }
-
-
 def _check_table(plan: Plan) -> None:
-    k, p = plan.num_subnetworks, plan.num_holders
+    k = plan.num_subnetworks
     if len(plan.units) != len(plan.holders):
         raise ValueError(f"plan: {len(plan.units)} units but holders for {len(plan.holders)}")
     if len({unit.name for unit in plan.units}) < len(plan.units):
@@ -288,11 +277,6 @@ def _check_table(plan: Plan) -> None:
         name = plan.units[plan.holders.index(holders)].name
         if not holders or list(holders) != sorted({*holders}) or holders[0] < 0 or holders[-1] >= k:
             raise ValueError(f"plan: holders of {name!r}: got [{listed(holders)}], expected ascending, 0 to {k - 1}")
-        if p not in (None, len(holders)):
-            raise ValueError(f"plan: unit {name!r} has {len(holders)} holders, but num_holders is {p}")
-    if p is None and len({*map(len, plan.holders)}) == 1:
-        number = len(plan.holders[0])
-        raise ValueError(f"plan.num_holders: got None, but every unit has {number} holders; set it to {number}")
     held = {subnetwork for holders in {*plan.holders} for subnetwork in holders}
     if len(held) < k:
         raise ValueError(f"plan: {k - len(held)} of {k} subnetworks hold no unit; each must hold at least one")

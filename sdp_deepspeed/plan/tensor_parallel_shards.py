@@ -26,7 +26,6 @@ class Division:
     """Division of a dense tensor among a tensor-parallel group: its shards are concatenated along one dim.
 
     Args:
-        dim: the divided (stored) dimension.
         lengths: number of indices along `dim` on each rank.
     """
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.units import Piece
+from sdp_deepspeed.units import Holders, Piece, TensorKind
 
 if TYPE_CHECKING:
     import torch
@@ -17,49 +17,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Facts of a dense tensor.
-
-    Args:
-        dtype: dtype of the weights (torch.dtype).
-        trainable: whether it required gradients before masking.
-    """
+    """Facts of a dense tensor."""
 
     name: str
     shape: tuple[int, ...]
     dtype: Any
-    kind: str = "parameter"
+    kind: TensorKind = "parameter"
     trainable: bool = True
 
 
-def pieces_by_tensor(
-    tensors: Sequence[TensorInfo], plan: Plan
-) -> dict[tuple[str, str], list[tuple[Piece, tuple[int, ...]]]]:
-    """Pieces of each dense tensor with the ranks that hold them, by (kind, name). All ranks hold elements in no
-    unit."""
+PiecesOfTensor = list[tuple[Piece, Holders]]
+
+
+def pieces_by_tensor(tensors: Sequence[TensorInfo], plan: Plan) -> dict[str, PiecesOfTensor]:
+    """Pieces of each dense tensor with the ranks that hold them, by name. All ranks hold elements in no unit."""
     everyone = tuple(range(len(plan.subnetwork_of_rank)))
-    claimed: dict[tuple[str, str], list[tuple[Piece, tuple[int, ...]]]] = {}
+    claimed: dict[str, PiecesOfTensor] = {}
     for index, unit in enumerate(plan.units):
         ranks = plan.ranks_of(index)
         for piece in unit.pieces:
-            claimed.setdefault((piece.kind, piece.parameter), []).append((piece, ranks))
-    return {
-        (info.kind, info.name): _with_shared_rest(info, claimed.get((info.kind, info.name), []), everyone)
-        for info in tensors
-    }
+            claimed.setdefault(piece.parameter, []).append((piece, ranks))
+    return {info.name: _with_shared_rest(info, claimed.get(info.name, []), everyone) for info in tensors}
 
 
-def _with_shared_rest(
-    info: TensorInfo, claimed: list[tuple[Piece, tuple[int, ...]]], everyone: tuple[int, ...]
-) -> list[tuple[Piece, tuple[int, ...]]]:
-    kind: Any = info.kind
-    if not claimed:
+def _with_shared_rest(info: TensorInfo, claimed: PiecesOfTensor, everyone: Holders) -> PiecesOfTensor:
+    kind = info.kind
+    if all(holders == everyone for _, holders in claimed):  # shared, at least in effect, so it is not cut
         return [(Piece(info.name, None, 0, math.prod(info.shape), kind), everyone)]
     dim = claimed[0][0].dim
     if dim is None:
         return claimed
-    if all(holders == everyone for _, holders in claimed):  # shared in effect, so it is not cut
-        return [(Piece(info.name, None, 0, math.prod(info.shape), kind), everyone)]
-    result: list[tuple[Piece, tuple[int, ...]]] = []
+    result: PiecesOfTensor = []
     position = 0
     for piece, holders in sorted(claimed, key=lambda item: item[0].start):
         if piece.start > position:
@@ -73,10 +61,11 @@ def _with_shared_rest(
 
 def dense_tensors(model: nn.Module) -> list[TensorInfo]:
     """Facts of a whole model's parameters, in model order."""
-    return [
-        TensorInfo(name, tuple(parameter.shape), parameter.dtype, trainable=parameter.requires_grad)
-        for name, parameter in model.named_parameters()
-    ]
+    return [tensor_info(name, parameter) for name, parameter in model.named_parameters()]
+
+
+def tensor_info(name: str, tensor: torch.Tensor) -> TensorInfo:
+    return TensorInfo(name, tuple(tensor.shape), tensor.dtype, trainable=tensor.requires_grad)
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -29,9 +29,7 @@ class Member:
         last: identity of the meeting that its anchors are of.
         pending: identity of a meeting that it has finished without knowing whether it counts, or "".
         call: name of the call that all teams make together, or `START`.
-        num_steps: optimizer steps of the run.
         steps_since: those since the meeting that its anchors are of.
-        attempts: meetings that the team has tried.
         group: identity of the process group that it has from the last meeting, or "".
         store: "host:port" of the store in its rank 0.
         may_begin: whether it has waited long enough for teams that are missing at the start of the run.

@@ -22,12 +22,8 @@ class Exchange:
 
     Args:
         group: ranks r of the teams, in the order of `attendance.teams`.
-        me: this team.
         stores_all: whether all teams store all units (backward regime).
         dtype: of differences that are sent; sums are fp32.
-
-    Attributes:
-        num_bytes: sent to other teams.
     """
 
     group: Any
@@ -45,7 +41,8 @@ class Exchange:
             means: filled with the means of all that this team stores, if it is current.
         """
         teams = self.attendance.teams
-        senders = {holders: self._current(holders) for holders in {r.holders for r in bucket}}
+        current = self.attendance.current
+        senders = {r.holders: tuple(team for team in r.holders if team in current) for r in bucket}
         outgoing: list[list[torch.Tensor]] = [[] for _ in teams]
         incoming: list[list[int]] = [[] for _ in teams]
         summed = [r for r in bucket if self.me in senders[r.holders]]
@@ -63,12 +60,11 @@ class Exchange:
 
         outgoing = [[] for _ in teams]
         incoming = [[] for _ in teams]
-        is_current = self.me in self.attendance.current
         for r, mean in zip(summed, parts, strict=True):
             for index, team in enumerate(teams):
-                if team in self.attendance.current and self._stores(team, r.holders):
+                if team in current and self._stores(team, r.holders):
                     outgoing[index].append(mean)
-        needed = [r for r in bucket if is_current and self._stores(self.me, r.holders)]
+        needed = [r for r in bucket if self.me in current and self._stores(self.me, r.holders)]
         for r in needed:
             for team in senders[r.holders]:
                 incoming[teams.index(team)].append(self._part_of(r, senders[r.holders], team)[1])
@@ -120,9 +116,6 @@ class Exchange:
         outputs = [torch.empty(1, dtype=torch.uint8) for _ in self.attendance.teams]
         self.group.allgather([outputs], [torch.ones(1, dtype=torch.uint8)]).wait()
 
-    def _current(self, holders: Teams) -> Teams:
-        return tuple(team for team in holders if team in self.attendance.current)
-
     def _part_of(self, r: Range, senders: Teams, team: int) -> tuple[int, int]:
         return part(r.length, senders.index(team), len(senders))
 
@@ -156,8 +149,6 @@ def bytes_per_meeting(shares: Sequence[Share], me: int, plan: Plan, dtype: torch
 
     Args:
         shares: of this rank.
-        me: its team.
-        dtype: of differences that are sent.
     """
     count = 0
     for r in (r for bucket in buckets(shares) for r in bucket if me in r.holders):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.config import SubnetworkConfig, parse
+from sdp_deepspeed.config import SubnetworkConfig, parse_block
 from sdp_deepspeed.init import DeferredWeights, device_type
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
@@ -132,15 +132,7 @@ def make_team(
 
 
 def _parse(block: Mapping[str, Any]) -> SubnetworkConfig:
-    if not isinstance(block, Mapping) or KEY in block:
-        raise ValueError(
-            f'join: block: expected the contents of {KEY!r}, such as {{"coverage": 0.5, "local_steps": ...}}'
-        )
-    if block.get("schedule") is not None:
-        raise ValueError(f"{KEY}.schedule: the plan of teams never changes; remove it")
-    config = parse({KEY: dict(block)})
-    if config is None:
-        raise ValueError(f"{KEY}.enabled: got false, expected true for join")
+    config = parse_block(block, "join")
     if config.local_steps is None:
         raise ValueError(f'join: expected {KEY}.local_steps such as {{"teams": 4, "every": 50}}')
     return config.model_copy(update={"subnetworks": config.local_steps.teams})

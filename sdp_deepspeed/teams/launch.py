@@ -57,9 +57,6 @@ class _LocalTeam:
 def run_teams(num_teams: int, num_ranks: int, command: Sequence[str]) -> int:
     """Run a Python program as so many teams of so many ranks, until all have ended. Output is prefixed with the team.
 
-    Args:
-        command: the program and its arguments.
-
     Returns:
         0, or 1 if a team has failed; the others go on without it.
     """

@@ -34,7 +34,6 @@ class MeetingPoint:
 
     Args:
         address: of the lighthouse, such as "http://10.0.0.1:29510".
-        team: number of this team.
         is_first: whether this is rank 0 of the team.
         exchange_timeout: seconds without progress, after which an exchange fails.
     """

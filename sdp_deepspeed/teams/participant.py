@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from sdp_deepspeed.checkpoint.exported_folder import tied_names
+from sdp_deepspeed.checkpoint.hf_folder import tied_names
 from sdp_deepspeed.config import LocalSteps
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.messages import KEY, announce, listed
@@ -35,15 +35,11 @@ class Participant:
     Args:
         plan: of one worker for each team, in coordinates of the dense model.
         mask: applied.
-        host: reads and writes the weights.
-        model: shows the dense model.
-        address: of the lighthouse.
         agreed: further facts that must be equal on all teams, by name.
         communication_dtype: of the differences that are sent.
 
     Attributes:
         number: of this team, from 0.
-        plan: of one worker for each team.
         version: number of meetings that counted; 0 before the first, -1 before `start`.
         num_steps: optimizer steps of the run so far. A team that comes back goes on with this one, in its data and its
             learning rate.

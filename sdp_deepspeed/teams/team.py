@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
-from sdp_deepspeed.checkpoint.exported_folder import model_facts, replaced_export, save_tensors
+from sdp_deepspeed.checkpoint.hf_folder import model_facts, replaced_export, save_tensors
 from sdp_deepspeed.plan.tensors import persistent_buffers
 from sdp_deepspeed.teams.attendance import NO_STATE, SAVE, START, STEP
 from sdp_deepspeed.teams.dense_model import like

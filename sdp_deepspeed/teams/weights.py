@@ -13,7 +13,6 @@ from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.teams.dense_model import like
 from sdp_deepspeed.teams.ranks import TeamRanks
 from sdp_deepspeed.teams.shares import Share, shares_by_name
-from sdp_deepspeed.units import Piece
 
 
 class TorchHost:
@@ -104,7 +103,7 @@ class Weights:
             if name in self._mask.buffers:
                 buffer = self._mask.model.get_buffer(name)
                 for piece, values in pieces.items():
-                    self._of_buffer(piece, buffer).copy_(like(values, buffer))
+                    self._mask.view_in(piece, buffer).copy_(like(values, buffer))
                 continue
             if of_name[0].piece.dim is None:
                 self._host.write(name, pieces[of_name[0].piece])
@@ -126,22 +125,12 @@ class Weights:
         for name, of_name in shares_by_name(_stored(shares)).items():
             if name in self._mask.buffers:
                 buffer = self._ranks.mean(self._mask.model.get_buffer(name))  # each rank has its own statistics
-                yield from ((share, self._of_buffer(share.piece, buffer)) for share in of_name)
+                yield from ((share, self._mask.view_in(share.piece, buffer)) for share in of_name)
                 continue
             is_read = of_name[0].piece.dim is None or any(self._mask.is_held(share.piece) for share in of_name)
             whole = self._host.read(name) if is_read else None
             for share in of_name:
-                yield share, self._piece(share.piece, whole)
-
-    def _piece(self, piece: Piece, whole: torch.Tensor | None) -> torch.Tensor:
-        if piece.dim is None:
-            assert whole is not None
-            return whole
-        return self._mask.view(piece, of=whole) if self._mask.is_held(piece) else self._mask.view(piece)
-
-    def _of_buffer(self, piece: Piece, buffer: torch.Tensor) -> torch.Tensor:
-        """A piece in a buffer, which is whole in the backward regime."""
-        return self._mask.view(piece, of=buffer) if self._mask.is_held(piece) else piece.narrow(buffer)
+                yield share, self._mask.view(share.piece) if whole is None else self._mask.view_in(share.piece, whole)
 
     def _whole(self, share: Share, source: torch.Tensor) -> torch.Tensor:
         assert share.offset is not None

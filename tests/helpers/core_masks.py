@@ -79,7 +79,7 @@ def plan_of(model: nn.Module, regime: str, strategy: Any, **choice: Any) -> Plan
     names = branches_of_units(units, branches)
     order = list(dict.fromkeys(names))
     holders = tuple(((order.index(name) + names[:unit].count(name)) % 2,) for unit, name in enumerate(names))
-    return Plan(regime, strategy, 2, 1, 0, tuple(units), holders, (0, 1))
+    return Plan(regime, strategy, 2, 0, tuple(units), holders, (0, 1))
 
 
 def tokens(seed: int = 3) -> torch.Tensor:

@@ -88,7 +88,7 @@ def unit_bytes(model: torch.nn.Module, plan: Plan) -> list[int]:
 def stored_absent(engine: Any) -> set[str]:
     """Units that this rank lacks in its subnetwork and that its module has now: tensors with storage, or neurons and
     heads inside a tensor of the dense size. Blocks that are only frozen (backward regime) are always there."""
-    rank, plan, shapes = engine.groups.rank, engine.plan, engine.mask.shapes
+    rank, plan, shapes = engine._core.groups.rank, engine.plan, engine._core.mask.shapes
     tensors = tensors_of(engine.module)
 
     def is_there(piece: Piece) -> bool:

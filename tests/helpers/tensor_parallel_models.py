@@ -188,8 +188,8 @@ class Divided:
             clip=0.5,
             later=plans,
         )
-        worker = engine.groups.rank
-        assert (engine.groups.data_parallel.size, worker) == (rank.size // TP, rank.rank // TP)
+        worker = engine._core.groups.rank
+        assert (engine._core.groups.data_parallel.size, worker) == (rank.size // TP, rank.rank // TP)
         for step in itertools.islice(batches(rank.size // TP, self.accumulation), self.num_steps):
             plans[engine.global_steps] = engine.plan
             losses, norm = from_rank_0(partial(reference.step, step))

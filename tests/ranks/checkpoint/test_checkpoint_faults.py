@@ -156,5 +156,5 @@ def test_one_job_in_a_folder(rank: Rank) -> None:
         atomic_folder.filelock.FileLock._instances.clear()
     refusal(ValueError, partial(second.save_checkpoint, folder, "tag"), "another job writes checkpoints")
     assert second.load_checkpoint(folder)[0] is not None
-    first.core.checkpoints.close()
+    first._core.checkpoints.close()
     second.save_checkpoint(folder, "tag")

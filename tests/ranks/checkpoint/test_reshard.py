@@ -93,7 +93,7 @@ def write(run: Run, name: str, folder: Path, rank: Rank) -> None:
     """Each element of each dense tensor is written by one rank."""
     engine = engine_of(run.settings(), model())
     train(engine, num_steps=3)
-    parts = gathered(written_state(engine.core.state()))
+    parts = gathered(written_state(engine._core.state()))
     engine.save_checkpoint(str(folder / name), client_state={"position": 3})
     stored = dense_tensors(folder / name / "global_step3")
     if rank.rank == 0:
@@ -108,7 +108,7 @@ def read(run: Run, source: str, folder: Path, rank: Rank) -> None:
     _, client_state = engine.load_checkpoint(str(folder / source))
     assert client_state == {"position": 3}
     assert (engine.global_steps, engine.lr_scheduler.last_batch_iteration) == (3, 2)
-    stored, parts = dense_tensors(folder / source / "global_step3"), gathered(written_state(engine.core.state()))
+    stored, parts = dense_tensors(folder / source / "global_step3"), gathered(written_state(engine._core.state()))
     if rank.rank == 0:
         found = dense_of(parts)
         assert {key.partition("/")[0] for key in found} == {"weight", "exp_avg", "exp_avg_sq"}

@@ -218,7 +218,7 @@ def test_a_rank_alone_is_told(rank: Rank) -> None:
                 engine.save_checkpoint(folder)
         else:
             for _ in range(2 * turn + 1):
-                engine._barrier.record_step()
+                engine._core.barrier.record_step()
         dist.barrier()
     assert not names_in(rank.folder)
     engine.save_checkpoint(folder)

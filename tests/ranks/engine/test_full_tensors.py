@@ -152,7 +152,9 @@ def test_gradients_before_the_last_micro_step_are_this_ranks(
             torch.testing.assert_close(found[name], parameter.grad)
     assert found["lm_head.weight"].any()
     lacks = [
-        piece for piece, holders in engine.mask.pieces["model.layers.0.mlp.up_proj.weight"] if rank.rank not in holders
+        piece
+        for piece, holders in engine._core.mask.pieces["model.layers.0.mlp.up_proj.weight"]
+        if rank.rank not in holders
     ]
     assert len(lacks) == (holders == 1)
     for piece in lacks:

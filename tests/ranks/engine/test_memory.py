@@ -105,7 +105,7 @@ class Allowance:
 
     def __init__(self, case: Memory, engine: Any, watch: Watch) -> None:
         dense = model_of_units(case.dtype)
-        rank, self._dtype = engine.groups.rank, case.dtype
+        rank, self._dtype = engine._core.groups.rank, case.dtype
         self.watch = watch
         self.units = unit_bytes(dense, engine.plan)
         absent = [size for index, size in enumerate(self.units) if not engine.plan.holds_rank(index, rank)]
@@ -141,7 +141,7 @@ def evaluate(engine: Any, check: Allowance) -> None:
     engine.eval()
     with torch.no_grad():
         engine(input_ids=torch.zeros(1, 4, dtype=torch.long))
-    plan, rank = engine.plan, engine.groups.rank
+    plan, rank = engine.plan, engine._core.groups.rank
     absent = {unit.name for index, unit in enumerate(plan.units) if not plan.holds_rank(index, rank)}
     assert absent
     if plan.regime == "forward":

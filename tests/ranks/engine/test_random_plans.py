@@ -54,7 +54,7 @@ def test_random_plans(rank: Rank, seed: int) -> None:
     holders = [tuple(sorted({*given, *more})) for given, more in zip(plan.holders, further, strict=True)]
     path = rank.folder / "plan.json"
     if rank.rank == 0:
-        replace(plan, holders=tuple(holders), num_holders=None).save(path)
+        replace(plan, holders=tuple(holders)).save(path)
     dist.barrier()
     delays = random.Random(seed * 100 + rank.rank)
     with collectives_of_engines(lambda: time.sleep(delays.random() * 0.002)) as log:

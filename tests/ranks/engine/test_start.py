@@ -142,8 +142,8 @@ def test_a_stale_copy_is_noticed(rank: Rank) -> None:
         index = next(index for index, unit in enumerate(engine.plan.units) if "0.mlp" in unit.name)
         if not engine.plan.holds_rank(index, rank.rank):
             piece = engine.plan.units[index].pieces[strategy == "block"]
-            engine.mask.view(piece).add_(1e-3)
-        said = refusal(RuntimeError, partial(check_agreement, engine.mask, engine.groups))
+            engine._core.mask.view(piece).add_(1e-3)
+        said = refusal(RuntimeError, partial(check_agreement, engine._core.mask, engine._core.groups))
         assert said == f"ranks 0, 1 have different values of model.layers.0.{name}: training has diverged"
 
 
@@ -185,7 +185,7 @@ def test_an_accelerator_that_one_rank_has(rank: Rank) -> None:
 def test_groups_have_the_timeout_of_the_run(rank: Rank) -> None:
     """A rank that hangs must not be waited for longer in messages between all ranks, or by an asynchronous save."""
     engine = engine_of(config(holders=1, checkpoint={"asynchronous": True}))
-    for group in (engine._control, engine.core.checkpoints._group):
+    for group in (engine._control, engine._core.checkpoints._group):
         assert group._get_backend(torch.device("cpu")).options._timeout == COLLECTIVE_TIMEOUT
 
 

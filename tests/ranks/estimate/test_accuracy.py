@@ -23,6 +23,7 @@ from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.config import KEY, MODES
 from sdp_deepspeed.estimate.flops import FlopCounter
 from sdp_deepspeed.estimate.forecast import Forecast, forecast
+from sdp_deepspeed.estimate.forecast import model_of as estimated_model
 from sdp_deepspeed.fsdp import param_groups, sharded_model_of
 from tests.helpers.fp16_runs import fp16_is_supported
 from tests.helpers.ranks import Rank
@@ -93,15 +94,10 @@ class Case:
         return config if self.block is None else config | {KEY: {"coverage": 0.5, **self.block}}
 
     def estimated(self, rank: int, host: str = "deepspeed") -> Forecast:
-        return forecast(
-            SHAPES[self.model],
-            self.config,
-            num_ranks=RANKS,
-            sequence_length=None if self.model == "resnet" else LENGTH,
-            gradient_checkpointing=self.checkpointing,
-            host=host,
-            rank=rank,
-        )
+        length = None if self.model == "resnet" else LENGTH
+        options: dict[str, Any] = {"sequence_length": length, "gradient_checkpointing": self.checkpointing}
+        model = estimated_model(SHAPES[self.model], self.config, **options)
+        return forecast(model, self.config, num_ranks=RANKS, host=host, rank=rank)
 
     def check(self, rank: Rank) -> None:
         with ExitStack() as stack:

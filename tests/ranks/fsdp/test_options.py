@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 
 import sdp_deepspeed
-from sdp_deepspeed.checkpoint import hugging_face
+from sdp_deepspeed.checkpoint import export_and_import
 from sdp_deepspeed.fsdp import (
     clip_grad_norm_,
     full_state_dict,
@@ -184,8 +184,8 @@ def test_is_exported(rank: Rank) -> None:
     built = llama().get_parameter("model.layers.0.mlp.down_proj.weight")
     assert torch.equal(whole.get_parameter("model.layers.0.mlp.down_proj.weight"), built)
     refusal(RuntimeError, lambda: save_pretrained(model, Path("/dev/null/x")), "save_pretrained")
-    no_room = {"side_effect": MemoryError("no room")} if rank.rank == 0 else {"wraps": hugging_face._room_for}
-    with mock.patch.object(hugging_face, "_room_for", **no_room):
+    no_room = {"side_effect": MemoryError("no room")} if rank.rank == 0 else {"wraps": export_and_import._room_for}
+    with mock.patch.object(export_and_import, "_room_for", **no_room):
         refusal(RuntimeError, lambda: save_pretrained(model, folder), "no room", "rank 0")
     with torch.no_grad():
         assert torch.equal(model(input_ids=TOKENS).logits, expected)

@@ -84,7 +84,7 @@ def write_random_plan(model: nn.Module, rank: Rank, seed: int) -> str:
 def write_plan(model: nn.Module, rank: Rank, holders: Sequence[tuple[int, ...]], name: str) -> str:
     plan = made_plan(model, rank)
     path = rank.folder / f"plan-{rank.rank}-{name}.json"
-    replace(plan, holders=tuple(holders), num_holders=None).save(path)
+    replace(plan, holders=tuple(holders)).save(path)
     return str(path)
 
 

@@ -112,7 +112,7 @@ def test_covers_everything(rank: Rank, block: dict[str, Any]) -> None:
 def test_late_ranks_are_named(rank: Rank) -> None:
     """Once, by the first waiting rank."""
     store: Any = default_store()
-    barrier = consistency.CallBarrier("late")
+    barrier = consistency.CallBarrier()
     warnings: list[str] = []
 
     def record(message: str, *values: object) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import sdp_deepspeed
-from sdp_deepspeed.estimate.forecast import forecast
+from sdp_deepspeed.estimate.forecast import forecast, model_of
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.teams.team import Team
 from tests.helpers import more_models, tensor_parallel_models
@@ -226,9 +226,8 @@ def expected(case: Case, plan: Plan) -> dict[str, torch.Tensor]:
 def check_estimate(case: Case, team: int, measured: tuple[int, int, int]) -> None:
     """Bytes of weights, below stage 3, of anchors with momentum, and of the last meeting, of rank 0 of a team."""
     settings = config(**case.whole_block) | {"zero_optimization": {"stage": int(case.host[-1])}}
-    figures = forecast(
-        vars(llama())["config"].to_dict(), settings, num_ranks=case.size, sequence_length=LENGTH, rank=team
-    )
+    model = model_of(vars(llama())["config"].to_dict(), settings, sequence_length=LENGTH)
+    figures = forecast(model, settings, num_ranks=case.size, rank=team)
     weights, anchors, sent = measured
     assert (figures.anchors, figures.sent_per_meeting) == (anchors, sent)
     if "backward" not in case.whole_block.values() and case.host != "zero3":

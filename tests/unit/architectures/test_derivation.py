@@ -373,7 +373,7 @@ def test_subnetworks_on_other_shapes_than_the_example(build: Any, shapes: list[t
     branches = proven_branches(model)
     units = units_of_branches(branches, strategy="block", num_subnetworks=2)
     holders = ((0,), (1,)) * 2
-    plan = Plan("forward", "block", 2, 1, 0, tuple(units), holders, (0, 1))
+    plan = Plan("forward", "block", 2, 0, tuple(units), holders, (0, 1))
     batch = [torch.randn(shape) for shape in shapes]
     for rank in (0, 1):
         masked, zeroed = copy.deepcopy(model), copy.deepcopy(model)
@@ -477,7 +477,7 @@ def test_a_module_that_has_another_forward_since() -> None:
     branches = proven_branches(model)
     units = units_of_branches(branches)
     known = derivation.derivation_of(model)
-    mask = Mask(model, Plan("forward", "block", 2, 1, 0, tuple(units), ((0,), (1,)) * 2, (0, 1)), 0, branches)
+    mask = Mask(model, Plan("forward", "block", 2, 0, tuple(units), ((0,), (1,)) * 2, (0, 1)), 0, branches)
     mask.apply()
     assert derivation.derivation_of(model) is known
     mask.undo()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sdp_deepspeed.checkpoint.exported_folder import save_pretrained
+from sdp_deepspeed.checkpoint.hf_folder import save_pretrained
 from tests.helpers.models import SPECIMENS
 
 SIZES = {"whole": "1GB", "few shards": "20KB", "many shards": "10KB"}

@@ -19,8 +19,8 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo
 from sdp_deepspeed.units import Piece, Unit, UnitCost
 
-BF16 = Precision.of("bf16")
-FP32 = Precision.of("fp32")
+BF16 = Precision(2, 2, 2)
+FP32 = Precision(4, 4, 4)
 
 
 def model(num_layers: int, width: int = 4) -> list[TensorInfo]:
@@ -35,11 +35,11 @@ def plan_of(num_layers: int, size: int, holders: int, regime: str = "forward", r
         Unit(f"layers.{i}", tuple(Piece(f"layers.{i}.{n}", None, 0, 20) for n in "ab")) for i in range(num_layers)
     )
     rows = assign([UnitCost(40, 160, 80)] * num_layers, [holders] * num_layers, k)
-    return Plan(regime, "block", k, holders, 0, units, rows, tuple(rank * k // size for rank in range(size)))
+    return Plan(regime, "block", k, 0, units, rows, tuple(rank * k // size for rank in range(size)))
 
 
-SUMS = Precision.of("bf16", accumulate_in_fp32=True)
-WIDE = Precision.of("bf16", wire=4)
+SUMS = Precision(2, 4, 2)
+WIDE = Precision(2, 2, 4)
 
 
 def deepspeed_estimates(plan: Plan, tensors: list[TensorInfo], setup: DeepSpeedSetup) -> list[RankEstimate]:
@@ -111,7 +111,7 @@ def test_what_leaves_a_node(regime: str) -> None:
 
 def test_frozen_parameters() -> None:
     tensors = [TensorInfo("w", (10,), "f"), TensorInfo("f", (6,), "f", trainable=False)]
-    plan = Plan("forward", "block", 1, 1, 0, (Unit("u", (Piece("w", None, 0, 10),)),), ((0,),), (0,))
+    plan = Plan("forward", "block", 1, 0, (Unit("u", (Piece("w", None, 0, 10),)),), ((0,),), (0,))
     result = deepspeed_estimates(plan, tensors, DeepSpeedSetup(1, BF16))[0]
     assert (result.weights, result.gradients, result.optimizer) == (32, 20, 120)
     assert result.sent == 0

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClas
 
 from sdp_deepspeed.architectures.derivation import flops_per_element
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.estimate.forecast import Forecast, forecast, forecast_of, model_of
+from sdp_deepspeed.estimate.forecast import Forecast, forecast, model_of
 from sdp_deepspeed.estimate.micro_step import classifies_images
 
 SHAPE: dict[str, Any] = {
@@ -34,8 +34,9 @@ MICRO, ACCUMULATION, RANKS, LENGTH = 2, 3, 2, 8
 BATCH = {"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": ACCUMULATION}
 
 
-def of(config: dict[str, Any], **options: Any) -> Forecast:
-    return forecast(SHAPE, BATCH | config, num_ranks=RANKS, sequence_length=LENGTH, **options)
+def of(config: dict[str, Any], shape: dict[str, Any] = SHAPE, length: int | None = LENGTH, **options: Any) -> Forecast:
+    model = model_of(shape, BATCH | config, sequence_length=length, **options)
+    return forecast(model, BATCH | config, num_ranks=RANKS)
 
 
 def test_flops_of_the_dense_model_are_those_of_its_matrices() -> None:
@@ -60,16 +61,15 @@ def test_checkpointing_keeps_less_and_computes_more() -> None:
 def test_nothing_is_allocated() -> None:
     """400 GB of weights."""
     giant = SHAPE | {"vocab_size": 1_000_000, "hidden_size": 51_200, "num_hidden_layers": 1}
-    assert forecast(giant, BATCH, num_ranks=RANKS, sequence_length=LENGTH).num_parameters > 10**11
+    assert of({}, giant).num_parameters > 10**11
 
 
 def test_a_model_is_whole_again_after_a_forecast() -> None:
-    configs = [BATCH | {KEY: {"coverage": 0.5, "regime": r, "strategy": s}} for r, s in MODES]
-    model = model_of(SHAPE, configs[0], sequence_length=LENGTH)
+    configs = [{KEY: {"coverage": 0.5, "regime": r, "strategy": s}} for r, s in MODES]
+    model = model_of(SHAPE, BATCH | configs[0], sequence_length=LENGTH)
     for config in [*configs, *configs]:
-        figures = forecast_of(model, config, num_ranks=RANKS)
-        assert figures == forecast(SHAPE, config, num_ranks=RANKS, sequence_length=LENGTH)
-    whole = forecast_of(model, BATCH | {KEY: {"coverage": 1.0}}, num_ranks=RANKS)
+        assert forecast(model, BATCH | config, num_ranks=RANKS) == of(config)
+    whole = forecast(model, BATCH | {KEY: {"coverage": 1.0}}, num_ranks=RANKS)
     assert whole.flops == of({}).flops
 
 
@@ -85,7 +85,7 @@ def test_which_models_classify_images() -> None:
 def test_flops_of_images_are_those_of_the_weights() -> None:
     """Forward once, backward twice, but for the gradient of the images."""
     model = AutoModelForImageClassification.from_config(AutoConfig.for_model(**IMAGES))
-    figures = forecast(IMAGES, BATCH, num_ranks=RANKS)
+    figures = of({}, IMAGES, None)
     per_element = flops_per_element(model)
     flops = {name: int(per_element[name] * parameter.numel()) for name, parameter in model.named_parameters()}
     stem = next(iter(flops.values()))
@@ -96,5 +96,5 @@ def test_flops_of_images_are_those_of_the_weights() -> None:
 def test_values_may_be_narrower_than_keys() -> None:
     """As in DeepSeek's attention: PyTorch has no fused kernel for it on a CPU, so scores are stored."""
     narrow = SHAPE | {"model_type": "stablelm", "partial_rotary_factor": 0.25}  # 5 columns of keys and 4 of values
-    short, long = (forecast(narrow, BATCH, num_ranks=RANKS, sequence_length=length) for length in (8, 32))
+    short, long = (of({}, narrow, length) for length in (8, 32))
     assert long.activations > 4 * short.activations

@@ -19,7 +19,6 @@ PLAN = Plan(
     "forward",
     "block",
     3,
-    None,
     0,
     (Unit("a", (Piece("a.w", None, 0, 15),)), Unit("b", (Piece("b.w", None, 0, 20),))),
     ((0, 1), (2,)),
@@ -62,7 +61,7 @@ def test_holder_sets_of_neurons_are_gathered_at_the_same_time() -> None:
     pieces = [Piece("a.w", 0, 2 * number, 2) for number in range(4)]
     units = tuple(Unit(f"a.group_{number}", (piece,)) for number, piece in enumerate(pieces))
     holders = ((0, 1, 2), (1, 2, 3), (0, 2, 3), (0, 1, 3))
-    plan = Plan("forward", "neuron", 4, 3, 0, units, holders, (0, 1, 2, 3))
+    plan = Plan("forward", "neuron", 4, 0, units, holders, (0, 1, 2, 3))
     first, *_ = estimates(plan, [TensorInfo("a.w", (8, 4), "f")], FSDP2Setup())
     padded = 3 * (3 * 1 * 4)  # of three sets three ranks store one row each
     assert first.gathered_units == 4 * padded + 8 * padded

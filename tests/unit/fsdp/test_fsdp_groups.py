@@ -31,7 +31,7 @@ def planned(
     plan, _ = plan_model(model, parsed(**block), num_ranks, branches=branches)
     if holders is not None:
         own = [next(rank for layer, rank in holders.items() if unit.name.startswith(layer)) for unit in plan.units]
-        plan = replace(plan, holders=tuple((rank,) for rank in own), num_holders=1)
+        plan = replace(plan, holders=tuple((rank,) for rank in own))
     together = defaultdict[str, set[str]](set)
     for branch, name in gathered_together(plan, dense_tensors(model), branches).items():
         together[name].add(branch)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from sdp_deepspeed.config import parse_block
 from sdp_deepspeed.fsdp.options import ShardOptions
-from sdp_deepspeed.fsdp.refused_arguments import check_call, check_plan, parse_block
+from sdp_deepspeed.fsdp.refused_arguments import check_call, check_plan
 from sdp_deepspeed.planner import plan_model
 from tests.helpers.models import llama
 
@@ -23,12 +24,12 @@ HALF = {"coverage": 0.5}
         ({"subnetwork_data_parallel": HALF}, ("not the enclosing config",)),
         ({"coverage": 2}, ("subnetwork_data_parallel.coverage",)),
         (HALF | {"enabled": False}, ("enabled",)),
-        ({"schedule": [HALF]}, ("schedule", "FSDP2")),
+        ({"schedule": [HALF]}, ("schedule", "fully_shard")),
     ],
 )
 def test_a_wrong_block(block: Any, words: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=words[0]) as caught:
-        parse_block(block)
+        parse_block(block, "fully_shard")
     assert all(word in str(caught.value) for word in words)
 
 
@@ -60,8 +61,8 @@ def test_parameters_of_units_cannot_be_ignored() -> None:
     """Nor those of units that every rank holds."""
     model = llama(2)
     block = HALF | {"strategy": {"mlp": "neuron"}}
-    plan, _ = plan_model(model, parse_block(block), 2)
-    whole, _ = plan_model(model, parse_block(block | {"coverage": 1.0}), 2)
+    plan, _ = plan_model(model, parse_block(block, "fully_shard"), 2)
+    whole, _ = plan_model(model, parse_block(block | {"coverage": 1.0}, "fully_shard"), 2)
     shared = model.get_parameter("model.norm.weight")
     cut = model.get_parameter("model.layers.1.mlp.down_proj.weight")
     check_plan(model, plan, {shared})

@@ -271,7 +271,7 @@ def test_plans_that_are_no_plan_of_the_model_are_refused() -> None:
         mask_of(dense, replace(plan, units=(both, *others), holders=plan.holders[: len(others) + 1]), 0)
     holders = tuple((0,) if "0.mlp" in unit.name else (0, 1) for unit in plan.units)
     with pytest.raises(ValueError, match=r"subnetwork 1 has no unit of 'model\.layers\.0\.mlp'"):
-        mask_of(dense, replace(plan, holders=holders, num_holders=None), 0)
+        mask_of(dense, replace(plan, holders=holders), 0)
 
 
 # ---- layers of users ------------------------------------------------------------------------------------------------

@@ -22,8 +22,7 @@ GROUPS = {name: int(len(shape) == 1) for name, shape in SHAPES.items()}
 def layouts(num_ranks: int, bucket_size: int, *, tp_replicated: Any = (), **block: Any) -> list[BucketLayout]:
     model, config = llama(4), parsed(holders=max(1, num_ranks - 1), **block)
     pieces = pieces_by_tensor(dense_tensors(model), plan_model(model, config, num_ranks)[0])
-    by_name = {name: pieces["parameter", name] for name in SHAPES}
-    return plan_buckets(by_name, SHAPES, DTYPES, GROUPS, bucket_size=bucket_size, tp_replicated=tp_replicated)
+    return plan_buckets(pieces, SHAPES, DTYPES, GROUPS, bucket_size=bucket_size, tp_replicated=tp_replicated)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

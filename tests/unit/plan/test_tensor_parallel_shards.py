@@ -30,7 +30,7 @@ def shards(index: int = 0, size: int = 2) -> TensorParallelShards:
 
 
 def plan_of(*units: Unit) -> Plan:
-    return Plan("forward", "neuron", 1, 1, 0, units, ((0,),) * len(units), (0,))
+    return Plan("forward", "neuron", 1, 0, units, ((0,),) * len(units), (0,))
 
 
 def test_a_unit_has_one_piece_in_each_shard() -> None:

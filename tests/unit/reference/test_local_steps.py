@@ -51,7 +51,7 @@ def reference_of(
 def sums(regime: str, replicas: int = 1) -> Plan:
     """Two teams: a is in the first alone (p = 1), b in both, s is shared."""
     units = tuple(Unit(name, (Piece(name, None, 0, 1),)) for name in ("a", "b"))
-    return Plan(regime, "block", 2, None, 0, units, ((0,), (0, 1)), tuple([0] * replicas + [1] * replicas))
+    return Plan(regime, "block", 2, 0, units, ((0,), (0, 1)), tuple([0] * replicas + [1] * replicas))
 
 
 def values(model: nn.Module) -> list[float]:
@@ -117,7 +117,7 @@ def test_full_coverage_is_the_diloco_of_torchft(outer: tuple[float, float]) -> N
         ]
         of_torchft = running[0].result()
     unit = Unit("first", (Piece("0.weight", None, 0, 12), Piece("0.bias", None, 0, 4)))
-    plan = Plan("forward", "block", NUM_WORKERS, NUM_WORKERS, 0, (unit,), (everyone,), everyone)
+    plan = Plan("forward", "block", NUM_WORKERS, 0, (unit,), (everyone,), everyone)
 
     def adamw(named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(named.values(), **INNER)

@@ -89,12 +89,12 @@ def permitted(plan: Plan, weights: Sequence[int]) -> Permitted:
 def plan_of(model: nn.Module, strategy: str, k: int, p: int) -> Plan:
     units = units_of_branches(proven_branches(model, "neuron"), strategy=strategy, num_subnetworks=k)
     holders = assign(unit_costs(model, units), [p] * len(units), k)
-    return Plan("backward", strategy, k, p, 0, tuple(units), holders, tuple(range(k)))
+    return Plan("backward", strategy, k, 0, tuple(units), holders, tuple(range(k)))
 
 
 def dense_gradients(model: nn.Module, plan: Plan, own: Sequence[Sequence[torch.Tensor]]) -> list[Gradients]:
     k = plan.num_subnetworks
-    whole = Plan("backward", plan.strategy, k, k, 0, plan.units, (tuple(range(k)),) * len(plan.units), tuple(range(k)))
+    whole = Plan("backward", plan.strategy, k, 0, plan.units, (tuple(range(k)),) * len(plan.units), tuple(range(k)))
     return [local_gradients(model, whole, worker, batch, loss_of)[1] for worker, batch in enumerate(own)]
 
 
@@ -128,7 +128,7 @@ def synthetic(holders: Sequence[Subnetworks], k: int, weights: Sequence[int]) ->
     for unit, weight in enumerate(weights):
         model.register_parameter(f"u{unit}", nn.Parameter(torch.zeros(weight)))
     units = tuple(Unit(name, (Piece(name, None, 0, p.numel()),)) for name, p in model.named_parameters())
-    return model, Plan("backward", "block", k, len(holders[0]), 0, units, tuple(holders), tuple(range(k)))
+    return model, Plan("backward", "block", k, 0, units, tuple(holders), tuple(range(k)))
 
 
 def measured(model: nn.Module, plan: Plan, gradients: Sequence[Gradients]) -> tuple[float, float]:

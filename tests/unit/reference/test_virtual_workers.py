@@ -60,7 +60,7 @@ def plan_of(
     units: tuple[Unit, ...], holders: tuple[tuple[int, ...], ...], *, regime: str = "forward", k: int = 3, r: int = 1
 ) -> Plan:
     ranks = tuple(subnetwork for subnetwork in range(k) for _ in range(r))
-    return Plan(regime, "block", k, len(holders[0]), 0, units, holders, ranks)
+    return Plan(regime, "block", k, 0, units, holders, ranks)
 
 
 def two_layers(regime: str) -> Plan:

@@ -14,7 +14,7 @@ from sdp_deepspeed.units import Piece, Unit
 AGREED = {"plan": "abc", "ranks": 2}
 # a is held by teams 0 and 1, b by 1 and 2.
 UNITS = tuple(Unit(name, (Piece(name, None, 0, 1),)) for name in ("a", "b"))
-PLAN = Plan("forward", "block", 3, 2, 0, UNITS, ((0, 1), (1, 2)), (0, 1, 2))
+PLAN = Plan("forward", "block", 3, 0, UNITS, ((0, 1), (1, 2)), (0, 1, 2))
 EVERYONE = (0, 1, 2)
 
 
@@ -184,7 +184,7 @@ def test_of_as_many_others_all_are_refused_when_all_are_here() -> None:
     other = member(1, NO_STATE, START, agreed={"plan": "xyz", "ranks": 2})
     mine = member(0, NO_STATE, START)
     assert isinstance(attend([mine, other], "t0", PLAN), Wait), "the third decides"
-    two = Plan("forward", "block", 2, 2, 0, UNITS, ((0, 1), (0, 1)), (0, 1))
+    two = Plan("forward", "block", 2, 0, UNITS, ((0, 1), (0, 1)), (0, 1))
     for me in ("t0", "t1"):
         with pytest.raises(Refused, match="has plan"):
             attend([mine, other], me, two)

@@ -17,7 +17,7 @@ from sdp_deepspeed.teams.shares import Range
 from sdp_deepspeed.units import Piece, Unit
 
 HOLDERS = (0, 1, 2)
-PLAN = Plan("forward", "block", 3, 3, 0, (Unit("a", (Piece("a", None, 0, 1),)),), (HOLDERS,), HOLDERS)
+PLAN = Plan("forward", "block", 3, 0, (Unit("a", (Piece("a", None, 0, 1),)),), (HOLDERS,), HOLDERS)
 DELTAS = {0: torch.arange(5.0), 1: torch.arange(5.0) ** 2, 2: torch.full((5,), 60.0)}
 
 

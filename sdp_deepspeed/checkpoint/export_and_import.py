@@ -25,16 +25,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from sdp_deepspeed.checkpoint.atomic_folder import new_folder
-from sdp_deepspeed.checkpoint.exported_folder import (
+from sdp_deepspeed.checkpoint.files import Reader
+from sdp_deepspeed.checkpoint.fill import BoxDirectory, fill
+from sdp_deepspeed.checkpoint.hf_folder import (
+    UNFINISHED,
     WEIGHTS,
     WEIGHTS_INDEX,
+    replaced_export,
     save_tensors,
     tied_names,
     weights_of,
 )
-from sdp_deepspeed.checkpoint.files import Reader
-from sdp_deepspeed.checkpoint.fill import BoxDirectory, fill
 from sdp_deepspeed.checkpoint.planners import LoadPlanner, State, add_box
 from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState
 from sdp_deepspeed.checkpoint.saved_tensors import make_targets, written_state
@@ -57,7 +58,7 @@ def export(
     max_shard_size: str = "5GB",
     tokenizer: Path | None = None,
 ) -> None:
-    """Export the dense model of a checkpoint to a new folder, atomically, in one process.
+    """Export the dense model of a checkpoint to a new folder, in one process.
 
     Tensors are staged in a scratch file, so that one output shard is in memory at a time.
 
@@ -65,15 +66,17 @@ def export(
         dtype: dtype of floating-point weights. Default: that of the run; masters are rounded once.
 
     Raises:
-        ValueError: `out` exists, or `tokenizer` contains no tokenizer.
+        ValueError: `out` exists and is not an empty folder, or `tokenizer` contains no tokenizer.
     """
+    if out.exists() and not (out.is_dir() and {path.name for path in out.iterdir()} <= {UNFINISHED}):
+        raise ValueError(f"{out} already exists; use a new folder")
     tokens = None if tokenizer is None else _tokenizer(tokenizer)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     shapes = {key.partition("/")[2]: tensor.size for key, tensor in stored.items() if key.startswith(f"{WEIGHT}/")}
-    with new_folder(out) as folder:
+    with replaced_export(out) as folder:
         tensors = _scratch_tensors(folder, shapes, _dtypes(facts["dtypes"], dtype))
         reader.read(LoadPlanner(), _whole(tensors))
-        save_tensors(tensors, facts["model"], facts.get("tied", {}), folder, max_shard_size)
+        save_tensors(tensors, facts["model"], facts["tied"], folder, max_shard_size)
         if tokens is not None:
             tokens.save_pretrained(folder)
 
@@ -149,7 +152,8 @@ def load_pretrained(state: RankState, folder: Path) -> None:
 
     def prepare() -> tuple[dict[str, torch.Tensor], State]:
         tensors = _stored_tensors(folder, state)
-        return tensors, make_targets(state, whole_metadata(tensors).state_dict_metadata, None).boxes
+        boxes, _ = make_targets(state, whole_metadata(tensors).state_dict_metadata, None)
+        return tensors, boxes
 
     tensors, targets = run_on_all_ranks(prepare, state.groups.control)
     run_on_all_ranks(lambda: fill_boxes(targets, tensors), state.groups.control)

@@ -27,6 +27,7 @@ from sdp_deepspeed.plan.tensors import names_of_persistent_buffers
 logger = logging.getLogger("sdp_deepspeed")
 
 WEIGHTS, WEIGHTS_INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+UNFINISHED = ".unfinished"
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
@@ -79,12 +80,7 @@ def save_tensors(
 def save_pretrained(model: Any, folder: Path, tokenizer: Any = None, **options: Any) -> None:
     """Export a dense model with its own `save_pretrained`, or else as a state dict, in one process. At any moment the
     folder has the weights of an older export, none, or the new ones; other files in it are kept. If it is interrupted
-    while files are moved, the remaining ones are in `.unfinished`.
-
-    Args:
-        tokenizer: saved to the same folder.
-        options: passed to the model's `save_pretrained`.
-    """
+    while files are moved, the remaining ones are in `.unfinished`."""
     save = getattr(model, "save_pretrained", None) or partial(_save_state_dict, model)
     with replaced_export(folder) as written:
         save(str(written), **options)
@@ -112,7 +108,7 @@ def replaced_export(folder: Path) -> Iterator[Path]:
     The file that makes weights loadable (the index, or the only file of weights) is removed first and added last.
     """
     folder = Path(os.path.abspath(folder))
-    unfinished = folder / ".unfinished"
+    unfinished = folder / UNFINISHED
     shutil.rmtree(unfinished, ignore_errors=True)
     written = unfinished / folder.name  # the same name as the folder, which `push_to_hub` uses
     try:
