@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from benchmarks.common.held_bytes import gradient_tensors, optimizer_tensors, storage_bytes, weight_tensors
 from benchmarks.common.traffic_counter import TrafficCounter
-from sdp_deepspeed.estimate.flops import FlopCounter
+from sdp_deepspeed.estimate.flop_counter import FlopCounter
 
 
 @dataclass

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from sdp_deepspeed.checkpoint.box_exchange import BoxDirectory, fill
+from sdp_deepspeed.checkpoint.dcp_planners import LoadPlanner, State, add_box
 from sdp_deepspeed.checkpoint.files import Reader
-from sdp_deepspeed.checkpoint.fill import BoxDirectory, fill
 from sdp_deepspeed.checkpoint.hf_folder import (
     UNFINISHED,
     WEIGHTS,
@@ -36,7 +37,6 @@ from sdp_deepspeed.checkpoint.hf_folder import (
     tied_names,
     weights_of,
 )
-from sdp_deepspeed.checkpoint.planners import LoadPlanner, State, add_box
 from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState
 from sdp_deepspeed.checkpoint.saved_tensors import make_targets, written_state
 from sdp_deepspeed.messages import quoted

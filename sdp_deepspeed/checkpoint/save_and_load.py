@@ -24,9 +24,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sdp_deepspeed.checkpoint import atomic_folder, files
+from sdp_deepspeed.checkpoint.dcp_planners import LoadPlanner, SavePlanner, State, add_box, on_host
 from sdp_deepspeed.checkpoint.hf_folder import model_facts, tied_names
 from sdp_deepspeed.checkpoint.optimizer_state import Moments, group_facts, optimizer_facts, restore_optimizer
-from sdp_deepspeed.checkpoint.planners import LoadPlanner, SavePlanner, State, add_box, on_host
 from sdp_deepspeed.checkpoint.random_state import random_state, restore_random_state
 from sdp_deepspeed.checkpoint.rank_state import RankState, buffers_of_rank, restore_buffers
 from sdp_deepspeed.checkpoint.saved_tensors import make_targets, written_state

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from sdp_deepspeed.checkpoint.dcp_planners import State, add_box
 from sdp_deepspeed.checkpoint.optimizer_state import Moments, OptimizerFacts, moment_names, new_moments
-from sdp_deepspeed.checkpoint.planners import State, add_box
 from sdp_deepspeed.checkpoint.rank_state import WEIGHT, RankState
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.boxes import Box

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from sdp_deepspeed.checkpoint.fill import BoxDirectory, fill
+from sdp_deepspeed.checkpoint.box_exchange import BoxDirectory, fill
+from sdp_deepspeed.checkpoint.dcp_planners import State
 from sdp_deepspeed.checkpoint.optimizer_state import OptimizerFacts, group_facts, optimizer_facts, restore_optimizer
-from sdp_deepspeed.checkpoint.planners import State
 from sdp_deepspeed.checkpoint.rank_state import RankState, buffers_of_rank, restore_buffers
 from sdp_deepspeed.checkpoint.saved_tensors import make_targets, written_state
 from sdp_deepspeed.parallel.consistency import gather_results, run_on_all_ranks

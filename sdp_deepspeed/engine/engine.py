@@ -55,13 +55,13 @@ from sdp_deepspeed.engine.earlier_engines import engines, make_whole
 from sdp_deepspeed.engine.full_access import install_full_access
 from sdp_deepspeed.engine.monitor import StepEvents
 from sdp_deepspeed.engine.optimizer_options import check_bucket_size, loss_scaler, sharded_options, skips_overflow
-from sdp_deepspeed.engine.plans import Plans
 from sdp_deepspeed.engine.refused_settings import (
     refuse_config,
     refuse_frozen,
     refuse_single_processes,
     refuse_unused,
 )
+from sdp_deepspeed.engine.replanning import Plans
 from sdp_deepspeed.engine.tensor_parallel import (
     DividedEngine,
     check_mpu,

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from sdp_deepspeed.architectures.examples import image_shape, takes_images
-from sdp_deepspeed.estimate.flops import FlopCounter
+from sdp_deepspeed.estimate.flop_counter import FlopCounter
 
 # Model types of this package, by the module that registers them with Transformers.
 _OURS = {"sdp_small_image_resnet": "sdp_deepspeed.small_image_resnet"}

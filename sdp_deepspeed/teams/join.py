@@ -22,7 +22,7 @@ from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.messages import KEY, announce
 from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
 from sdp_deepspeed.planner import plan_and_mask
-from sdp_deepspeed.teams.dense_model import DenseModel
+from sdp_deepspeed.teams.dense_modules import DenseModules
 from sdp_deepspeed.teams.ranks import TeamRanks
 from sdp_deepspeed.teams.team import Team
 from sdp_deepspeed.teams.weights import TorchHost, hide_absent
@@ -96,7 +96,7 @@ def make_team(
         plan, mask, warnings = plan_and_mask(model, config, settings.teams, number, branches, shards)
     except ValueError as error:
         raise ValueError(str(error).replace(" subnetworks", " teams")) from error
-    dense = DenseModel(mask)
+    dense = DenseModules(mask)
     host.reduce(mask)
     if deferred is not None:
         seed = ranks.broadcast(deferred.seed)

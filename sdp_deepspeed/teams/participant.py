@@ -16,7 +16,7 @@ from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.messages import KEY, announce, listed
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.teams.attendance import NO_STATE, START, STEP, Attendance, Member, Refused, Wait, attend
-from sdp_deepspeed.teams.dense_model import DenseModel
+from sdp_deepspeed.teams.dense_modules import DenseModules
 from sdp_deepspeed.teams.exchange import Exchange
 from sdp_deepspeed.teams.meeting_point import REMIND, RETRY, MeetingPoint
 from sdp_deepspeed.teams.outside_changes import OutsideChanges
@@ -55,7 +55,7 @@ class Participant:
         mask: Mask,
         settings: LocalSteps,
         host: TorchHost,
-        model: DenseModel,
+        model: DenseModules,
         ranks: TeamRanks,
         *,
         address: str,

@@ -15,7 +15,7 @@ from torch.utils.data import Subset
 from sdp_deepspeed.checkpoint.hf_folder import model_facts, replaced_export, save_tensors
 from sdp_deepspeed.plan.tensors import persistent_buffers
 from sdp_deepspeed.teams.attendance import NO_STATE, SAVE, START, STEP
-from sdp_deepspeed.teams.dense_model import like
+from sdp_deepspeed.teams.dense_modules import like
 from sdp_deepspeed.teams.meeting_point import MeetingPoint
 from sdp_deepspeed.teams.participant import Participant
 from sdp_deepspeed.teams.shares import shares_by_name

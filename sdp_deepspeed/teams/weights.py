@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.teams.dense_model import like
+from sdp_deepspeed.teams.dense_modules import like
 from sdp_deepspeed.teams.ranks import TeamRanks
 from sdp_deepspeed.teams.shares import Share, shares_by_name
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from sdp_deepspeed.checkpoint.atomic_folder import LOCK
+from sdp_deepspeed.checkpoint.dcp_planners import LoadPlanner, State, add_box
 from sdp_deepspeed.checkpoint.files import Reader
-from sdp_deepspeed.checkpoint.planners import LoadPlanner, State, add_box
 from tests.helpers.models import config
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 6}}

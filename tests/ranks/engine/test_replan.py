@@ -118,7 +118,7 @@ SLOW = ("modes_bf16", "offload", "saved_in_the_background", "three", "divided_su
 )
 def test_as_saved_and_loaded(rank: Rank, name: str) -> None:
     """Divided ones come last: DeepSpeed never forgets the groups of AutoTP. State goes in several exchanges."""
-    with mock.patch("sdp_deepspeed.checkpoint.fill._BYTES", 10_000):
+    with mock.patch("sdp_deepspeed.checkpoint.box_exchange._BYTES", 10_000):
         check_sequence(SEQUENCES[name], rank)
 
 

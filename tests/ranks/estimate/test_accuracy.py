@@ -21,7 +21,7 @@ from benchmarks.common.held_bytes import optimizer_tensors, storage_bytes
 from benchmarks.common.measured_step import StepFigures, measured_step
 from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.config import KEY, MODES
-from sdp_deepspeed.estimate.flops import FlopCounter
+from sdp_deepspeed.estimate.flop_counter import FlopCounter
 from sdp_deepspeed.estimate.forecast import Forecast, forecast
 from sdp_deepspeed.estimate.forecast import model_of as estimated_model
 from sdp_deepspeed.fsdp import param_groups, sharded_model_of

@@ -19,7 +19,7 @@ from benchmarks.learning.subjects import STUDIES, SUBJECTS, Size, Study, Subject
 from benchmarks.learning.text import Corpus
 from benchmarks.quality import LABELS, tuned_rate
 from benchmarks.study import cells, parse_arguments, run_cell
-from sdp_deepspeed.estimate.flops import FlopCounter
+from sdp_deepspeed.estimate.flop_counter import FlopCounter
 from tests.reference.virtual_workers import Reference
 
 SIZE = Size(width=64, depth=2, length=16)  # as many heads as a quarter of four workers needs

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from sdp_deepspeed.checkpoint import atomic_folder, files
-from sdp_deepspeed.checkpoint.planners import Boxes, LoadPlanner, add_box
+from sdp_deepspeed.checkpoint.dcp_planners import Boxes, LoadPlanner, add_box
 from sdp_deepspeed.parallel.boxes import row_major_boxes
 from tests.helpers.kills import kill_at
 

@@ -17,7 +17,7 @@ from sdp_deepspeed.teams.shares import averaged_buffers
 _NONE: Any = object()  # an attribute that a module does not have
 
 
-class DenseModel:
+class DenseModules:
     """Shows the dense model in the modules of the subnetwork.
 
     What masking and hosts change are attributes of modules: `forward`, sizes, and the dicts of parameters, buffers,

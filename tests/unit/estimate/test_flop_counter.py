@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sdp_deepspeed.estimate.flops import FlopCounter
+from sdp_deepspeed.estimate.flop_counter import FlopCounter
 from tests.helpers.core_masks import tokens
 from tests.helpers.models import llama, loss_of
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from sdp_deepspeed.checkpoint.planners import LoadPlanner, State
+from sdp_deepspeed.checkpoint.dcp_planners import LoadPlanner, State
 from sdp_deepspeed.parallel.consistency import gather_objects, run_on_all_ranks
 
 _BYTES = 2**28  # of dense tensors per exchange
