@@ -24,6 +24,8 @@ _ALIKE = {
     "DeepSpeedCPULion": "Lion",
 }
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")  # options that do not change results
+# Of local steps in one world, which are gone: with this momentum their checkpoints had the mean of the inner moments.
+_OF_LOCAL_STEPS = "outer_momentum"
 Moments = dict[torch.Tensor, dict[str, torch.Tensor]]  # by parameter of the optimizer
 
 
@@ -120,7 +122,7 @@ def new_moments(state: RankState, stored: Mapping[str, Any], facts: OptimizerFac
         )
     kinds_of: dict[str, set[str]] = {}
     for kind, _, name in (text.partition("/") for text in stored):
-        if kind != WEIGHT:
+        if kind not in (WEIGHT, _OF_LOCAL_STEPS):
             kinds_of.setdefault(name, set()).add(kind)
     result: Moments = {}
     for name, parameter in _stepped(state):
