@@ -8,13 +8,14 @@ import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
 from tests.helpers.ports import free_port
 from tests.helpers.ranks import PATIENCE, forkserver_context
@@ -25,6 +26,15 @@ TIME_LIMIT = 600.0  # seconds, for what hangs
 START_UP = "a launcher and its ranks until their first steps"  # runs once more at a time limit (tests/conftest.py)
 # DeepSpeed looks for its own ninja on PATH.
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+def command(
+    program: str, recipe: Mapping[str, Any], folder: Path, output: str, steps: int, *overrides: str
+) -> list[str]:
+    """Of a run with this recipe until this step, in a folder inside of `folder`."""
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(dict(recipe)))
+    return [program, str(path), f"training.output_dir={folder / output}", f"training.max_steps={steps}", *overrides]
 
 
 class Ranks:
@@ -144,3 +154,21 @@ def trainer_log(folder: Path) -> list[dict[str, Any]]:
     newest = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
     return [entry for entry in history if "grad_norm" in entry]
+
+
+def exported_loss(run: Path, data: Any) -> float:
+    """Of the model that a run exported on all its held-out blocks, by Transformers alone.
+
+    Args:
+        data: of the program's recipe.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from data import collate, load_blocks
+
+    model: Any = AutoModelForCausalLM.from_pretrained(run / "hf")
+    held_out = load_blocks(data, 42, run).validation
+    assert len(held_out) == data.validation_blocks
+    with torch.no_grad():
+        return float(model(**collate(held_out)).loss)

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import yaml
-from transformers import AutoModelForCausalLM
 
-from data import Data, collate, load_blocks
+from data import Data
+from tests.helpers import programs
 from tests.helpers.programs import NUM_RANKS, launched, run
 from tests.helpers.repository import ROOT
 
@@ -48,10 +46,11 @@ RECIPE: dict[str, Any] = {
 def command(folder: Path, output: str, steps: int, *overrides: str) -> list[str]:
     text = folder / "text.txt"
     text.write_text("\n".join(f"{number} squared is {number * number}, as anybody can see." for number in range(40)))
-    data = RECIPE["data"] | {"sources": [{"path": "text", "data_files": str(text)}]}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"data": data}))
-    settings = [f"training.output_dir={folder / output}", f"training.max_steps={steps}"]
-    return [PROGRAM, str(folder / "recipe.yaml"), *settings, *overrides]
+    return programs.command(PROGRAM, RECIPE | {"data": data_of(text)}, folder, output, steps, *overrides)
+
+
+def data_of(text: Path) -> dict[str, Any]:
+    return RECIPE["data"] | {"sources": [{"path": "text", "data_files": str(text)}]}
 
 
 def logged(output: str) -> dict[int, dict[str, Any]]:
@@ -93,17 +92,8 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     again = run(command(tmp_path, "stopped", steps), tmp_path / "again.log")
     assert f"the run had finished at step {steps}" in again
     assert (exported[0] / "model.safetensors").read_bytes() == weights[1], "given once more"
-    check_the_exported_loss(exported[0], straight[steps]["eval_loss"], tmp_path)
-
-
-def check_the_exported_loss(exported: Path, recorded: float, folder: Path) -> None:
-    """Transformers alone finds the loss of the dense model that was logged, on all held-out blocks."""
-    data = yaml.safe_load((folder / "recipe.yaml").read_text())["data"]
-    held_out = load_blocks(Data(**data), 42, folder / "straight").validation
-    assert len(held_out) == data["validation_blocks"]
-    with torch.no_grad():
-        loss = AutoModelForCausalLM.from_pretrained(exported)(**collate(held_out)).loss
-    assert recorded == pytest.approx(loss.item(), abs=1e-5)  # rounding of fp32
+    loss = programs.exported_loss(tmp_path / "stopped", Data(**data_of(tmp_path / "text.txt")))
+    assert straight[steps]["eval_loss"] == pytest.approx(loss, abs=1e-5)  # rounding of fp32
 
 
 def test_steps_have_the_same_samples_on_any_number_of_ranks(tmp_path: Path) -> None:

@@ -9,17 +9,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import yaml
 from datasets import load_dataset
 from torch.nn.functional import cross_entropy
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 import sdp_deepspeed.small_image_resnet  # noqa: F401  # its model type
+from tests.helpers import programs
 from tests.helpers.image_data import write_folders
 from tests.helpers.programs import Ranks, run, trainer_log
 
 pytest.importorskip("sklearn")
-PROGRAM = "train_vision.py"
 RECIPE: dict[str, Any] = {
     "model": {"model_type": "sdp_small_image_resnet", "embedding_size": 4, "stage_sizes": [4, 8], "depths": [2, 2]},
     "data": {"path": "digits", "size": 8, "padding": 1},
@@ -43,13 +42,10 @@ RECIPE: dict[str, Any] = {
 
 
 def command(folder: Path, output: str, steps: int, *overrides: str) -> list[str]:
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(RECIPE))
-    settings = [f"training.output_dir={folder / output}", f"training.max_steps={steps}"]
-    return [PROGRAM, str(recipe), *settings, *overrides]
+    return programs.command("train_vision.py", RECIPE, folder, output, steps, *overrides)
 
 
-@pytest.mark.slow  # tests/ranks/engine/test_images.py resumes, too, and test_pretrain.py a program
+@pytest.mark.slow  # test_pretrain.py stops and resumes the same Trainer
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     workers = "training.dataloader_num_workers=1"  # the launchers' signals reach them, too
     with Ranks(command(tmp_path, "stopped", 1_000_000, workers), tmp_path / "stopped.log") as ranks:
