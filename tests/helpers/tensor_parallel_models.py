@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -15,10 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from sdp_deepspeed import architectures
-from sdp_deepspeed.plan.plan import Plan
-from tests.helpers.models import MIXED, SPECIMENS, Specimen, batches, config, loss_of, two_groups
-from tests.helpers.oracle import from_rank_0, make_optimizer
-from tests.helpers.oracle_grid import EVEN, INDIVISIBLE
+from tests.helpers.models import MIXED, SPECIMENS, Specimen, config, two_groups
+from tests.helpers.oracle import Run, loss_of, make_optimizer, steps_of
+from tests.helpers.oracle_grid import EVEN, INDIVISIBLE, Case
 from tests.helpers.ranks import Rank
 from tests.reference.virtual_workers import Reference
 
@@ -168,7 +166,6 @@ class Divided:
     optimizer: str = "SGD"
     accumulation: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
-    num_steps: int = 2
 
     def __str__(self) -> str:
         strategy = self.block["strategy"] if isinstance(self.block["strategy"], str) else "mixed"
@@ -176,36 +173,25 @@ class Divided:
         return "-".join([self.model, self.block["regime"], strategy, f"zero{self.stage}", *more])
 
     def check(self, rank: Rank) -> None:
-        """The same losses, norms and clipped steps, and the same dense model in evaluation and state dict."""
-        dense = build(self.model)
-        engine = self.start()
-        plans: dict[int, Plan] = {}
-        reference = Reference(
-            dense,
-            engine.plan,
-            lambda named: make_optimizer(self.optimizer, two_groups(named)),
-            loss_of,
-            clip=0.5,
-            later=plans,
+        """The same losses, norms and clipped steps, and the same dense model, as the oracle compares them."""
+        dense, engine = build(self.model), self.start()
+        assert (engine._core.groups.data_parallel.size, engine._core.groups.rank) == (rank.size // TP, rank.rank // TP)
+        case = Case(
+            rank.size,
+            self.block["holders"],
+            stage=self.stage,
+            accumulation=self.accumulation,
+            optimizer=self.optimizer,
+            tensor_parallel=TP,
         )
-        worker = engine._core.groups.rank
-        assert (engine._core.groups.data_parallel.size, worker) == (rank.size // TP, rank.rank // TP)
-        for step in itertools.islice(batches(rank.size // TP, self.accumulation), self.num_steps):
-            plans[engine.global_steps] = engine.plan
-            losses, norm = from_rank_0(partial(reference.step, step))
-            for batch, expected in zip(step[worker], losses[worker], strict=True):
-                loss = loss_of(engine, batch)
-                engine.backward(loss)
-                engine.step()
-                assert abs(loss.item() - expected) <= 1e-5, (loss.item(), expected)
-            assert abs(engine.get_global_grad_norm() - norm) <= 1e-5 * norm, (engine.get_global_grad_norm(), norm)
-        if "schedule" in self.block:
-            phases = self.block["schedule"]
-            assert engine.phase == len(phases) - 1
-            assert engine.zero_optimization_stage() == phases[-1]["stage"]
-            assert len({plan.hash for plan in plans.values()}) == len(phases)
-        dense.load_state_dict(from_rank_0(dense.state_dict))
-        self._compare(engine, dense, step[worker][0])
+        make = partial(make_optimizer, self.optimizer)
+        reference = Reference(
+            dense, engine.plan, lambda named: make(two_groups(named)), partial(loss_of, case), clip=0.5
+        )
+        run = Run(case, engine, reference, engine._core.groups.rank)
+        for number, step in enumerate(steps_of(case)):
+            run.train_step(number, step)
+        run.compare_dense(step)
 
     def start(self, **options: Any) -> Any:
         settings = config(**self.block, check_agreement=True)
@@ -227,21 +213,6 @@ class Divided:
         optimizer = make_optimizer(self.optimizer, two_groups(dict(model.named_parameters())))
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, **options)
         return engine
-
-    @torch.no_grad()
-    def _compare(self, engine: Any, dense: nn.Module, batch: torch.Tensor) -> None:
-        engine.eval()
-        assert abs(loss_of(engine, batch).item() - loss_of(dense, batch).item()) <= 1e-5
-        engine.train()
-        initial = build(self.model).state_dict()
-        with engine.dense():
-            state = engine.module.state_dict()
-        assert state.keys() == initial.keys()
-        for name, value in dense.state_dict().items():
-            # As for the oracle: 1e-5 of the way, and half a unit in the last place for each step's rounding.
-            limit = 1e-5 * (value - initial[name]).norm() + self.num_steps * 2**-24 * value.norm()
-            assert state[name].shape == value.shape, name
-            assert (state[name] - value).norm() <= limit, (name, (state[name] - value).norm(), limit)
 
 
 # Qwen3's per-head norms, of which a plan of the user's does not say that their gradients are to be summed.

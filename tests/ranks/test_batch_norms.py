@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.swa_utils import update_bn
 
 import sdp_deepspeed
+from sdp_deepspeed.checkpoint.random_state import random_state, restore_random_state
 from sdp_deepspeed.fsdp import CheckpointManager, full_state_dict, param_groups, reestimate_batch_norm
 from tests.helpers.batch_norms import Net, batches, means, settings, statistics_of, train
 from tests.helpers.models import batches as tokens_of
@@ -114,8 +115,8 @@ def compare(engine: Any, expected: dict[str, torch.Tensor]) -> None:
 
 def test_wherever_the_dense_model_is(rank: Rank) -> None:
     """Outside of it and inside, in training and in evaluation mode, of tensors, tuples, lists and dicts of arguments:
-    the same bits."""
-    engine = engine_of(settings(holders=2), Net())
+    the same bits. Modes, also of single modules, and random numbers stay as they were."""
+    engine = engine_of(settings(holders=2), Net(momentum=None))
     train(engine, rank.rank, num_steps=2)
     state = dense_state(engine)
     kinds = (lambda x, y: x, lambda x, y: (x, y), lambda x, y: [x, y], lambda x, y: {"images": x, "classes": y})
@@ -124,13 +125,18 @@ def test_wherever_the_dense_model_is(rank: Rank) -> None:
         own = [kind(*batch) for batch in batches(rank.rank, NUM, seed=9)]
         entered: AbstractContextManager[None] = context()
         engine.train(mode)
+        engine.module.layers[1].eval()
+        modes, numbers = modes_of(engine.module), random_state()
         with entered:
             engine.module.norm.running_mean.fill_(1e3)
-            engine.reestimate_batch_norm(own, num_batches=NUM)
-        assert engine.module.training == mode
+            engine.reestimate_batch_norm(drawing(own), num_batches=NUM)
+        assert modes_of(engine.module) == modes
+        drawn = random_numbers()
+        restore_random_state(numbers)
+        assert drawn == random_numbers()
         found.append(statistics_of(engine.module))
         assert_identical(found[-1], found[0])
-    compare(engine, oracle(state))
+    compare(engine, oracle(state, momentum=None))
 
 
 def test_is_that_of_the_dense_model(rank: Rank) -> None:
@@ -172,34 +178,19 @@ def test_is_that_of_the_dense_model(rank: Rank) -> None:
         train_on_tokens(engine, num_steps=1)
 
 
-def settings_of(model: nn.Module) -> dict[str, Any]:
+def modes_of(model: nn.Module) -> dict[str, Any]:
     return {name: (module.training, getattr(module, "momentum", "")) for name, module in model.named_modules()}
 
 
-def test_leaves_everything_else(rank: Rank) -> None:
-    """Modes, also of single modules, and random numbers."""
-    engine = engine_of(settings(holders=2), Net(momentum=None))
-    train(engine, rank.rank, num_steps=1)
-    state = dense_state(engine)
-    engine.module.layers[1].eval()
-    modes = settings_of(engine.module)
-    drawn = []
-    for runs in (True, False):
-        torch.manual_seed(5)
-        np.random.seed(5)
-        random.seed(5)
-        if runs:
-            engine.reestimate_batch_norm(drawing(rank), num_batches=NUM)
-        drawn.append((torch.rand(1).item(), np.random.rand(), random.random()))
-    assert drawn[0] == drawn[1]
-    assert modes == settings_of(engine.module)
-    compare(engine, oracle(state, momentum=None))
-
-
-def drawing(rank: Rank) -> Iterator[torch.Tensor]:
-    for images, _ in batches(rank.rank, NUM, seed=9):
+def drawing(own: list[Any]) -> Iterator[Any]:
+    """These, of a user who draws random numbers."""
+    for batch in own:
         torch.rand(1), np.random.rand(), random.random()
-        yield images
+        yield batch
+
+
+def random_numbers() -> list[float]:
+    return [torch.rand(1).item(), float(np.random.rand()), random.random()]
 
 
 def test_where_there_is_nothing_to_do(rank: Rank) -> None:

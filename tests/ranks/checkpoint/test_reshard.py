@@ -62,12 +62,10 @@ WRITERS = {
     "tensor_parallel": Run(4, tp=2, block=NEURON),
 }
 READERS = {
-    "dense": Run(2, block={"holders": 2}),
     "three_holders_of_three_zero2": Run(3, stage=2, block=NEURON | {"holders": 2}),
     "stage0_layers": Run(2, stage=0, block=LAYERS),
     "backward_block_bf16": Run(2, precision="bf16", block=BACKWARD),
     "backward_neuron_by_rules": Run(3, stage=2, block=BACKWARD | NEURON | BY_RULES, bucket=64),
-    "four_replicas": Run(4, block={"subnetworks": 2}),
     "tensor_parallel_bf16": Run(4, tp=2, precision="bf16"),
     "offload": Run(2, offload=True),
     "alone": Run(1),

@@ -12,15 +12,13 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.comm import comm as deepspeed_comm
-from torch.utils.data import Dataset
 
 from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.config import MODES
 from tests.helpers.checkpointed_runs import stepped
-from tests.helpers.models import SPECIMENS, VOCABULARY, batches, config, llama, loss_of, without_block
+from tests.helpers.models import SPECIMENS, batches, config, llama, loss_of, without_block
 from tests.helpers.ranks import Rank
 from tests.helpers.training import (
-    SGD,
     assert_identical,
     dense_state,
     engine_of,
@@ -209,60 +207,16 @@ def test_another_batch_size_while_training(rank: Rank) -> None:
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def sizes_of(engine: Any) -> list[Any]:
-    """What was derived, and what the setters make of it."""
-    found = [[getattr(engine, key)() for key in BATCH_KEYS]]
-    engine.set_train_micro_batch_size(5)
-    found.append([getattr(engine, key)() for key in BATCH_KEYS])
-    engine.set_train_batch_size(30 * engine.dp_world_size)
-    found.append([getattr(engine, key)() for key in BATCH_KEYS])
-    with pytest.raises(ValueError, match="divisible"):
-        engine.set_train_batch_size(7)
-    return found
-
-
 def test_sizes_are_derived_as_with_zero_1(rank: Rank) -> None:
     """All data-parallel ranks count, also those that train one subnetwork together."""
-    for sizes in ((12, None, 3), (None, 3, None)):
-        settings = {key: value for key, value in sgd().items() if key not in BATCH_KEYS}
-        settings |= {key: value for key, value in zip(BATCH_KEYS, sizes, strict=True) if value is not None}
-        plain = without_block(settings) | {"zero_allow_untested_optimizer": True}
-        replicated = settings | {"subnetwork_data_parallel": {"holders": 1, "subnetworks": 1}}
-        assert sizes_of(engine_of(settings)) == sizes_of(engine_of(replicated)) == sizes_of(engine_of(plain)), sizes
-
-
-def step_on(engine: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    loss = engine(**batch).loss
-    engine.backward(loss)
-    engine.step()
-    return batch["input_ids"]
-
-
-class Sentences(Dataset[dict[str, torch.Tensor]]):
-    def __len__(self) -> int:
-        return 18
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(0, VOCABULARY, (8,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def test_training_data(rank: Rank) -> None:
-    """`deepspeed.initialize(training_data=...)` gives each rank the batches that it gets with ZeRO-1."""
-    seen = []
-    for block in ({"subnetwork_data_parallel": {"holders": 1}}, {}):
-        settings = config() | {"optimizer": SGD, "dataloader_drop_last": True, "zero_allow_untested_optimizer": True}
-        del settings["subnetwork_data_parallel"]
-        model = SPECIMENS["llama"].build()
-        engine, _, loader, _ = deepspeed.initialize(
-            model=model, model_parameters=list(model.parameters()), config=settings | block, training_data=Sentences()
-        )
-        assert len(loader) == 4
-        loader.num_local_io_workers = 0  # else each rank starts processes
-        seen.append([step_on(engine, batch) for batch in loader])
-        assert engine.global_steps == 4
-    for own, expected in zip(*seen, strict=True):
-        assert torch.equal(own, expected)
+    given = {key: value for key, value in sgd().items() if key not in BATCH_KEYS} | {"train_batch_size": 12}
+    replicated = given | {"subnetwork_data_parallel": {"holders": 1, "subnetworks": 1}}
+    for settings in (given, replicated, plain(given)):
+        engine = engine_of(settings | {"gradient_accumulation_steps": 3})
+        assert [getattr(engine, key)() for key in BATCH_KEYS] == [12, 2, 3]
+        engine.set_train_micro_batch_size(5)
+        engine.set_train_batch_size(30 * rank.size)
+        assert [getattr(engine, key)() for key in BATCH_KEYS] == [30 * rank.size, 5, 6]
 
 
 def test_dtypes_spelled_out(rank: Rank) -> None:

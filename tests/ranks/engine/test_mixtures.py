@@ -24,7 +24,7 @@ def test_the_dense_model_is_exported(rank: Rank) -> None:
     """Transformers stores experts one by one; what it reads has the evaluated loss, and may be trained on."""
     from transformers import AutoModelForCausalLM
 
-    for number, (name, mode) in enumerate(zip(("mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"), MODES, strict=True)):
+    for number, (name, mode) in enumerate((("mixtral", MODES[0]), ("gpt_oss", MODES[3]))):
         engine = engine_of(config(holders=1, regime=mode[0], strategy=mode[1]), mixture(name))
         train(engine, num_steps=2)
         folder, batch = rank.folder / f"export{number}", next(batches(1, 1))[0][0]

@@ -73,7 +73,7 @@ ALL_MODES = [
     *(Phase({}, 1), Phase(NEURON, 2), Phase(CUT), Phase(LAYERS, 0), Phase(BACKWARD), Phase({"holders": 2}, 2)),
     Phase(NEURON, 1),
 ]
-AROUND = [Phase({}, 1), Phase(CUT), Phase(NEURON, 2), Phase(BACKWARD, 0)]
+AROUND = [Phase({}, 1), Phase(CUT), Phase(NEURON, 2)]
 OFFLOAD: dict[str, Any] = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 OFFLOAD |= {"zero_force_ds_cpu_optimizer": False}
 SEQUENCES = {
