@@ -15,20 +15,25 @@ from transformers import LlamaForCausalLM
 
 from tests.helpers.repository import ROOT
 
-# Without torch: the last rank of team 1 is killed while the others of its team wait.
+# Without torch: the last rank of team 1 is killed while the other of its team waits.
 WAITS = """
-import os, signal, socket, sys
+import os, signal, socket, sys, time
+from pathlib import Path
 from urllib.parse import urlsplit
 
 place = [os.environ[name] for name in ("SDP_TEAM", "RANK", "WORLD_SIZE")]
 address = urlsplit(os.environ["TORCHFT_LIGHTHOUSE"])
 for host, port in ((address.hostname, address.port), (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])):
     socket.create_connection((host, int(port))).close()
-print(*place, os.environ["OMP_NUM_THREADS"], *sys.argv[1:])
-if place == ["1", "1", "2"]:
-    os.kill(os.getpid(), signal.SIGKILL)
-if place[0] == "1":
+print(*place, os.environ["OMP_NUM_THREADS"], *sys.argv[1:], flush=True)
+waits = Path(__file__).with_name("waits")
+if place == ["1", "0", "2"]:
+    waits.touch()
     signal.pause()
+if place == ["1", "1", "2"]:
+    while not waits.exists():
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
