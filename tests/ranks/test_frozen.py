@@ -90,7 +90,7 @@ def test_a_frozen_teacher_is_whole(rank: Rank, host: str, strategy: str) -> None
     assert all(unit.name.startswith("student.") for unit in plan.units)
     is_subnetwork = []
     if host == "deepspeed":
-        teacher.register_forward_hook(lambda *_: is_subnetwork.append(run.mask.is_applied))
+        teacher.register_forward_hook(lambda *_: is_subnetwork.append(run._core.mask.is_applied))
     else:
         alone = [module for group in sharded_model_of(run).fsdp_groups for module in group]
         assert len({*alone} & {*teacher.modules()}) == 4, "its branches are gathered layer by layer"
