@@ -172,7 +172,7 @@ class DenseView:
             if torch.is_grad_enabled():
                 if view._is_evaluating:
                     leave(module)
-                elif not module.training and not view._has_warned and not view.is_resident:
+                elif module is model and not model.training and not view._has_warned and not view.is_resident:
                     warn(module)
             elif (not module.training or not view._has_warned) and (not view.is_resident or is_masked(module)):
                 enter(module)
