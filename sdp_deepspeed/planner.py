@@ -70,9 +70,12 @@ def plan_model(
         dense = [shards.dense_unit(unit) for unit in units]
         wanted = _crossing(units, branches)
         plan = make_plan(dense, costs, numbers, block, k, data_parallel_size, constrained, wanted)
-    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
-    shapes |= {name: division.shape for name, division in shards.divisions.items()}
-    check_pieces(plan.units, lambda piece: shapes.get(piece.parameter))
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+    for name, tensor in named_tensors(model).items():
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        division = shards.divisions.get(name)
+        shapes[kind, name] = tuple(tensor.shape) if division is None else division.shape
+    check_pieces(plan.units, lambda piece: shapes.get((piece.kind, piece.parameter)))
     uncut = uncut_branches(branches, plan.strategy)
     shared = [f"{len(uncut)} branches are replicated, such as {b.name!r}: {b.uncuttable_reason}" for b in uncut[:1]]
     return plan, shared + _warnings(plan)

@@ -33,6 +33,13 @@ class Piece:
     length: int = 0
     kind: TensorKind = "parameter"
 
+    def __post_init__(self) -> None:
+        if self.dim is not None and (self.dim < 0 or self.start < 0 or self.length < 1):
+            raise ValueError(
+                f"piece of {self.parameter!r}: got dim={self.dim}, start={self.start}, length={self.length}, expected "
+                "a non-empty slice"
+            )
+
     def narrow(self, tensor: Any) -> Any:
         """View of the piece in `tensor`, the dense tensor."""
         if self.dim is None:

@@ -76,7 +76,7 @@ def export(
     with replaced_export(out) as folder:
         tensors = _scratch_tensors(folder, shapes, _dtypes(facts["dtypes"], dtype))
         reader.read(LoadPlanner(), _whole(tensors))
-        save_tensors(tensors, facts["model"], facts["tied"], folder, max_shard_size)
+        save_tensors(tensors, facts["model"], facts.get("tied", {}), folder, max_shard_size)
         if tokens is not None:
             tokens.save_pretrained(folder)
 

@@ -108,7 +108,7 @@ def replaced_export(folder: Path) -> Iterator[Path]:
     The file that makes weights loadable (the index, or the only file of weights) is removed first and added last.
     """
     folder = Path(os.path.abspath(folder))
-    unfinished = folder / UNFINISHED
+    unfinished, is_new = folder / UNFINISHED, not folder.exists()
     shutil.rmtree(unfinished, ignore_errors=True)
     written = unfinished / folder.name  # the same name as the folder, which `push_to_hub` uses
     try:
@@ -118,7 +118,7 @@ def replaced_export(folder: Path) -> Iterator[Path]:
         for path in new:
             sync(path)
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(folder if is_new else unfinished, ignore_errors=True)
         raise
     weights = {weights_of(path.name) for path in new} - {None}
     for old in sorted(folder.iterdir(), key=_visibility, reverse=True):

@@ -113,8 +113,6 @@ class Core:
             plan, mask, warnings = planner.plan_and_mask(
                 self.module, block, len(members), members.index(me), branches, shards
             )
-            if logs and me == 0:
-                planner.announce_plan(self.module, plan, mask, warnings, logger)
             if self._torch_optimizer is not None:
                 tensors_stepped_whole(
                     self._torch_optimizer,
@@ -123,6 +121,8 @@ class Core:
                     tp_replicated=self.tensor_parallel.tp_replicated(mask.parameters),
                     is_divided=shards.size > 1,
                 )
+            if logs and me == 0:
+                planner.announce_plan(self.module, plan, mask, warnings, logger)
             return plan, mask
 
         plan, mask = run_on_all_ranks(make, self.control)

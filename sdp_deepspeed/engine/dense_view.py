@@ -163,17 +163,12 @@ class DenseView:
             if module in owned:
                 view.end_evaluation()
 
-        @torch.compiler.disable
-        def warn(module: nn.Module) -> None:
-            if module in owned and not is_checkpointed():
-                view._warn()
-
         def before_forward(module: nn.Module, _: Any) -> None:
             if torch.is_grad_enabled():
                 if view._is_evaluating:
                     leave(module)
                 elif module is model and not model.training and not view._has_warned and not view.is_resident:
-                    warn(module)
+                    view._warn()
             elif (not module.training or not view._has_warned) and (not view.is_resident or is_masked(module)):
                 enter(module)
 
@@ -182,6 +177,7 @@ class DenseView:
         if not self.mask.plan.is_dense:
             self._install_refusals(model)
 
+    @torch.compiler.disable
     def _warn(self) -> None:
         self._has_warned = True
         if self.mask.plan.trains_subnetworks:

@@ -72,12 +72,12 @@ def refuse_whole(folder: Path, tag: str | None) -> None:
         )
 
 
-def load_state(team: Team, folder: Path, num_steps: int, control: dist.ProcessGroup) -> None:
+def load_state(team: Team, folder: Path, num_steps: int | None, control: dist.ProcessGroup) -> None:
     """Load the team's state on all ranks, or, if it is damaged on one of them, on none. Collective.
 
     Args:
         folder: of the checkpoint.
-        num_steps: that DeepSpeed's checkpoint has seen. A save under a tag that existed may have been cut off.
+        num_steps: of the weights, since a save under a tag that existed may have been cut off; None if unknown.
     """
     file, problem = _state_file(folder), ""
     refused: ValueError | None = None
@@ -86,9 +86,9 @@ def load_state(team: Team, folder: Path, num_steps: int, control: dist.ProcessGr
     except Exception as error:  # of many kinds
         problem = _describe(file, error)
     else:
-        if state.get(_STEPS, num_steps) != num_steps:
-            problem = f"{file}: of step {state[_STEPS]}, with weights of step {num_steps}"
         try:
+            if num_steps not in (None, state.get(_STEPS, num_steps)):
+                raise RuntimeError(f"it is of step {state[_STEPS]}, the weights of step {num_steps}")
             team.load_state_dict(state)
         except ValueError as error:
             refused = error

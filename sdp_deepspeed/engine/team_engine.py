@@ -200,7 +200,16 @@ class TeamEngine(DividedEngine):
         with written_together(self, self.team, Path(save_dir), tag, latest=latest, control=self._control):
             return super().save_checkpoint(save_dir, tag, client_state or {}, save_latest and is_later, **options)
 
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, *arguments: Any, **options: Any) -> Any:
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
         """Load DeepSpeed's checkpoint and the team's state, before the first step. If that state is damaged or missing,
         the team takes the others' weights over."""
         if self.team.has_started:
@@ -210,14 +219,23 @@ class TeamEngine(DividedEngine):
         run_on_all_ranks(lambda: refuse_whole(Path(load_dir), tag), self._control)
         path, client_state, problem = None, None, None
         try:
-            path, client_state = super().load_checkpoint(load_dir, tag, *arguments, **options)
+            path, client_state = super().load_checkpoint(
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states,
+                load_module_only,
+                custom_load_fn,
+            )
         except Exception as error:  # of a damaged file, on one rank
             if self.zero_optimization_partition_weights():
                 raise  # others may wait for this rank in a collective of DeepSpeed's, until it ends
             problem = error
         raise_on_all_ranks(problem, self._control)
         if path is not None:
-            load_state(self.team, Path(path).parent, int(self.global_steps), self._control)
+            num_steps = None if load_module_only else int(self.global_steps)  # DeepSpeed then loads no counters
+            load_state(self.team, Path(path).parent, num_steps, self._control)
         return path, client_state
 
 

@@ -103,8 +103,8 @@ class SubnetworkOptimizer(ZeROOptimizer):
             self._global_grad_norm = math.inf if self.overflow else float(self.sharded.norm)  # type: ignore[arg-type]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients since the last step. Collective where they have been averaged: at stage 2, and with
-        `overlap_comm` after the last micro-step.
+        """Drop all gradients since the last step. Collective where they have been averaged: at stage 2, with
+        `overlap_comm` after the last micro-step, and once a full gradient was read or set.
 
         Raises:
             RuntimeError: a rank that must call it, too, continues training instead.

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.masking.absent_blocks import skip_branch
 from sdp_deepspeed.masking.check import blocks_of_units, check_plan, refuse_cache
-from sdp_deepspeed.masking.experts import router_refusal
+from sdp_deepspeed.masking.experts import check_experts, router_refusal
 from sdp_deepspeed.masking.forwards import restore_forward, set_data
 from sdp_deepspeed.masking.head_arguments import select_heads
 from sdp_deepspeed.masking.scale import coverage_of_branches, scale_block, scale_outputs
@@ -84,6 +84,7 @@ class Mask:
             if rank in holders
         }
         check_plan(model, plan, self.branches)
+        check_experts(model, plan, self.branches)
         is_scaled = is_scaled and plan.regime == "forward"
         self.scaled = coverage_of_branches(plan, self.branches) if is_scaled else {}
         self._router_refusal = router_refusal(model, plan, self.branches)

@@ -12,7 +12,7 @@ A step (`ShardedOptimizer.step`), for every bucket (buckets.py) that this rank h
    gradients are reduced to it, and their weights broadcast from it.
 4. Updated weights are all-gathered. Forward regime: each bucket over its holders. Backward regime: every rank runs the
    whole model, so for each depth range and dtype there is one all-gather over all data-parallel ranks
-   (`_gather_ranges`), to which each rank contributes all of its shards, padded to the largest share.
+   (`_gather_range`), to which each rank contributes all of its shards, padded to the largest share.
 
 # Order of collectives
 
@@ -239,34 +239,34 @@ class ShardedOptimizer:
         if self.regime == "forward":
             self._gather_shards(reuse_gradients=reuse_gradients)
         else:
-            self._gather_ranges(reuse_gradients=reuse_gradients)
+            ranges: defaultdict[tuple[int, torch.dtype], list[Bucket]] = defaultdict(list)
+            for bucket in self.buckets:
+                ranges[bucket.layout.depth_range, bucket.layout.dtype].append(bucket)
+            for buckets in ranges.values():
+                self._gather_range(buckets, reuse_gradients=reuse_gradients)
 
-    def _gather_ranges(self, *, reuse_gradients: bool) -> None:
-        """All-gather the shards of all buckets over all ranks, once for each depth range and dtype."""
-        group = self.groups.data_parallel
-        ranges: defaultdict[tuple[int, torch.dtype], list[Bucket]] = defaultdict(list)
-        for bucket in self.buckets:
-            ranges[bucket.layout.depth_range, bucket.layout.dtype].append(bucket)
-        for (_, dtype), buckets in ranges.items():
-            sizes, mine = [], []
-            for bucket in buckets:
-                owners = bucket.layout.owners
-                sizes += [(owner, bucket.layout.size // len(owners)) for owner in owners]
-                if group.position in owners:
-                    bucket.allocate_weights(reuse_gradients=reuse_gradients)
-                    bucket.shard_to_weights()
-                    assert bucket.weights is not None
-                    mine.append(bucket.shard_of(bucket.weights))
-            received = iter(gather_flat(sizes, mine, group, dtype, self._device))
-            for bucket in buckets:
+    def _gather_range(self, buckets: Sequence[Bucket], *, reuse_gradients: bool) -> None:
+        """All-gather the shards of the buckets of a depth range and dtype over all ranks. What it receives is freed on
+        return."""
+        group, sizes, mine = self.groups.data_parallel, [], []
+        for bucket in buckets:
+            owners = bucket.layout.owners
+            sizes += [(owner, bucket.layout.size // len(owners)) for owner in owners]
+            if group.position in owners:
                 bucket.allocate_weights(reuse_gradients=reuse_gradients)
+                bucket.shard_to_weights()
                 assert bucket.weights is not None
-                shards = bucket.weights.view(len(bucket.layout.owners), -1).unbind()
-                torch._foreach_copy_(shards, [*itertools.islice(received, len(shards))])
-                if bucket.layout.is_cut:  # whole tensors are views of the weights
-                    tensors = [self.mask.view(item.piece) for item in bucket.layout.slices]
-                    torch._foreach_copy_(tensors, bucket.weight_views)
-                bucket.drop_weights()
+                mine.append(bucket.shard_of(bucket.weights))
+        received = iter(gather_flat(sizes, mine, group, buckets[0].layout.dtype, self._device))
+        for bucket in buckets:
+            bucket.allocate_weights(reuse_gradients=reuse_gradients)
+            assert bucket.weights is not None
+            shards = bucket.weights.view(len(bucket.layout.owners), -1).unbind()
+            torch._foreach_copy_(shards, [*itertools.islice(received, len(shards))])
+            if bucket.layout.is_cut:  # whole tensors are views of the weights
+                tensors = [self.mask.view(item.piece) for item in bucket.layout.slices]
+                torch._foreach_copy_(tensors, bucket.weight_views)
+            bucket.drop_weights()
 
     def _gather_shards(self, *, reuse_gradients: bool) -> None:
         """All-gather each bucket over its holders. Whole tensors are views of it, and cut ones are copied from it."""

@@ -25,7 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sdp_deepspeed.atomic_files import regular, write_text
 from sdp_deepspeed.messages import listed
@@ -245,9 +245,9 @@ class _File(BaseModel):
 class _PieceFile(_File):
     parameter: str
     kind: TensorKind
-    dim: NonNegativeInt | None
-    start: NonNegativeInt
-    length: NonNegativeInt
+    dim: int | None
+    start: int
+    length: int
 
 
 class _UnitFile(_File):
@@ -262,6 +262,7 @@ class _PlanFile(_File):
     regime: Literal["forward", "backward"]
     strategy: StrategyName | dict[str, StrategyName]
     num_subnetworks: int
+    num_holders: int | None = None  # of earlier files; it follows from the holders
     seed: int = 0
     subnetwork_of_rank: list[int]
     units: list[_UnitFile]

@@ -42,6 +42,12 @@ def test_slice_is_a_view(dim: int, start: int, length: int) -> None:
     assert torch.equal(tensor, expected)
 
 
+@pytest.mark.parametrize(("dim", "start", "length"), [(-1, 0, 1), (0, -1, 1), (0, 0, 0), (1, 2, -3)])
+def test_a_piece_is_never_empty_or_negative(dim: int, start: int, length: int) -> None:
+    with pytest.raises(ValueError, match=rf"'w'.*dim={dim}, start={start}, length={length}"):
+        Piece("w", dim, start, length)
+
+
 def test_what_fits_is_accepted() -> None:
     check(Piece("w", 0, 0, 2), Piece("w", 0, 2, 2), Piece("b", None, 0, 4), Piece("s", None, 0, 1))
     check(Piece("w", 1, 5, 1), Piece("w", 1, 0, 5))

@@ -96,6 +96,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     tokens = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=tokens).save_pretrained(tmp_path / "tokens")
     options = ["--dtype", "fp32", "--tokenizer", str(tmp_path / "tokens")]
+    (tmp_path / "out" / ".unfinished" / "out").mkdir(parents=True)  # of an export that was killed
     assert sdp(["checkpoint", "export", str(folder / "gpt2_bf16"), str(tmp_path / "out"), *options]) == 0
     names = {path.name for path in (tmp_path / "out").iterdir()}
     tokenizer = {"tokenizer.json", "tokenizer_config.json"}

@@ -104,6 +104,9 @@ def load_damaged(place: Place, engine: Any, folder: Path) -> None:
     torch.distributed.barrier()
     assert engine.load_checkpoint(str(other))[0] is not None
     assert (engine.team.version, engine.team.num_steps) == (NO_STATE, 0)
+    if engine.zero_optimization_stage() == 1:
+        assert engine.load_checkpoint(str(folder), load_module_only=True)[0] is not None
+        assert engine.team.num_steps == SAVED_AFTER
     with pytest.raises(ValueError, match="a checkpoint of the dense model, without teams"):
         engine.load_checkpoint(str(other), "whole")
     if engine.zero_optimization_stage() == 1:  # at stage 3 DeepSpeed's loading is collective itself

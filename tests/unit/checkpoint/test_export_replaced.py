@@ -103,6 +103,9 @@ def test_an_error_keeps_the_older_export(tmp_path: Path) -> None:
         save_pretrained(model(NEW), tmp_path, object(), max_shard_size="10KB")
     assert values_in(tmp_path) == {OLD}
     assert not list(tmp_path.glob(".*"))
+    with pytest.raises(AttributeError):
+        save_pretrained(model(NEW), tmp_path / "new", object())
+    assert not (tmp_path / "new").exists(), "nothing is left"
 
 
 def test_a_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,13 +129,16 @@ def test_a_subnetwork_without_routers_is_refused() -> None:
 
 
 def test_neurons_whose_products_do_not_run_are_refused() -> None:
-    """12 neurons in 6 groups; four of fp32 are 16 bytes. The product of 14 never runs."""
+    """12 neurons in 6 groups; four of fp32 are 16 bytes, and eight of bf16. The product of 14 never runs."""
+    words = r"layers\.0\.mlp': subnetwork 0 has 6 of 12 neurons; grouped_mm needs multiples of 4: .*batched_mm"
     for regime, _ in MODES[::2]:
         dense = mixture("mixtral")
         plan = plan_of(dense, regime, "neuron", neuron_groups=6)
-        with pytest.raises(RuntimeError, match="16 bytes"):
-            masked(dense, plan, 1)[0](tokens())
+        with pytest.raises(ValueError, match=words):
+            mask_of(dense, plan, 1)
         dense.set_experts_implementation("batched_mm")
         masked(dense, plan, 1)[0](tokens())
         with pytest.raises(ValueError, match=r"mlp' cannot be cut: .* 16 bytes"):
             plan_of(mixture("mixtral", intermediate_size=14), regime, "neuron")
+    with pytest.raises(ValueError, match="multiples of 8"):
+        mask_of(mixture("mixtral").bfloat16(), plan_of(mixture("mixtral"), "forward", "neuron"), 0)

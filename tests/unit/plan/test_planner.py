@@ -134,6 +134,11 @@ def test_a_plan_by_path(tmp_path: Path) -> None:
         plan_of(6, assignment=path)
     with pytest.raises(ValueError, match="the model has no parameter named"):
         plan_of(4, 2, assignment=path)
+    first, *others = mine.units
+    piece, *rest = first.pieces
+    replace(mine, units=(replace(first, pieces=(replace(piece, kind="buffer"), *rest)), *others)).save(path)
+    with pytest.raises(ValueError, match="the model has no buffer named"):
+        plan_of(assignment=path)
 
 
 @pytest.mark.parametrize("granularity", ["sublayer", "layer"])
