@@ -28,6 +28,14 @@ LABELS = {
     "C=1/4, no whole ends, scaled": "SDP, C = 1/4, no whole ends",
     "C=1/4, whole ends": "SDP, C = 1/4, unscaled",
 }
+MANY_PASSES = {
+    "data parallelism": "dense 32x{full}",
+    "stochastic depth 0.2": "32x{full}, stochastic depth 0.2",
+    "half the depth": "dense 32x{half}",
+    "half the depth, dropout 0.1": "32x{half}, dropout 0.1",
+    "C = 1/2, re-drawn": "32x{full}, C=1/2, re-drawn every 20 steps",
+    "C by depth, re-drawn": "32x{full}, C by depth, re-drawn every 20 steps",
+}
 IN_README = (
     "dense 64x8",
     "dense 64x4",
@@ -36,12 +44,14 @@ IN_README = (
 )
 
 
-def tuned_rate(cells: Sequence[Mapping[str, Any]], study: str, subject: str) -> float | None:
-    """The best of the longest runs with the tuning seed; None without such runs."""
+def tuned_rate(cells: Sequence[Mapping[str, Any]], study: str, subject: str, budget: int) -> float | None:
+    """The best of the runs with the tuning seed, of this budget if there are some, else of the largest; None without
+    such runs."""
     key = (study, subject, TUNING_SEED)
     tried = [cell for cell in cells if (cell["study"], cell["subject"], cell["seed"]) == key]
-    longest = max((cell["budget"] for cell in tried), default=None)
-    last = [cell for cell in tried if cell["budget"] == longest and math.isfinite(cell["loss"])]
+    budgets = {cell["budget"] for cell in tried}
+    chosen = budget if budget in budgets else max(budgets, default=None)
+    last = [cell for cell in tried if cell["budget"] == chosen and math.isfinite(cell["loss"])]
     best = min(last, key=lambda cell: cell["loss"], default=None)
     return None if best is None else float(best["rate"])
 
@@ -54,9 +64,9 @@ def at_one_rate(cells: Sequence[Cell], study: str) -> list[Cell]:
         if cell["study"] == study and cell["seed"] != TUNING_SEED:
             groups.setdefault((cell["subject"], cell["budget"]), {}).setdefault(cell["rate"], []).append(cell)
     found: list[Cell] = []
-    for (subject, _), by_rate in groups.items():
+    for (subject, budget), by_rate in groups.items():
         most = max(by_rate.values(), key=lambda own: (len(own), -statistics.mean(cell["loss"] for cell in own)))
-        found += by_rate.get(tuned_rate(cells, study, subject) or 0.0, most)
+        found += by_rate.get(tuned_rate(cells, study, subject, budget) or 0.0, most)
     return found
 
 
@@ -137,44 +147,29 @@ def _by_seed(cells: Iterable[Cell], *budget: str) -> BySeed:
 
 
 def many_passes_rows(cells: Mapping[int, Sequence[Cell]]) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows: for each number of passes the loss at the end, in parentheses the lowest of the run.
+    """Heads and rows: for each depth and number of passes the final loss, in parentheses the lowest of the run.
 
     Args:
         cells: by depth.
     """
-    passes = sorted({_passes(cell) for own in cells.values() for cell in own})
+    found = {depth: _by_seed(own, "budget") for depth, own in cells.items()}
+    budgets = [(depth, budget) for depth, own in found.items() for budget in sorted({budget for _, budget in own})]
     rows = []
-    for depth, own in cells.items():
-        for subject, label in _labels(depth).items():
-            found = [[c for c in own if (c["subject"], _passes(c)) == (subject, count)] for count in passes]
-            if any(found):
-                rows.append([label, *map(_end_and_lowest, found)])
-    return [f"{count} passes" for count in passes], rows
+    for label, name in MANY_PASSES.items():
+        losses = []
+        for depth, budget in budgets:
+            own = found[depth].get((name.format(full=depth, half=depth // 2), budget), {}).values()
+            end, lowest = (mean_and_error(cell[key] for cell in own) for key in ("loss", "best_loss"))
+            losses.append(end if end == lowest else f"{end} ({lowest})")
+        rows.append([label, *losses])
+    return [f"{depth} layers, {_passes(cells[depth], budget)} passes" for depth, budget in budgets], rows
 
 
-def _labels(depth: int) -> dict[str, str]:
-    """Of the subjects at a depth."""
-    half = depth // 2
-    return {
-        f"dense 32x{depth}": f"{depth} layers",
-        f"32x{depth}, stochastic depth 0.2": f"{depth} layers, stochastic depth 0.2",
-        f"dense 32x{half}": f"{half} layers",
-        f"32x{half}, dropout 0.1": f"{half} layers, dropout 0.1",
-        f"32x{depth}, C=1/2, re-drawn every 20 steps": f"{depth} layers, C = 1/2, re-drawn",
-        f"32x{depth}, C by depth, re-drawn every 20 steps": f"{depth} layers, C by depth, re-drawn",
-    }
-
-
-def _passes(cell: Mapping[str, Any]) -> int:
-    """Of data parallelism over the text with the cell's budget."""
-    settings = cell["settings"]
-    row_bytes = cell["described"]["size"]["length"]
-    return round(cell["budget"] * settings["num_workers"] * settings["rows"] * row_bytes / settings["train_bytes"])
-
-
-def _end_and_lowest(cells: Sequence[Mapping[str, Any]]) -> str:
-    end, lowest = (mean_and_error(cell[key] for cell in cells) for key in ("loss", "best_loss"))
-    return end if end == lowest else f"{end} ({lowest})"
+def _passes(cells: Iterable[Cell], budget: tuple[int, ...]) -> int:
+    """Of data parallelism over the text."""
+    settings = next(cell for cell in cells if (cell["budget"],) == budget)["settings"]
+    tokens = settings["num_workers"] * settings["rows"] * settings["reference"]["length"]
+    return round(budget[0] * tokens / settings["train_bytes"])
 
 
 def mean_and_error(values: Iterable[float], form: str = ".3f") -> str:

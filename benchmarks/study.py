@@ -92,7 +92,7 @@ def cells(options: argparse.Namespace, store: Store) -> Iterator[Cell]:
             rates = options.rates or [usual * factor for factor in RATE_FACTORS]
             yield from (Cell(options.study, name, TUNING_SEED, budget, rate) for rate in rates)
         else:
-            tuned = tuned_rate(store.cells, options.study, name) or usual
+            tuned = tuned_rate(store.cells, options.study, name, budget) or usual
             yield from (Cell(options.study, name, seed, budget, rate) for rate in options.rates or [tuned])
 
 

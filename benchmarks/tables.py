@@ -148,7 +148,8 @@ def time_to_loss(*results: Result) -> str:
         steps = _reached(run["curve"], goal, axis=0)
         cells = [f"{run['curve'][-1][2]:.3f} ({run['steps']})", f"{max(everyone[-1][name]['peak']) / MIB:.1f}"]
         cells.append(f"{max(run['link_bytes']) / run['curve'][-1][0] / 1e6:.2f}")
-        rows.append([name, *cells, *(_seconds(runs.get(name), goal, steps) for runs in everyone)])
+        shown = name.replace("SDP teams + ZeRO-1", "teams").replace("torchft's DiLoCo + FSDP2", "DiLoCo")
+        rows.append([shown, *cells, *(_seconds(runs.get(name), goal, steps) for runs in everyone)])
     size = results[0]["model"]["num_parameters"] / 1e6
     caption = f"{results[0]['ranks']} ranks on {results[0]['nodes']} nodes, {size:.2f}M parameters; "
     caption += f"{_commit(*results)}; {_load(*results)}:"

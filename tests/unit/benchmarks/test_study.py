@@ -151,7 +151,7 @@ def test_rates_are_tuned_on_a_seed_that_no_figure_has(tmp_path: Path) -> None:
     assert [cell["seed"] for cell in tried] == [TUNING_SEED] * 3
     assert sorted(cell["rate"] for cell in tried) == [2e-3, 4e-3, 8e-3]
     best = min(tried, key=lambda cell: cell["loss"])["rate"]
-    assert (tuned_rate(tried, "tiny", "dense"), tuned_rate(tried, "tiny", "half")) == (best, None)
+    assert tuple(tuned_rate(tried, "tiny", name, 2) for name in ("dense", "half")) == (best, None)
     assert [(cell.seed, cell.rate) for cell in cells(parse_arguments(arguments), store)] == [(0, best)]
 
 
