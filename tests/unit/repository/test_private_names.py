@@ -85,6 +85,7 @@ DEEPSPEED = {
     "_is_gradient_accumulation_boundary": "whether the caller sets the boundary",
 }
 OTHERS = {
+    "_experts_implementation": "of a Transformers config: whether experts are computed by grouped_mm",
     "_gradient_checkpointing_func": "of a Transformers layer: whether checkpointing is reentrant",
     "_keys_to_ignore_on_load_unexpected": "of a Transformers model: keys of a file that it does not have",
     "_codecs": "a module in pickles of NumPy arrays, which the unpickler of launch/published_images.py lets pass",
