@@ -107,17 +107,6 @@ class LocalSteps(BaseModel):
         description="How long an exchange of 16 MB may take, before it is repeated with the teams that are still here.",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _have_teams(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and given.get("teams") is None:
-            raise ValueError(
-                'teams, jobs of their own, have replaced local steps inside one job: add their number, "teams": K, and '
-                "start each by itself, with SDP_TEAM and TORCHFT_LIGHTHOUSE in its environment, or all on one machine "
-                "with `sdp teams K -- SCRIPT`; with FSDP2 call sdp_deepspeed.join before PyTorch's fully_shard"
-            )
-        return given
-
 
 class SubnetworkConfig(BaseModel):
     """The parsed block. Titles of fields are in error messages, descriptions in docs/config.md."""
@@ -383,11 +372,11 @@ def _with_plan(key: str) -> Combination:
     return Combination(key, is_refused, "has no effect with a plan file, which decides it", "remove it")
 
 
-def _with_teams(key: str) -> Combination:
+def _with_teams(key: str, why: str) -> Combination:
     def is_refused(config: SubnetworkConfig) -> bool:
         return config.local_steps is not None and _is_set(config, key)
 
-    return Combination(key, is_refused, "cannot be combined with local_steps, whose plan never changes", "remove it")
+    return Combination(key, is_refused, f"cannot be combined with local_steps, {why}", "remove it")
 
 
 REFUSED_COMBINATIONS = (
@@ -403,7 +392,10 @@ REFUSED_COMBINATIONS = (
         "has no effect with a plan file, which cannot change",
         'use assignment "auto"',
     ),
-    *map(_with_teams, ("subnetworks", "redraw_interval")),
+    _with_teams("subnetworks", "whose plan never changes"),
+    _with_teams("redraw_interval", "whose plan never changes"),
+    _with_teams("checkpoint", "whose teams save in their host's format"),
+    _with_teams("check_agreement", "whose holders differ between meetings"),
     _without_strategy("granularity", "block"),
     _without_strategy("neuron_groups", "neuron"),
     *map(_with_plan, ("granularity", "shared", "neuron_groups", "seed", "coverage", "holders")),

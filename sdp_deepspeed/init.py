@@ -304,4 +304,5 @@ def _zeros_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Zeros with the same strides and storage size."""
     num_elements = tensor.untyped_storage().nbytes() // tensor.itemsize
     zeros = torch.zeros(num_elements, dtype=tensor.dtype, device=device)
-    return zeros.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    strided = zeros.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return strided.detach()  # its base would keep the memory when a host replaces `.data`

@@ -24,12 +24,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sdp_deepspeed.checkpoint import atomic_folder, files
+from sdp_deepspeed.checkpoint.atomic_folder import output_folder
 from sdp_deepspeed.checkpoint.dcp_planners import LoadPlanner, SavePlanner, State, add_box, on_host
 from sdp_deepspeed.checkpoint.hf_folder import model_facts, tied_names
 from sdp_deepspeed.checkpoint.optimizer_state import Moments, group_facts, optimizer_facts, restore_optimizer
 from sdp_deepspeed.checkpoint.random_state import random_state, restore_random_state
 from sdp_deepspeed.checkpoint.rank_state import RankState, buffers_of_rank, restore_buffers
 from sdp_deepspeed.checkpoint.saved_tensors import make_targets, written_state
+from sdp_deepspeed.config import CheckpointOptions
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.parallel.consistency import gather_objects, gather_results, run_on_all_ranks
 from sdp_deepspeed.parallel.groups import control_group
@@ -56,16 +58,14 @@ class Checkpointer:
     """Checkpoints of one run. Constructor and methods are collective; the caller has synchronized all ranks
     (`consistency.CallBarrier`).
 
-    Args:
-        asynchronous: whether `save` returns once the state has been copied to host memory. Writing then continues
-            during training, and communicates over a separate process group.
-        keep_last: number of checkpoints to keep in a folder; None keeps all.
+    With `asynchronous`, `save` returns once the state has been copied to host memory. Writing then continues during
+    training, and communicates over a separate process group.
     """
 
-    def __init__(self, *, asynchronous: bool = False, keep_last: int | None = None, verify: bool = True) -> None:
-        self._keep_last, self._verify = keep_last, verify
-        self._executor = ThreadPoolExecutor(1, "sdp_checkpoint") if asynchronous else None
-        self._group = control_group() if asynchronous else None
+    def __init__(self, options: CheckpointOptions) -> None:
+        self._options = options
+        self._executor = ThreadPoolExecutor(1, "sdp_checkpoint") if options.asynchronous else None
+        self._group = control_group() if options.asynchronous else None
         self._saving: Future[None] | None = None
         self._lock: tuple[Path, filelock.BaseFileLock | None] | None = None
 
@@ -73,7 +73,7 @@ class Checkpointer:
 
     def save(
         self,
-        folder: Path,
+        save_dir: str | Path,
         tag: str | None,
         state: RankState,
         counters: Mapping[str, int],
@@ -84,7 +84,7 @@ class Checkpointer:
         latest: bool,
         exclude_frozen: bool,
     ) -> None:
-        """Save a checkpoint to `folder / tag`.
+        """Save a checkpoint to `save_dir / tag`.
 
         Args:
             tag: default: the step.
@@ -92,11 +92,12 @@ class Checkpointer:
             client_state: tensors, numbers, strings, lists and dicts, as the state of the LR scheduler.
 
         Raises:
-            ValueError: on all ranks, if the tag is invalid or differs between ranks, a state has other types, or
-                another job writes to the folder.
+            ValueError: on all ranks, if there is no folder, the tag is invalid or differs between ranks, a state has
+                other types, or another job writes to the folder.
             RuntimeError: on all ranks, if this or a previous asynchronous save fails. Earlier checkpoints are intact.
         """
         control, is_first = state.groups.control, dist.get_rank() == 0
+        folder = run_on_all_ranks(lambda: output_folder(save_dir), control)
         tag = f"global_step{counters['global_steps']}" if tag is None else str(tag)
         common = {
             "counters": dict(counters),
@@ -149,7 +150,7 @@ class Checkpointer:
 
         def publish() -> None:
             if is_first:
-                atomic_folder.publish(folder, tag, checksums, latest=latest, keep_last=self._keep_last)
+                atomic_folder.publish(folder, tag, checksums, latest=latest, keep_last=self._options.keep_last)
 
         try:
             try:
@@ -190,7 +191,7 @@ class Checkpointer:
     # ---- load -------------------------------------------------------------------------------------------------------
 
     def find(
-        self, folder: Path, tag: str | None, control: dist.ProcessGroup, *, lr_scheduler: Any = None
+        self, load_dir: str | Path, tag: object, control: dist.ProcessGroup, *, lr_scheduler: Any
     ) -> Checkpoint | None:
         """Find and verify the checkpoint to load, without changing anything.
 
@@ -206,8 +207,9 @@ class Checkpointer:
                 scheduler.
         """
         self.wait()
-        run_on_all_ranks(lambda: _refuse_foreign(folder, tag), control)
-        path = self._choose(folder, tag, control)
+        folder, name = Path(load_dir), None if tag is None else str(tag)
+        run_on_all_ranks(lambda: _refuse_foreign(folder, name), control)
+        path = self._choose(folder, name, control)
         if path is None:
             if dist.get_rank() == 0:
                 logger.warning("load_checkpoint: %s has no checkpoint, so nothing was loaded", folder)
@@ -226,9 +228,9 @@ class Checkpointer:
         checkpoint: Checkpoint,
         state: RankState,
         *,
-        optimizer_states: bool = True,
-        own_state: bool = True,
-        strict: bool = True,
+        optimizer_states: bool,
+        own_state: bool,
+        strict: bool,
     ) -> None:
         """Load a checkpoint that was saved with any layout.
 
@@ -270,7 +272,7 @@ class Checkpointer:
         for name in tags[0]:
             path = atomic_folder.path_of(folder, name)
             share = {"rank": dist.get_rank(), "size": dist.get_world_size()}
-            of_ranks = gather_objects(files.problems_in(path, read=self._verify, **share), control)
+            of_ranks = gather_objects(files.problems_in(path, read=self._options.verify, **share), control)
             of_files = list(dict.fromkeys(problem for of_rank in of_ranks for problem in of_rank))
             if not of_files:
                 if problems and is_first:

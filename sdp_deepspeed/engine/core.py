@@ -8,9 +8,8 @@ optimizer, param groups and Parameters stay the same objects.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +40,7 @@ from sdp_deepspeed.parallel.groups import Groups
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer, tensors_stepped_whole
 from sdp_deepspeed.parallel.param_groups import agreed_param_groups
+from sdp_deepspeed.parallel.step_options import StepOptions
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import unit_costs
 
@@ -143,22 +143,12 @@ class Core:
         self._param_group_of = agreed_param_groups(optimizer, mask, frozen, self.control)
         self._torch_optimizer = optimizer
 
-    def start(self, options: Mapping[str, Any]) -> None:
-        """Reduce the module to this rank's subnetwork, and make the optimizer step this rank's shards. Collective.
-
-        Args:
-            options: of `ShardedOptimizer`.
-        """
+    def start(self, options: StepOptions) -> None:
+        """Reduce the module to this rank's subnetwork, and make the optimizer step this rank's shards. Collective."""
         self._apply(self.block, self.plan, self.mask, options)
-        self.checkpoints = Checkpointer(**self.block.checkpoint.model_dump())
+        self.checkpoints = Checkpointer(self.block.checkpoint)
 
-    def _apply(
-        self,
-        block: SubnetworkConfig,
-        plan: Plan,
-        mask: Mask,
-        options: Mapping[str, Any],
-    ) -> None:
+    def _apply(self, block: SubnetworkConfig, plan: Plan, mask: Mask, options: StepOptions) -> None:
         assert self._torch_optimizer is not None
         self.block, self.plan, self.mask = block, plan, mask
         costs = unit_costs(self.module, mask.plan.units)
@@ -176,16 +166,13 @@ class Core:
             mask,
             self.groups,
             self._param_group_of,
-            regime="backward" if plan.regime == "backward" else "forward",
+            options,
             tp_replicated=self.tensor_parallel.tp_replicated(mask.parameters),
-            **options,
         )
-        self.dense_view = DenseView(
-            mask, self.groups, self.device, refresh=self.optimizer.refresh_shards, wait=self.barrier.wait
-        )
+        self.dense_view = DenseView(self.optimizer, self.barrier, self.device)
 
-    def replan(self, block: SubnetworkConfig, options: Mapping[str, Any], *, logs: bool = True) -> Replanned:
-        """Continue under the plan of another block, with other options of `ShardedOptimizer`. Collective, between two
+    def replan(self, block: SubnetworkConfig, options: StepOptions, *, logs: bool = True) -> Replanned:
+        """Continue under the plan of another block, with other options of the step. Collective, between two
         steps.
 
         Raises:
@@ -207,7 +194,7 @@ class Core:
         costs = gather_objects((sent, time.monotonic() - begin), self.control)
         return Replanned(*map(max, zip(*costs, strict=True)))
 
-    def _apply_other(self, block: SubnetworkConfig, plan: Plan, mask: Mask, options: Mapping[str, Any]) -> None:
+    def _apply_other(self, block: SubnetworkConfig, plan: Plan, mask: Mask, options: StepOptions) -> None:
         self._close_plan()
         self.optimizer.optimizer.state.clear()
         self._apply(block, plan, mask, options)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -20,12 +20,13 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.masking.check import is_checkpointed, trained_layers
-from sdp_deepspeed.masking.mask import Mask, is_masked, partial_tensors
+from sdp_deepspeed.masking.mask import is_masked, partial_tensors
 from sdp_deepspeed.masking.placeholders import PartialTensor
 from sdp_deepspeed.masking.running_statistics import average_running_statistics, running_statistics
 from sdp_deepspeed.messages import KEY
+from sdp_deepspeed.parallel.consistency import CallBarrier
 from sdp_deepspeed.parallel.dense_gathers import Segment, gather_segments
-from sdp_deepspeed.parallel.groups import Groups
+from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -44,22 +45,13 @@ class DenseView:
     """Turns a masked module into the dense model, and back into the subnetwork.
 
     Args:
-        mask: applied.
-        refresh: called when the module is the subnetwork again, maybe with other weights.
-        wait: called before the first collective, to synchronize all ranks.
+        optimizer: of the subnetwork; its shards are refreshed when the module is the subnetwork again.
+        barrier: waited for before the first collective.
     """
 
-    def __init__(
-        self,
-        mask: Mask,
-        groups: Groups,
-        device: torch.device,
-        *,
-        refresh: Callable[[], None],
-        wait: Callable[[str], None],
-    ) -> None:
-        self.mask, self._groups, self._device = mask, groups, device
-        self._refresh, self._wait = refresh, wait
+    def __init__(self, optimizer: ShardedOptimizer, barrier: CallBarrier, device: torch.device) -> None:
+        self.mask, self._groups, self._device = optimizer.mask, optimizer.groups, device
+        self._optimizer, self._barrier = optimizer, barrier
         self._is_evaluating = False  # made resident by an evaluation, not by `resident()`
         self._handles: list[Any] = []
         self._has_warned = False
@@ -85,7 +77,7 @@ class DenseView:
         if self.is_resident:
             return
         if self.is_collective:
-            self._wait(what)
+            self._barrier.wait(what)
             average_running_statistics(self.mask, self._groups.data_parallel.process_group, self._device)
         self.mask.undo()
         if self.mask.plan.regime == "forward":
@@ -98,7 +90,7 @@ class DenseView:
         if self.is_resident:
             self.mask.check_shapes()
             self.mask.apply()
-            self._refresh()
+            self._optimizer.refresh_shards()
 
     @contextmanager
     def resident(self, what: str = "engine.dense") -> Iterator[None]:

@@ -54,7 +54,7 @@ from sdp_deepspeed.engine.core import Core, Replanned
 from sdp_deepspeed.engine.earlier_engines import engines, make_whole
 from sdp_deepspeed.engine.full_access import install_full_access
 from sdp_deepspeed.engine.monitor import StepEvents
-from sdp_deepspeed.engine.optimizer_options import check_bucket_size, loss_scaler, sharded_options, skips_overflow
+from sdp_deepspeed.engine.optimizer_options import check_bucket_size, loss_scaler, skips_overflow, step_options
 from sdp_deepspeed.engine.refused_settings import (
     refuse_config,
     refuse_frozen,
@@ -174,7 +174,7 @@ class SubnetworkEngine(DividedEngine):
     def _configure_zero_optimizer(self, optimizer: Any) -> SubnetworkOptimizer:
         check_bucket_size(self)
         allow = bool(self.block.allow_optimizer or self.zero_allow_untested_optimizer())
-        options = sharded_options(self, int(self.zero_optimization_stage()))
+        options = step_options(self, int(self.zero_optimization_stage()))
         self._core.take_optimizer(optimizer, frozen=self._frozen_before, allow=allow)
         self._plans.check_later()
         self._core.start(options)
@@ -208,7 +208,7 @@ class SubnetworkEngine(DividedEngine):
         """
         self._core.refuse_dense("backward")
         self._core.check_parameters()
-        if self._core.optimizer.stage == 2:
+        if self._core.optimizer.options.stage == 2:
             self._core.barrier.record_step()
         self._step_events.note(loss, is_share=not scale_wrt_gas)
         return super().backward(loss, retain_graph, scale_wrt_gas, **options)
@@ -260,7 +260,7 @@ class SubnetworkEngine(DividedEngine):
         """Checks before a step that updates weights, and its announcement to ranks that wait in another call."""
         is_managed = self.managed_gradient_accumulation()
         by_caller = self._is_gradient_accumulation_boundary is not None or not is_managed
-        if by_caller and self._core.optimizer.stage == 2:  # the number of backward passes may differ
+        if by_caller and self._core.optimizer.options.stage == 2:  # the number of backward passes may differ
             self._core.barrier.wait("engine.step")
         self._core.barrier.record_step()
         self._core.check_parameters()
@@ -313,12 +313,11 @@ class SubnetworkEngine(DividedEngine):
                 ranks, if a rank does not call it.
         """
         self._before_checkpoint("save_checkpoint")
-        folder = run_on_all_ranks(lambda: output_folder(save_dir), self._control)
         if self.checkpoint_tag_validation_fail():
             self._checkpoint_tag_validation(str(tag))
         scaler = vars(self.optimizer.loss_scaler).items()
         self._core.checkpoints.save(
-            folder,
+            save_dir,
             tag,
             self._core.state(),
             {counter: getattr(self, counter) for counter in COUNTERS},
@@ -352,9 +351,9 @@ class SubnetworkEngine(DividedEngine):
         if custom_load_fn is not None:
             raise ValueError("load_checkpoint: custom_load_fn is not supported; use load_module_strict=False")
         self._before_checkpoint("load_checkpoint")
-        core, name, is_resumed = self._core, None if tag is None else str(tag), not load_module_only
+        core, is_resumed = self._core, not load_module_only
         scheduler = self.lr_scheduler if is_resumed and load_lr_scheduler_states else None
-        checkpoint = core.checkpoints.find(Path(load_dir), name, self._control, lr_scheduler=scheduler)
+        checkpoint = core.checkpoints.find(load_dir, tag, self._control, lr_scheduler=scheduler)
         if checkpoint is None:
             return None, None
         common = checkpoint.facts["common"]

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
 
+from sdp_deepspeed.parallel.step_options import StepOptions
 
-def sharded_options(engine: DeepSpeedEngine, stage: int) -> dict[str, Any]:
-    """Keyword arguments of `ShardedOptimizer` at a ZeRO stage."""
+
+def step_options(engine: DeepSpeedEngine, stage: int) -> StepOptions:
+    """Options of `ShardedOptimizer` at a ZeRO stage."""
     model_dtype, accumulation_dtype = engine.get_data_types()
     zero = engine._config.zero_config
     has_size = "reduce_bucket_size" in zero.model_fields_set
     offload = zero.offload_optimizer
     sums_in_fp32 = accumulation_dtype == torch.float32 and model_dtype != torch.float32
     offloads = offload is not None and offload.device == "cpu"
-    return {
-        "stage": max(1, stage),  # 0 sends the same as 1, and has the same results
-        "clip": float(engine.gradient_clipping() or 0),
-        "clips_updates": stage > 0 and not uses_bf16_optimizer(engine, stage),
-        "bucket_size": int(engine.zero_reduce_bucket_size()) if has_size else None,
-        "overlap": bool(engine.zero_overlap_comm()),
-        "gradient_dtype": torch.float32 if sums_in_fp32 else None,
-        "wire_dtype": engine.communication_data_type,
-        "offload": offloads,
-        "pin_memory": offload is not None and offload.pin_memory,
-    }
+    return StepOptions(
+        stage=2 if stage == 2 else 1,  # 0 sends the same as 1, and has the same results
+        clip=float(engine.gradient_clipping() or 0),
+        clips_updates=stage > 0 and not uses_bf16_optimizer(engine, stage),
+        bucket_size=int(engine.zero_reduce_bucket_size()) if has_size else None,
+        overlap=bool(engine.zero_overlap_comm()),
+        gradient_dtype=torch.float32 if sums_in_fp32 else None,
+        wire_dtype=engine.communication_data_type,
+        offload=offloads,
+        pin_memory=offload is not None and bool(offload.pin_memory),
+    )
 
 
 def uses_bf16_optimizer(engine: DeepSpeedEngine, stage: int) -> bool:

@@ -11,7 +11,7 @@ from deepspeed.utils import log_dist
 
 from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.engine.core import Core, Replanned
-from sdp_deepspeed.engine.optimizer_options import sharded_options, skips_overflow
+from sdp_deepspeed.engine.optimizer_options import skips_overflow, step_options
 from sdp_deepspeed.engine.refused_settings import refuse_config
 from sdp_deepspeed.engine.tensor_parallel import refuse_stage
 from sdp_deepspeed.messages import KEY, quoted
@@ -56,12 +56,17 @@ class Plans:
 
     def _check(self, schedule: Schedule, steps: int) -> None:
         with _prefixed_errors(schedule.path_of(schedule.phase_after(steps))):
-            config = schedule.config_after(steps)
-            block = parse(config)
-            assert block is not None, "`enabled` is in FIXED"
-            run_on_all_ranks(lambda: refuse_config(config, self._engine._config), self._core.control)
-            refuse_stage(self._stage_after(schedule, steps), self._core.tensor_parallel)
+            config, stage = schedule.config_after(steps), self._stage_after(schedule, steps)
+            block = run_on_all_ranks(lambda: self._supported_block(config, stage), self._core.control)
             self._core.plan_and_mask(block, logs=False)
+
+    def _supported_block(self, config: Mapping[str, Any], stage: int) -> SubnetworkConfig:
+        """The block of a config. Raises ValueError if it, other settings or the ZeRO stage are not supported."""
+        block = parse(config)
+        assert block is not None, "`enabled` is in FIXED"
+        refuse_config(config, self._engine._config)
+        refuse_stage(stage, self._core.tensor_parallel)
+        return block
 
     def _stage_after(self, schedule: Schedule, steps: int) -> int:
         stage = schedule.phases[schedule.phase_after(steps)].stage
@@ -118,11 +123,7 @@ class Plans:
 
         def check() -> tuple[SubnetworkConfig, int]:
             core.refuse_replan()
-            refuse_stage(stage, core.tensor_parallel)
-            block = parse(config)
-            assert block is not None, "`enabled` is in FIXED"
-            refuse_config(config, engine._config)
-            return block, stage
+            return self._supported_block(config, stage), stage
 
         asked = gather_results(check, core.control)
         if other := [rank for rank, others in enumerate(asked) if others != asked[0]]:
@@ -132,7 +133,7 @@ class Plans:
                 "ranks"
             )
         block, _ = asked[0]
-        result = core.replan(block, sharded_options(engine, stage), logs=logs)
+        result = core.replan(block, step_options(engine, stage), logs=logs)
         read = engine._config  # where DeepSpeed's engine reads the stage
         read.zero_config.stage = read.zero_optimization_stage = stage
         read.zero_enabled = stage > 0

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.checkpoint.atomic_folder import output_folder
 from sdp_deepspeed.checkpoint.export_and_import import load_pretrained
 from sdp_deepspeed.checkpoint.optimizer_state import NUMBER, group_facts
 from sdp_deepspeed.checkpoint.rank_state import RankState
@@ -126,7 +125,7 @@ class CheckpointManager:
         self._sharded, self._optimizer, self._lr_scheduler = sharded_model_of(model), optimizer, lr_scheduler
         state_of(self._sharded, optimizer)  # raises if it does not fit
         run_on_all_ranks(lambda: _check_whole(self._sharded, optimizer), self._sharded.groups.control)
-        self._checkpointer = Checkpointer(**self._sharded.block.checkpoint.model_dump())
+        self._checkpointer = Checkpointer(self._sharded.block.checkpoint)
         self.global_steps = 0
         self._is_checked = False
         optimizer.register_step_post_hook(self._count)
@@ -168,9 +167,8 @@ class CheckpointManager:
                 ranks, if a rank does not call it.
         """
         state = self._state("save_checkpoint")
-        folder = run_on_all_ranks(lambda: output_folder(save_dir), self._sharded.groups.control)
         self._checkpointer.save(
-            folder,
+            save_dir,
             tag,
             state,
             {"global_steps": self.global_steps, "global_samples": 0, "skipped_steps": 0},
@@ -208,8 +206,8 @@ class CheckpointManager:
         """
         state = self._state("load_checkpoint")
         scheduler = self._lr_scheduler if load_lr_scheduler_states and not load_module_only else None
-        name, control = None if tag is None else str(tag), state.groups.control
-        checkpoint = self._checkpointer.find(Path(load_dir), name, control, lr_scheduler=scheduler)
+        control = state.groups.control
+        checkpoint = self._checkpointer.find(load_dir, tag, control, lr_scheduler=scheduler)
         if checkpoint is None:
             return None, None
         self._checkpointer.restore(

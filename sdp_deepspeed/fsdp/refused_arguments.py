@@ -29,6 +29,7 @@ REFUSED_KEYS = {
     "regime": 'FSDP2 gathers a unit only among its holders, but all ranks would run it; use "forward", or DeepSpeed',
     "schedule": _FIXED,
     "redraw_interval": _FIXED,
+    "check_agreement": "holders keep shards, and no copies to compare; remove the key",
     "local_steps": "each team is a job of its own; call sdp_deepspeed.join, and PyTorch's fully_shard after it",
 }
 

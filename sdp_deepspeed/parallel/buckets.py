@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from sdp_deepspeed.parallel.bucket_layouts import BucketLayout
+from sdp_deepspeed.parallel.bucket_layouts import BUCKET_SIZE, BucketLayout
 from sdp_deepspeed.parallel.groups import RankGroup
 from sdp_deepspeed.parallel.offload import OffloadedShard
 from sdp_deepspeed.units import Piece, Pieces
@@ -38,7 +38,8 @@ class Bucket:
         places: where each slice is; set by `held_tensors`.
         shard: flat fp32 parameter of the optimizer: a view of `weights` of whole fp32 tensors, otherwise a copy. Empty
             on holders at other positions than `stepping_position` (Muon).
-        average: [shard size] averaged gradient of `shard`, in `step_dtype`; None until it is available.
+        average: [shard size] averaged gradient of `shard`, in `step_dtype`; None until it is there. At stage 1 maybe
+            a view of `gradients`.
         offloaded: host memory of `shard` and `average` with CPU offload.
     """
 
@@ -264,12 +265,14 @@ def held_tensors(
     return tensors
 
 
-def sent_together(buckets: Sequence[Bucket], bucket_size: int, *, gathers: bool = False) -> Iterator[list[Bucket]]:
+def sent_together(
+    buckets: Sequence[Bucket], bucket_size: int | None, *, gathers: bool = False
+) -> Iterator[list[Bucket]]:
     """Yield lists of consecutive buckets whose messages are sent together: over gloo, those whose holders exchange
     shards point-to-point, so that a rank waits for others less often. Other buckets are sent one by one.
 
     Args:
-        bucket_size: maximum number of elements that this rank receives for a list of several.
+        bucket_size: maximum number of elements that this rank receives for a list of several; None for BUCKET_SIZE.
         gathers: whether they are all-gathered, not reduce-scattered.
     """
     together: list[Bucket] = []
@@ -279,7 +282,7 @@ def sent_together(buckets: Sequence[Bucket], bucket_size: int, *, gathers: bool 
         is_direct = group.gathers_directly if gathers else group.scatters_directly
         is_alone = not is_direct or bucket.layout.stepping_position is not None
         count = group.num_received(bucket.layout.size)
-        is_full = num_received + count > bucket_size
+        is_full = num_received + count > (bucket_size or BUCKET_SIZE)
         if together and (is_alone or is_full or bucket.layout.dtype != together[0].layout.dtype):
             yield together
             together, num_received = [], 0

@@ -45,13 +45,13 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from sdp_deepspeed.parallel.boxes import Box, shard_boxes
-from sdp_deepspeed.parallel.bucket_layouts import BUCKET_SIZE, plan_buckets
+from sdp_deepspeed.parallel.bucket_layouts import plan_buckets
 from sdp_deepspeed.parallel.buckets import Bucket, held_tensors, sent_together
 from sdp_deepspeed.parallel.dense_gathers import gather_flat
 from sdp_deepspeed.parallel.groups import Groups, all_gather, broadcast
@@ -61,6 +61,7 @@ from sdp_deepspeed.parallel.offload import Moved, move_back, move_to_host
 from sdp_deepspeed.parallel.optimizer_kinds import tensors_stepped_whole
 from sdp_deepspeed.parallel.param_groups import prefer_fused, replace_parameters
 from sdp_deepspeed.parallel.reducer import Reducer
+from sdp_deepspeed.parallel.step_options import StepOptions
 
 if TYPE_CHECKING:
     from sdp_deepspeed.masking.mask import Mask
@@ -76,14 +77,7 @@ class ShardedOptimizer:
         mask: this rank's subnetwork, applied: pieces of dense tensors with their holders, and views of those held.
         param_groups: param group index of each trained tensor, by dense name. The same on all ranks: parameters that
             the user froze are excluded, those that only the mask froze on this rank are included.
-        regime: "forward" gathers weights over the holders, "backward" over all ranks.
-        clip: maximum gradient norm; 0 does not clip.
-        clips_updates: whether to clip the updates of DeepSpeed's Muon, not its gradients (muon.py).
-        bucket_size: see `plan_buckets`.
-        overlap, gradient_dtype, wire_dtype: see `Reducer`.
         tp_replicated: tensors that are equal on all tensor-parallel ranks; the norm counts them once.
-        offload: whether shards, gradients and optimizer state are in host memory (CPU offload).
-        pin_memory: whether to pin that memory, if weights are on a GPU.
 
     Attributes:
         reducer: accumulates and averages gradients; the engine calls it around backward passes.
@@ -100,26 +94,16 @@ class ShardedOptimizer:
         mask: Mask,
         groups: Groups,
         param_groups: Mapping[str, int],
+        options: StepOptions,
         *,
-        regime: Literal["forward", "backward"],
-        stage: Literal[1, 2],
-        clip: float = 0.0,
-        clips_updates: bool = False,
-        bucket_size: int | None = None,
-        overlap: bool = False,
-        gradient_dtype: torch.dtype | None = None,
-        wire_dtype: torch.dtype | None = None,
-        tp_replicated: Collection[str] = (),
-        offload: bool = False,
-        pin_memory: bool = False,
+        tp_replicated: Collection[str],
     ) -> None:
-        self.optimizer, self.mask, self.groups = optimizer, mask, groups
-        self.regime, self.stage, self.clip = regime, stage, clip
-        self._clips_updates = clips_updates and clip > 0 and is_deepspeeds_muon(optimizer)
+        self.optimizer, self.mask, self.groups, self.options = optimizer, mask, groups, options
+        self._gathers_all = mask.plan.regime == "backward"
+        self._clips_updates = options.clips_updates and options.clip > 0 and is_deepspeeds_muon(optimizer)
         self.param_groups = dict(param_groups)
         self.norm: torch.Tensor | None = None
         self.mode: str | None = None
-        self._bucket_size = bucket_size or BUCKET_SIZE
         self._parameters = {name: mask.parameters[name] for name in param_groups}
         self._device = next(iter(self._parameters.values())).device
         layouts = plan_buckets(
@@ -127,7 +111,7 @@ class ShardedOptimizer:
             mask.shapes,
             {name: parameter.dtype for name, parameter in self._parameters.items()},
             param_groups,
-            bucket_size=bucket_size,
+            bucket_size=options.bucket_size,
             tp_replicated=tp_replicated,
             stepped_whole=tensors_stepped_whole(
                 optimizer, param_groups, mask, tp_replicated=tp_replicated, is_divided=groups.tensor_parallel_size > 1
@@ -135,20 +119,10 @@ class ShardedOptimizer:
         )
         buckets = [Bucket(layout, groups.of(layout.holders), device=self._device) for layout in layouts]
         self.held = [bucket for bucket in buckets if bucket.group is not None]
-        self.buckets = buckets if regime == "backward" else self.held
+        self.buckets = buckets if self._gathers_all else self.held
         self._tensors = held_tensors(self.held, self._parameters, mask.pieces, groups.rank)
-        self._allocate_buffers(offload=offload, pin_memory=pin_memory)
-        self.reducer = Reducer(
-            mask,
-            self._parameters,
-            self._tensors,
-            self.held,
-            stage=stage,
-            bucket_size=self._bucket_size,
-            overlap=overlap,
-            gradient_dtype=gradient_dtype,
-            wire_dtype=wire_dtype,
-        )
+        self._allocate_buffers()
+        self.reducer = Reducer(mask, self._parameters, self._tensors, self.held, options)
         stepped: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         for bucket in self.held:
             stepped[bucket.layout.param_group] += bucket.parameters
@@ -192,7 +166,7 @@ class ShardedOptimizer:
         if self._clips_updates:
             self._step_clipped_updates(gradients, loss_scale)
         else:
-            scale_gradients(gradients, self.norm, self.clip, loss_scale)
+            scale_gradients(gradients, self.norm, self.options.clip, loss_scale)
             self.optimizer.step()
         for bucket in self.held:
             bucket.set_shard_gradient(None)
@@ -215,7 +189,7 @@ class ShardedOptimizer:
         scale_gradients(gradients, self.norm, 0.0, loss_scale)
         orthogonalize(self.optimizer)
         self.norm = gradient_norm(self._owned_gradients(), self._device)
-        scale_gradients(gradients, self.norm, self.clip, 1.0)
+        scale_gradients(gradients, self.norm, self.options.clip, 1.0)
         step_with_updates(self.optimizer)
 
     def _owned_gradients(self) -> list[torch.Tensor]:
@@ -236,7 +210,7 @@ class ShardedOptimizer:
         Args:
             reuse_gradients: whether gradients are no longer needed, so that their memory can be reused.
         """
-        if self.regime == "forward":
+        if not self._gathers_all:
             self._gather_shards(reuse_gradients=reuse_gradients)
         else:
             ranges: defaultdict[tuple[int, torch.dtype], list[Bucket]] = defaultdict(list)
@@ -271,7 +245,7 @@ class ShardedOptimizer:
     def _gather_shards(self, *, reuse_gradients: bool) -> None:
         """All-gather each bucket over its holders. Whole tensors are views of it, and cut ones are copied from it."""
         views: dict[str, Sequence[torch.Tensor]] = {}  # of cut parameters: their held slices
-        for together in sent_together(self.held, self._bucket_size, gathers=True):
+        for together in sent_together(self.held, self.options.bucket_size, gathers=True):
             groups = [bucket.shard_group for bucket in together]
             flats, shards = [], []
             for bucket in together:
@@ -315,14 +289,14 @@ class ShardedOptimizer:
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
-    def _allocate_buffers(self, *, offload: bool, pin_memory: bool) -> None:
+    def _allocate_buffers(self) -> None:
         """Allocate flat buffers, make whole tensors views of them, and create the shards."""
         for bucket in self.buckets:
             with torch.no_grad():
                 bucket.weights_from_module(self.mask.view)
             bucket.restore_views(self._parameters)
             if bucket.group is not None:
-                bucket.make_shard(offload=offload, pin_memory=pin_memory)
+                bucket.make_shard(offload=self.options.offload, pin_memory=self.options.pin_memory)
             bucket.drop_weights()
 
     @torch.no_grad()

@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from sdp_deepspeed.parallel.buckets import Bucket, HeldTensor, sent_together
 from sdp_deepspeed.parallel.groups import reduce, reduce_scatter
+from sdp_deepspeed.parallel.step_options import StepOptions
 
 if TYPE_CHECKING:
     from sdp_deepspeed.masking.mask import Mask
@@ -40,11 +41,6 @@ class Reducer:
         parameters: all trained tensors by name; the names are the same on all ranks.
         tensors: those of which this rank holds slices, by name.
         buckets: those that this rank holds, in the order of collectives.
-        bucket_size: maximum number of elements that arrive at once.
-        overlap: whether stage 1 reduces complete buckets during backward, as stage 2 always does, and on a GPU
-            on a separate stream.
-        gradient_dtype: dtype in which gradients of micro-steps are accumulated. Default: that of the weights.
-        wire_dtype: communication dtype. Default: the accumulation dtype.
 
     Attributes:
         is_last_micro_step: whether the backward pass that runs, or ran last, is the last before the step. Set by the
@@ -60,20 +56,13 @@ class Reducer:
         parameters: Mapping[str, nn.Parameter],
         tensors: Mapping[str, HeldTensor],
         buckets: Sequence[Bucket],
-        *,
-        stage: Literal[1, 2],
-        bucket_size: int,
-        overlap: bool = False,
-        gradient_dtype: torch.dtype | None = None,
-        wire_dtype: torch.dtype | None = None,
+        options: StepOptions,
     ) -> None:
         self.is_last_micro_step = self.is_averaged = self.is_coalescing = False
-        self.overlap = overlap
+        self._options = options
         self._mask, self._parameters, self._tensors, self._buckets = mask, parameters, tensors, buckets
-        self._stage, self._bucket_size = stage, bucket_size
-        self._gradient_dtype, self._wire_dtype = gradient_dtype, wire_dtype
         self._device = next(iter(parameters.values())).device
-        self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(self._device) if options.overlap and self._device.type == "cuda" else None
         self._is_offloaded = self._device.type == "cuda" and any(bucket.offloaded is not None for bucket in buckets)
         self._next = 0  # index of the first bucket that has not been reduced
         self._num_missing = [len(bucket.layout.names) for bucket in buckets]  # tensors without a gradient in this pass
@@ -101,7 +90,8 @@ class Reducer:
                 "a backward pass inside engine.dense(): use torch.autograd.grad, or leave the context first"
             )
         tensor = self._tensors[name]
-        reduces_early = not self.is_coalescing and (self._stage == 2 or (self.overlap and self.is_last_micro_step))
+        overlaps = self._options.stage == 2 or (self._options.overlap and self.is_last_micro_step)
+        reduces_early = overlaps and not self.is_coalescing
         if reduces_early and self._last_pass.get(name) == self._pass:
             raise RuntimeError(
                 f"{name!r} received two gradients in one backward pass; set use_reentrant=False for activation "
@@ -113,7 +103,7 @@ class Reducer:
                 f"{name!r} received a gradient after its bucket was reduced; call step() or engine.zero_grad() before "
                 "the next backward pass"
             )
-        if self._stage < 2 or self.is_coalescing:
+        if self._options.stage < 2 or self.is_coalescing:
             self._accumulate(name, tensor)
         if reduces_early:
             for index in tensor.buckets:
@@ -125,7 +115,7 @@ class Reducer:
         """Move a gradient to its buckets, or add it to their contents. If the gradient of a whole tensor has the
         bucket's dtype, `.grad` becomes a view of the bucket, in which autograd accumulates further gradients."""
         for index in tensor.buckets:
-            self._buckets[index].allocate_gradients(self._gradient_dtype)
+            self._buckets[index].allocate_gradients(self._options.gradient_dtype)
         targets = [self._buckets[place.bucket_index].gradient_views[place.index_in_bucket] for place in tensor.places]
         parameter = tensor.parameter
         gradient = parameter.grad
@@ -151,11 +141,11 @@ class Reducer:
         self._pass += 1
         if self.is_coalescing:
             return
-        if self._stage == 2:
+        if self._options.stage == 2:
             self._reduce(self._buckets[self._next :])
             self.is_averaged = True
             self._restart()
-        elif self.overlap and self.is_last_micro_step:
+        elif self._options.overlap and self.is_last_micro_step:
             self._reduce(self._buckets[self._next :])
             self.is_averaged = True
 
@@ -166,7 +156,7 @@ class Reducer:
     @property
     def is_local(self) -> bool:
         """Whether gradients are those of this rank until a later pass, which is the last of the step."""
-        return self.is_coalescing or (self._stage < 2 and not self.is_last_micro_step)
+        return self.is_coalescing or (self._options.stage < 2 and not self.is_last_micro_step)
 
     def local_gradient(self, name: str) -> Sequence[torch.Tensor]:
         """What this rank has accumulated of a tensor's gradient, before it is averaged: its held slices, or nothing."""
@@ -179,7 +169,7 @@ class Reducer:
     @torch.no_grad()
     def finish_step(self) -> None:
         """Reduce the remaining buckets after the last micro-step, and wait for the averages. Collective."""
-        if self._stage < 2:
+        if self._options.stage < 2:
             self._refuse_dropped()
             self._reduce(self._buckets[self._next :])
         elif not self.is_averaged:
@@ -193,7 +183,7 @@ class Reducer:
     def _refuse_dropped(self) -> None:
         """Raise RuntimeError if every `.grad` was set to None since the last step, other than by `zero_grad`: those
         of cut tensors were moved to buckets before, and would still count."""
-        views = [name for name, place in self._states.items() if place is not _State.BUCKETS]
+        views = [name for name, state in self._states.items() if state is not _State.BUCKETS]
         are_dropped = all(
             self._states[name] is _State.GRAD_WAS_DROPPED or self._parameters[name].grad is None for name in views
         )
@@ -233,7 +223,7 @@ class Reducer:
     def _reduce(self, buckets: Sequence[Bucket]) -> None:
         """Average gradients of the next buckets over the holders: their sum, divided by their number."""
         views: dict[str, Sequence[torch.Tensor]] = {}
-        for together in sent_together(buckets, self._bucket_size):
+        for together in sent_together(buckets, self._options.bucket_size):
             with self._on_side_stream():
                 for bucket in together:
                     self._pack(bucket, views)
@@ -249,7 +239,7 @@ class Reducer:
                     if flat.dtype != torch.float16:  # fp16 was divided before
                         average.div_(bucket.shard_group.size)
                     bucket.add_average(average)
-                    if self._stage == 2:
+                    if self._options.stage == 2:
                         if self._stream is not None and bucket.gradients is not None:
                             bucket.gradients.record_stream(self._stream)  # allocated on another one if coalesced
                         bucket.drop_gradients()
@@ -258,7 +248,7 @@ class Reducer:
     def _pack(self, bucket: Bucket, views: dict[str, Sequence[torch.Tensor]]) -> None:
         """Fill the slices that have no gradient yet, with zeros for missing gradients. Stage 2 frees `.grad` in the
         last bucket of each tensor."""
-        bucket.allocate_gradients(self._gradient_dtype)
+        bucket.allocate_gradients(self._options.gradient_dtype)
         gradients: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         empty: list[torch.Tensor] = []
@@ -284,7 +274,7 @@ class Reducer:
             torch._foreach_zero_(empty)
         assert bucket.gradients is not None
         bucket.gradients[bucket.layout.num_elements :].zero_()
-        if self._stage == 2:
+        if self._options.stage == 2:
             for name in bucket.layout.names:
                 if self._buckets[self._tensors[name].buckets[-1]] is bucket:
                     self._parameters[name].grad = None
@@ -293,7 +283,7 @@ class Reducer:
         """Flat gradients in the communication dtype; in fp16 divided by the number of holders, since the sum may
         overflow although the mean does not."""
         flats = [bucket.gradients for bucket in buckets if bucket.gradients is not None]
-        dtype = self._wire_dtype or flats[0].dtype
+        dtype = self._options.wire_dtype or flats[0].dtype
         if dtype != flats[0].dtype:
             sizes = [flat.numel() for flat in flats]
             buffers = torch.empty(sum(sizes), dtype=dtype, device=self._device).split(sizes)
@@ -307,7 +297,7 @@ class Reducer:
         """Memory for the average of this rank's shard: that of its gradients, unless they are dropped earlier."""
         assert bucket.gradients is not None
         shard = bucket.shard_of(bucket.gradients)
-        is_kept = self._stage < 2 and shard.dtype == bucket.step_dtype
+        is_kept = self._options.stage < 2 and shard.dtype == bucket.step_dtype
         return shard if is_kept else torch.empty_like(shard, dtype=bucket.step_dtype)
 
     @contextlib.contextmanager

@@ -13,8 +13,6 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.teams.attendance import Attendance, Teams
 from sdp_deepspeed.teams.shares import Range, Share, buckets, part
 
-Outer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
 
 @dataclass
 class Exchange:
@@ -62,9 +60,9 @@ class Exchange:
         incoming = [[] for _ in teams]
         for r, mean in zip(summed, parts, strict=True):
             for index, team in enumerate(teams):
-                if team in current and self._stores(team, r.holders):
+                if team in current and self.stores(team, r.holders):
                     outgoing[index].append(mean)
-        needed = [r for r in bucket if self.me in current and self._stores(self.me, r.holders)]
+        needed = [r for r in bucket if self.me in current and self.stores(self.me, r.holders)]
         for r in needed:
             for team in senders[r.holders]:
                 incoming[teams.index(team)].append(self._part_of(r, senders[r.holders], team)[1])
@@ -82,7 +80,7 @@ class Exchange:
             target: filled with what this team takes over.
         """
         wanted = [
-            [r for r in bucket if self._stores(team, r.holders) and self.attendance.copies(team, r.holders)]
+            [r for r in bucket if self.stores(team, r.holders) and self.attendance.copies(team, r.holders)]
             for team in self.attendance.teams
         ]
         for r, received in self.send(wanted, values):
@@ -119,7 +117,8 @@ class Exchange:
     def _part_of(self, r: Range, senders: Teams, team: int) -> tuple[int, int]:
         return part(r.length, senders.index(team), len(senders))
 
-    def _stores(self, team: int, holders: Teams) -> bool:
+    def stores(self, team: int, holders: Teams) -> bool:
+        """Whether a team stores a unit with these holders."""
         return self.stores_all or team in holders
 
     def _all_to_all(

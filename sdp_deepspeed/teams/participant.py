@@ -250,9 +250,6 @@ class Participant:
         self._weights.read(self._shares, weights)
         return torch.sub(self._anchors, weights, out=weights)
 
-    def _stores(self, team: int, holders: tuple[int, ...]) -> bool:
-        return self.plan.regime == "backward" or team in holders
-
     def _check_started(self, call: str) -> None:
         if self._point is None:
             raise RuntimeError(f"{call}: call team.start() first, after the model is wrapped and loaded")
@@ -310,7 +307,7 @@ class Result:
             exchange.copy(bucket, lambda r: self._new(r)[1], self._momentum)
         receivers = self.attendance.receivers
         wanted = [
-            [r for r in bucket if team in receivers and not self._team._stores(team, r.holders)]
+            [r for r in bucket if team in receivers and not exchange.stores(team, r.holders)]
             for team in self.attendance.teams
         ]
         for r, values in exchange.send(wanted, lambda r: self._new(r)[0]):

@@ -38,6 +38,7 @@ def test_a_wrong_block(block: Any, words: tuple[str, ...]) -> None:
     [
         ({"regime": "backward"}, "regime"),
         ({"redraw_interval": 10}, "redraw_interval"),
+        ({"check_agreement": True}, "check_agreement"),
         ({"local_steps": {"teams": 2, "every": 3}}, r"local_steps: got \{.*'every': 3.*\}, .* call sdp_deepspeed.join"),
     ],
 )
