@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from functools import cache
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.common.held_bytes import storage_bytes
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
@@ -21,10 +19,7 @@ from sdp_deepspeed.units import Piece
 from tests.helpers import mixtures, models, more_models
 from tests.reference.virtual_workers import scale_branches, zero_absent
 
-# Orders of activations that a mistake would mix up: blocks fused in one projection, heads interleaved with their
-# queries, keys and values, products of gates and ups.
-FUSED = ("glm", "phi3", "modernbert", "t5", "gpt2", "gpt_neox", "falcon_grouped", "gpt_oss", "qwen3_moe", "deepseek_v2")
-NAMES = tuple(dict.fromkeys([*FUSED, *models.SPECIMENS, *more_models.SPECIMENS, *mixtures.MIXTURES]))
+NAMES = (*more_models.ALL_SPECIMENS, *mixtures.MIXTURES)
 # The rest repeats them with other names of modules.
 IN_SHORT = (
     "glm",
@@ -33,7 +28,7 @@ IN_SHORT = (
     "gpt2",
     "falcon_grouped",
     "gpt_oss",
-    "deepseek_v2",
+    "deepseek_v3",
     "resnet",
     "llama_one_layer",
     "gemma2",
@@ -68,8 +63,8 @@ def _built(name: str) -> nn.Module:
 
 def strategy_of(name: str, strategy: str) -> Any:
     """Attention as blocks where its heads cannot be cut."""
-    is_cut = name not in (*more_models.UNCUT, *(mixtures.MIXTURES.keys() - mixtures.CUT_EVERYWHERE))
-    return strategy if strategy == "block" or is_cut else {"attention": "block", "mlp": "neuron"}
+    is_cut = strategy == "block" or name not in more_models.UNCUT
+    return strategy if is_cut else {"attention": "block", "mlp": "neuron"}
 
 
 def plan_of(model: nn.Module, regime: str, strategy: Any, **choice: Any) -> Plan:
@@ -176,19 +171,3 @@ def fetch(mask: Mask, dense: nn.Module) -> None:
 def absent_pieces(mask: Mask) -> list[Piece]:
     pieces = (*mask.pieces.values(), *mask.buffer_pieces.values())
     return [piece for of_tensor in pieces for piece, _ in of_tensor if not mask.is_held(piece)]
-
-
-def stored_bytes(model: nn.Module) -> int:
-    """Of all storages that are reachable from a model's modules, each once."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return storage_bytes(itertools.chain(tensors, *(_tensors_in(vars(module)) for module in model.modules())))
-
-
-def _tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, nn.Module) or not depth:
-        return []
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    items = vars(value).values() if not items and type(value).__module__.startswith("sdp_deepspeed") else items
-    return [tensor for item in items for tensor in _tensors_in(item, depth - 1)]

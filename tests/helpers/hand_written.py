@@ -302,13 +302,6 @@ class StackOfStates(Stack):
         return self.head(self.ln_f(state.hidden))
 
 
-class Plain(Layer):
-    """Without skip connections."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(self.ln_2(self.attn(self.ln_1(x))))
-
-
 _SCALED = (("ln_1", "attn", "gamma_1"), ("ln_2", "mlp", "gamma_2"))
 
 HAND_WRITTEN: dict[str, HandWritten] = {
@@ -325,5 +318,4 @@ HAND_WRITTEN: dict[str, HandWritten] = {
     "recurrent": HandWritten(lambda: Recurrent(Layer()), stream, in_each(*PRE_NORM, layers=1)),
     "dicts": HandWritten(lambda: StackOfDicts(*(InDict() for _ in range(3))), stream, in_each(*PRE_NORM)),
     "dataclasses": HandWritten(lambda: StackOfStates(*(InState() for _ in range(3))), stream, in_each(*PRE_NORM)),
-    "plain": HandWritten(lambda: Stack(*(Plain() for _ in range(3))), stream),
 }

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     GptOssConfig,
@@ -20,12 +18,8 @@ from transformers import (
     Llama4TextConfig,
     MixtralConfig,
     MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -46,19 +40,6 @@ _SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-# Heads of three sizes; the first layer has an MLP, two shared experts have as many neurons each as a routed one.
-_DEEPSEEK = {key: value for key, value in _SHAPE.items() if key not in ("num_key_value_heads", "head_dim")} | {
-    "kv_lora_rank": 6,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 6,
-    "v_head_dim": 5,
-    "intermediate_size": 20,
-    "moe_intermediate_size": 12,
-    "n_routed_experts": 4,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "attention_bias": True,
-}
 MIXTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mixtral": (MixtralForCausalLM, MixtralConfig, {**_SHAPE, "intermediate_size": 12, "num_local_experts": 4}),
     # Neurons of a shared expert are no multiple of a routed one's; the first layer has an MLP.
@@ -74,16 +55,17 @@ MIXTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "mlp_only_layers": [0],
         },
     ),
-    "qwen3_moe": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig,
-        {**_SHAPE, "intermediate_size": 20, "moe_intermediate_size": 12, "num_experts": 4, "norm_topk_prob": True},
-    ),
-    "deepseek_v2": (DeepseekV2ForCausalLM, DeepseekV2Config, {**_DEEPSEEK, "q_lora_rank": None}),
+    # Heads of three sizes; the first layer has an MLP, two shared experts have as many neurons each as a routed one.
     "deepseek_v3": (
         DeepseekV3ForCausalLM,
         DeepseekV3Config,
-        {**_DEEPSEEK, "q_lora_rank": 8, "n_group": 2, "topk_group": 1, "num_mtp_layers": 0},
+        {
+            **{name: size for name, size in _SHAPE.items() if name not in ("num_key_value_heads", "head_dim")},
+            **{"q_lora_rank": 8, "kv_lora_rank": 6, "attention_bias": True},
+            **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5},
+            **{"intermediate_size": 20, "moe_intermediate_size": 12, "first_k_dense_replace": 1},
+            **{"n_routed_experts": 4, "n_shared_experts": 2, "n_group": 2, "topk_group": 1, "num_mtp_layers": 0},
+        },
     ),
     "gpt_oss": (
         GptOssForCausalLM,
@@ -109,9 +91,7 @@ MIXTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             **{"linear_key_head_dim": 4, "linear_value_head_dim": 4},
         },
     ),
-    "olmoe": (OlmoeForCausalLM, OlmoeConfig, {**_SHAPE, "intermediate_size": 12, "num_experts": 4}),
 }
-CUT_EVERYWHERE = tuple(name for name in MIXTURES if name != "olmoe")  # whose norms run over all heads
 
 
 def mixture(name: str, **options: Any) -> Any:

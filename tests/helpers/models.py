@@ -17,8 +17,6 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -122,7 +120,6 @@ _NEOX: dict[str, Any] = {
 }
 _SIZES: dict[type[Any], dict[str, Any]] = {
     LlamaConfig: _GROUPED,
-    MistralConfig: _GROUPED,
     Qwen2Config: _GROUPED,
     Qwen3Config: _GROUPED,
     GPTNeoXConfig: _NEOX,
@@ -143,35 +140,11 @@ SPECIMENS: dict[str, Specimen] = {
     "llama_biases": Specimen(LlamaForCausalLM, LlamaConfig, options={"attention_bias": True, "mlp_bias": True}),
     "llama_odd": Specimen(LlamaForCausalLM, LlamaConfig, num_heads=3, options=_ODD),
     "llama_one_layer": Specimen(LlamaForCausalLM, LlamaConfig, num_layers=1, options={"num_hidden_layers": 1}),
-    "mistral": Specimen(MistralForCausalLM, MistralConfig, options={"sliding_window": 3}),
     "qwen2": Specimen(Qwen2ForCausalLM, Qwen2Config),
     "qwen3": Specimen(Qwen3ForCausalLM, Qwen3Config),
     "gpt2": Specimen(GPT2LMHeadModel, GPT2Config),
-    "gpt_neox": Specimen(GPTNeoXForCausalLM, GPTNeoXConfig, options={"use_parallel_residual": False}),
     "gpt_neox_parallel": Specimen(GPTNeoXForCausalLM, GPTNeoXConfig, options={"use_parallel_residual": True}),
 }
-
-
-# Without the variants of Llama.
-FAMILIES = tuple(name for name in SPECIMENS if not name.startswith("llama_"))
-# Of families, where a config has them: few heads, so that some workers hold one; neurons that 2, 3 and 4 divide.
-_EVEN: dict[str, Any] = {
-    "intermediate_size": 24,
-    "n_inner": None,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "sliding_window": None,
-}
-
-
-def family(name: str, num_layers: int = 2, seed: int = 0) -> nn.Module:
-    """One small model of each supported family, without dropout, initialized as its config does."""
-    specimen = SPECIMENS[name]
-    settings = {**_SIZES[specimen.config], **specimen.options}
-    settings |= {key: value for key, value in _EVEN.items() if key in settings}
-    settings |= {key: num_layers for key in ("num_hidden_layers", "n_layer") if key in settings}
-    torch.manual_seed(seed)
-    return specimen.model(specimen.config(**settings))
 
 
 def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:

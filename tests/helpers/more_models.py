@@ -3,7 +3,6 @@ few combinations of the oracle's grid."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import transformers as hf
@@ -25,7 +24,6 @@ _SIZES: dict[str, Any] = {
 }
 _GROUPED = _SIZES | {"num_key_value_heads": 3, "head_dim": 4}
 _PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
-_WINDOW = {"sliding_window": 3, "query_pre_attn_scalar": 4}
 _BERT = _SIZES | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
 _OPT: dict[str, Any] = _SIZES | {"ffn_dim": 27, "dropout": 0.0}
 _FALCON = _SIZES | {"ffn_hidden_size": 27, "bias": True}
@@ -55,8 +53,6 @@ _WHISPER: dict[str, Any] = _BART | {
 }
 _BLOOM: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 24, "n_head": 6, "n_layer": 2}
 _BLOOM |= dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0)
-_GPTJ: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 24, "n_head": 6, "n_layer": 2, "n_inner": 27}
-_GPTJ |= {"rotary_dim": 2, "n_positions": 48, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)}
 # Positions of keys and queries have projections of their own.
 _RELATIVE: dict[str, Any] = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 4}
 
@@ -88,27 +84,17 @@ def _grouped(model: Any, config: Any, **options: Any) -> Specimen:
     return Specimen(model, config, num_heads=3, options=_GROUPED | options)
 
 
-# Sizes of an image's grid are multiples of the patches that are merged, two by two.
+# Sizes of an image's grid are multiples of the patches that are merged, two by two; tokens of images are in no batch.
 _TOWER: dict[str, Any] = {
-    "depth": 2,
-    "num_heads": 3,
-    "patch_size": 2,
-    "temporal_patch_size": 1,
-    "intermediate_size": 27,
+    **{"depth": 2, "num_heads": 3, "hidden_size": 24, "intermediate_size": 27, "out_hidden_size": 24},
+    **{"patch_size": 2, "temporal_patch_size": 1, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
 }
-_QWEN2_5_TOWER = _TOWER | {"hidden_size": 24, "out_hidden_size": 24, "window_size": 8, "fullatt_block_indexes": [1]}
-_QWEN3_TOWER = _TOWER | {
-    **{"hidden_size": 24, "out_hidden_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}
+_QWEN3_VL: dict[str, Any] = {
+    **{"text_config": _GROUPED | {"rope_parameters": _ROPE, "vocab_size": VOCABULARY + 4}, "vision_config": _TOWER},
+    **{"image_token_id": VOCABULARY, "video_token_id": VOCABULARY + 1, "vision_start_token_id": VOCABULARY + 2},
+    **{"vision_end_token_id": VOCABULARY + 3, "tie_word_embeddings": False},
 }
-
-
-def _vision_language(model: Any, config: Any, **tower: Any) -> Specimen:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}
-    text = _GROUPED | {"rope_parameters": rope, "vocab_size": VOCABULARY + 4}
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    ids = {name: VOCABULARY + index for index, name in enumerate(names)}  # in no batch of text
-    options = ids | {"text_config": text, "vision_config": tower, "tie_word_embeddings": False}
-    return Specimen(model, config, num_heads=3, num_blocks=8, options=options)
 
 
 def _whole_heads(
@@ -134,42 +120,24 @@ SPECIMENS: dict[str, Specimen] = {
     "convnext": Specimen(hf.ConvNextForImageClassification, hf.ConvNextConfig, num_blocks=3, options=_CONVNEXT),
     "deberta_v2": _whole_heads(hf.DebertaV2ForMaskedLM, hf.DebertaV2Config, _BERT | _RELATIVE),
     "dinov2": _whole_heads(hf.Dinov2ForImageClassification, hf.Dinov2Config, _DINOV2, num_heads=3, mlp_ratio=3),
-    "dinov2_swiglu": _whole_heads(
-        hf.Dinov2WithRegistersForImageClassification,
-        hf.Dinov2WithRegistersConfig,
-        _DINOV2,
-        num_heads=3,
-        use_swiglu_ffn=True,
-        mlp_ratio=2,
-    ),
-    "falcon": _whole_heads(hf.FalconForCausalLM, hf.FalconConfig, _FALCON, multi_query=False, parallel_attn=False),
-    "falcon_alibi": _whole_heads(
-        hf.FalconForCausalLM, hf.FalconConfig, _FALCON, alibi=True, multi_query=False, parallel_attn=False
-    ),
     "falcon_grouped": _whole_heads(
         hf.FalconForCausalLM, hf.FalconConfig, _FALCON, num_heads=3, new_decoder_architecture=True, num_kv_heads=3
     ),
     "falcon_multi_query": _whole_heads(hf.FalconForCausalLM, hf.FalconConfig, _FALCON, multi_query=True),
-    "gemma2": _grouped(hf.Gemma2ForCausalLM, hf.Gemma2Config, **_WINDOW),
-    "gemma3": _grouped(
-        hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, **_WINDOW, layer_types=["sliding_attention", "full_attention"]
-    ),
+    "gemma2": _grouped(hf.Gemma2ForCausalLM, hf.Gemma2Config, sliding_window=3, query_pre_attn_scalar=4),
     "glm": _grouped(hf.GlmForCausalLM, hf.GlmConfig, attention_bias=True, **_PARTIAL),
-    "gptj": _whole_heads(hf.GPTJForCausalLM, hf.GPTJConfig, _GPTJ),
     "granite": _grouped(
         hf.GraniteForCausalLM, hf.GraniteConfig, residual_multiplier=0.7, embedding_multiplier=2.0, logits_scaling=2.0
     ),
-    "modernbert": _whole_heads(hf.ModernBertForMaskedLM, hf.ModernBertConfig, _SIZES, local_attention=4),
     "olmo2": _grouped(hf.Olmo2ForCausalLM, hf.Olmo2Config),
-    "opt": _whole_heads(hf.OPTForCausalLM, hf.OPTConfig, _OPT),
     "opt_post_norm": _whole_heads(hf.OPTForCausalLM, hf.OPTConfig, _OPT, do_layer_norm_before=False),
     "phi": _grouped(hf.PhiForCausalLM, hf.PhiConfig, qk_layernorm=True),
     "phi3": _grouped(hf.Phi3ForCausalLM, hf.Phi3Config),
-    "qwen2_5_vl": _vision_language(hf.Qwen2_5_VLForConditionalGeneration, hf.Qwen2_5_VLConfig, **_QWEN2_5_TOWER),
-    "qwen3_vl": _vision_language(hf.Qwen3VLForConditionalGeneration, hf.Qwen3VLConfig, **_QWEN3_TOWER),
+    "qwen3_vl": Specimen(
+        hf.Qwen3VLForConditionalGeneration, hf.Qwen3VLConfig, num_heads=3, num_blocks=8, options=_QWEN3_VL
+    ),
     "resnet": _resnet("basic"),
     "resnet_bottleneck": _resnet("bottleneck", hidden_sizes=[12, 20], hidden_act="gelu"),
-    "stablelm": _grouped(hf.StableLmForCausalLM, hf.StableLmConfig, use_qkv_bias=True),
     "stablelm_head_norms": _grouped(hf.StableLmForCausalLM, hf.StableLmConfig, qk_layernorm=True),
     "starcoder2": _grouped(
         hf.Starcoder2ForCausalLM, hf.Starcoder2Config, residual_dropout=0.0, embedding_dropout=0.0, sliding_window=3
@@ -180,20 +148,6 @@ SPECIMENS: dict[str, Specimen] = {
     "vit": _whole_heads(hf.ViTForImageClassification, hf.ViTConfig, _VIT),
     "whisper": _whole_heads(hf.WhisperForConditionalGeneration, hf.WhisperConfig, _WHISPER, num_blocks=10),
 }
-# What two tensor-parallel ranks divide.
-_EVEN = {
-    **{"vocab_size": 62, "hidden_size": 32, "num_attention_heads": 8},
-    **dict.fromkeys(("num_key_value_heads", "num_heads"), 4),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "d_ff"), 28),
-}
-
-
-def even(name: str) -> Specimen:
-    """A model of the family that two tensor-parallel ranks can divide."""
-    options = SPECIMENS[name].options
-    return replace(SPECIMENS[name], num_heads=4, options={**options, **{k: _EVEN[k] for k in options.keys() & _EVEN}})
-
-
 ALL_SPECIMENS: dict[str, Specimen] = {**models.SPECIMENS, **SPECIMENS}
 # Attention whose heads cannot be cut.
 UNCUT = ("bloom", "bloom_post_norm", "falcon_multi_query", "olmo2", "stablelm_head_norms")

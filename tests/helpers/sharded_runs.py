@@ -66,3 +66,28 @@ def assert_same_run(one: Path, other: Path) -> None:
     """Dense weights, moments, counts and options."""
     assert_identical(dense_tensors(one), dense_tensors(other))
     assert optimizer_in(one) == optimizer_in(other)
+
+
+def own_buffers(run: ShardedRun) -> dict[str, torch.Tensor]:
+    """Those that this rank has, without tables that a model computes itself."""
+    return {name: value for name, value in run.model.named_buffers() if value.numel() and "rotary" not in name}
+
+
+def check_resumed(rank: Rank, folder: Path, run: ShardedRun, resumed: ShardedRun) -> None:
+    """Train, save, and resume in another run: losses, weights, moments, schedule, buffers and random numbers are those
+    of the uninterrupted run, bit for bit."""
+    run.train(rank, 2)
+    run.checkpoints.save_checkpoint(folder)
+    run.checkpoints.wait_for_checkpoint()
+    drawn = torch.rand(3)
+    resumed.train(rank, 1, seed=7)
+    resumed.checkpoints.load_checkpoint(folder)
+    assert torch.equal(torch.rand(3), drawn)
+    assert_identical(own_buffers(resumed), own_buffers(run))
+    assert resumed.scheduler.state_dict() == run.scheduler.state_dict()
+    assert resumed.train(rank, 2, first=2) == run.train(rank, 2, first=2)
+    for name, each in (("uninterrupted", run), ("resumed", resumed)):
+        each.checkpoints.save_checkpoint(folder, name)
+        each.checkpoints.wait_for_checkpoint()
+    if rank.rank == 0:
+        assert_same_run(folder / "uninterrupted", folder / "resumed")

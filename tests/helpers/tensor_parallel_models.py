@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.module_inject.layers import ColumnParallel, RowParallel
 from torch import nn
 
 from sdp_deepspeed import architectures
@@ -34,35 +35,6 @@ def build(name: str) -> nn.Module:
     return MODELS[name].build()
 
 
-class _Copied(torch.autograd.Function):
-    """Where each rank goes on with its neurons: their gradients of the input add up."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        summed = gradients[0].clone()
-        dist.all_reduce(summed, group=ctx.group)
-        return summed, None
-
-
-class _Summed(torch.autograd.Function):
-    """Where the ranks' outputs add up."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
-        summed = value.clone()
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
-
-
 class OwnMLP(nn.Module):
     def __init__(self, group: Any) -> None:
         super().__init__()
@@ -71,9 +43,8 @@ class OwnMLP(nn.Module):
         self.bias = nn.Parameter(torch.randn(16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x if self.group is None else _Copied.apply(x, self.group)
-        y = self.down(torch.tanh(self.up(x)))
-        return (y if self.group is None else _Summed.apply(y, self.group)) + self.bias
+        x = self.down(torch.tanh(self.up(ColumnParallel.apply(self.group, x))))
+        return RowParallel.apply(self.group, x, False) + self.bias
 
 
 class OwnLayer(nn.Module):

@@ -63,6 +63,14 @@ def logged(output: str) -> dict[int, dict[str, Any]]:
     return found
 
 
+COMMANDS = """
+import sys
+sys.modules["accelerate"] = None
+from sdp_deepspeed.cli import main
+sys.exit(any(main(line.split()) for line in sys.argv[1:]))
+"""
+
+
 def without_deepspeed(folder: Path) -> str:
     """A PYTHONPATH with which nothing can import DeepSpeed."""
     (folder / "path").mkdir()
@@ -74,12 +82,18 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
     program, *arguments = command(tmp_path, "stopped", 1_000_000)
     start = [*torchrun, f"launch/{program}", *arguments]
-    with launched(start, tmp_path / "stopped.log", PYTHONPATH=without_deepspeed(tmp_path)) as running:
+    path = without_deepspeed(tmp_path)
+    with launched(start, tmp_path / "stopped.log", PYTHONPATH=path) as running:
         running.wait_for(lambda output: '{"step": 3,' in output)
         for process in running.tree():  # Ctrl-C in a terminal; torchrun passes it on to the ranks
             process.send_signal(signal.SIGINT)
         _, output = running.finish()
     assert "the same command resumes" in output
+    lines = ["env", f"checkpoint inspect {tmp_path / 'stopped' / 'checkpoints'}"]
+    lines += [f"{command} {arguments[0]} --ranks 2" for command in ("plan", "estimate")]
+    with launched([sys.executable, "-c", COMMANDS, *lines], tmp_path / "commands.log", PYTHONPATH=path) as running:
+        code, output_of_commands = running.finish()
+        assert code == 0, output_of_commands
     before = logged(output)
     steps = max(before) + 2
     after = logged(run(command(tmp_path, "stopped", steps), tmp_path / "resumed.log"))

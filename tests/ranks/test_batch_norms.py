@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,20 +19,106 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.swa_utils import update_bn
 
 import sdp_deepspeed
+from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, register
 from sdp_deepspeed.checkpoint.random_state import random_state, restore_random_state
 from sdp_deepspeed.fsdp import CheckpointManager, full_state_dict, param_groups, reestimate_batch_norm
-from tests.helpers.batch_norms import Net, batches, means, settings, statistics_of, train
-from tests.helpers.models import batches as tokens_of
-from tests.helpers.models import inputs_of, llama
-from tests.helpers.more_models import SPECIMENS
+from tests.helpers.models import config, llama
 from tests.helpers.ranks import Rank
 from tests.helpers.sharded import gathered_state, sharded
 from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal
-from tests.helpers.training import train as train_on_tokens
 
 SIZE, NUM = 3, 3
 pytestmark = pytest.mark.world(SIZE)
 ROUNDING = 2.0**-23  # fp64 sums in another order, rounded to fp32
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+WIDTH, NUM_LAYERS, NUM_CLASSES = 6, 4, 5
+
+
+class Layer(nn.Module):
+    """A residual layer whose norms are inside of its branch."""
+
+    def __init__(self, width: int = WIDTH, *, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        norms = [nn.BatchNorm2d(width, momentum=momentum) for _ in range(2)]
+        convolutions = [nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2)]
+        self.body = nn.Sequential(convolutions[0], norms[0], nn.ReLU(), convolutions[1], norms[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(x)
+
+
+_CUTS = (Cut("0", 0), Cut("1", 0), Cut("3", 1, is_output=True))
+register(Layer, Branch("residual", body="body", inner=InnerLayers(_CUTS, tail=("4",))))
+
+
+class Net(nn.Module):
+    """Images and classes in, a loss out; logits without classes."""
+
+    def __init__(self, *, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.stem = nn.Conv2d(3, WIDTH, 3, padding=1)
+        self.norm = nn.BatchNorm2d(WIDTH, momentum=momentum)
+        self.layers = nn.ModuleList(Layer(momentum=momentum) for _ in range(NUM_LAYERS))
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, images: torch.Tensor, classes: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.norm(self.stem(images))
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(self.dropout(x.mean((2, 3))))
+        return logits if classes is None else nn.functional.cross_entropy(logits, classes)
+
+
+def batches(rank: int, num: int, seed: int = 0) -> list[Batch]:
+    """Others on each rank."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return [
+        (
+            torch.randn(4, 3, 5, 5, generator=generator) * (1 + rank) + rank,
+            torch.randint(NUM_CLASSES, (4,), generator=generator),
+        )
+        for _ in range(num)
+    ]
+
+
+def settings(**block: Any) -> dict[str, Any]:
+    """Of a DeepSpeed run."""
+    accumulation = block.pop("accumulation", 1)
+    found = config(**block) | {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": accumulation}
+    found.pop("train_batch_size", None)
+    return found
+
+
+def train(engine: Any, rank: int, *, num_steps: int, seed: int = 0) -> list[float]:
+    """This rank's losses."""
+    losses = []
+    for images, classes in batches(rank, num_steps, seed):
+        loss = engine(images, classes)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def statistics_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all running statistics that this rank stores."""
+    kinds = ("running_mean", "running_var", "num_batches_tracked")
+    buffers = {name.replace("_checkpoint_wrapped_module.", ""): buffer for name, buffer in module.named_buffers()}
+    found = {name: buffer.detach().clone() for name, buffer in buffers.items() if name.endswith(kinds)}
+    return {name: value for name, value in found.items() if value.numel()}
+
+
+def means(by_rank: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Over the ranks that have each; of counts the largest."""
+    names = dict.fromkeys(itertools.chain.from_iterable(by_rank))
+    of_ranks = {name: torch.stack([found[name] for found in by_rank if name in found]) for name in names}
+    return {
+        name: values.double().mean(0).to(values.dtype) if values.is_floating_point() else values.amax(0)
+        for name, values in of_ranks.items()
+    }
 
 
 def assert_means(model: Any, before: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -142,40 +228,21 @@ def test_wherever_the_dense_model_is(rank: Rank) -> None:
 def test_is_that_of_the_dense_model(rank: Rank) -> None:
     """In both regimes; vectors that are cut are written to each piece's holders. A mistake changes nothing, weights
     stay, and training goes on."""
-    blocks: list[dict[str, Any]] = [{"strategy": "neuron", "neuron_groups": 3}, {"regime": "backward"}]
+    own = [images for images, _ in batches(rank.rank, NUM, seed=9)]
+    blocks: list[dict[str, Any]] = [{"strategy": "neuron"}, {"regime": "backward"}]
     for block in blocks:
-        settings_of_run = settings(holders=2, check_agreement=True, **block)
-        engine = engine_of(settings_of_run, SPECIMENS["resnet_bottleneck"].build())
-        train_on_tokens(engine, num_steps=2)
+        engine = engine_of(settings(holders=2, check_agreement=True, **block), Net())
+        train(engine, rank.rank, num_steps=2)
         state = dense_state(engine)
-        tokens = [next(tokens_of(SIZE, NUM, seed=9))[of_rank] for of_rank in range(SIZE)]
-        own = [inputs_of(engine, batch) for batch in tokens[rank.rank]]
         call = partial(sdp_deepspeed.reestimate_batch_norm, engine, own)
         refusal(ValueError, partial(call, num_batches=NUM + 1), "num_batches: got 4, but found 3")
         assert_identical(dense_state(engine), state)
-        num_norms = call(num_batches=NUM)
-        dense: Any = SPECIMENS["resnet_bottleneck"].build()
-        dense.load_state_dict(state)
-        norms = [norm for norm in dense.eval().modules() if isinstance(norm, nn.BatchNorm2d)]
-        assert num_norms == len(norms)
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None
-            norm.train()
-        with torch.no_grad():
-            for batch in itertools.chain.from_iterable(tokens):
-                dense(**inputs_of(dense, batch))
-        expected = statistics_of(dense)
-        compare(engine, {n: torch.tensor(NUM) if n.endswith("tracked") else v for n, v in expected.items()})
+        assert call(num_batches=NUM) == 2 * NUM_LAYERS + 1
+        expected = oracle(state)
+        compare(engine, expected)
         after = dense_state(engine)
         assert_identical(*({n: v for n, v in each.items() if n not in expected} for each in (state, after)))
-        dense.load_state_dict(after)
-        engine.eval()
-        with torch.no_grad():
-            found, logits = (model(**own[0]).logits for model in (engine, dense.eval()))
-        assert torch.equal(found, logits)
-        engine.train()
-        train_on_tokens(engine, num_steps=1)
+        train(engine, rank.rank, num_steps=1)
 
 
 def modes_of(model: nn.Module) -> dict[str, Any]:

@@ -83,14 +83,8 @@ def test_resolved_block_reads_back() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("subnetwork_dataparallel", "subnetworks_data_parallel", "subnetwork_data_parallelism", "subnetwork_parallel"),
-        *(
-            "Subnetwork-Data-Parallel",
-            "SUBNETWORK_DATA_PARALLEL",
-            "SubnetworkDataParallel",
-            "sub_network_data_parallel",
-        ),
-        *("subnet_data_parallel", "subnetwork", "sdp", "SDP", "sdp_config"),
+        *("subnetwork_dataparallel", "subnetworks_data_parallel", "subnetwork_parallel", "Subnetwork-Data-Parallel"),
+        *("SubnetworkDataParallel", "sub_network_data_parallel", "subnet_data_parallel", "subnetwork", "SDP"),
     ],
 )
 def test_near_misses_of_the_name(name: str) -> None:
@@ -129,19 +123,16 @@ def test_unknown_keys_name_the_nearest(name: str, suggestion: str) -> None:
     [
         ("coverage", 0, "above 0 and at most 1"),
         ("coverage", 1.5, "above 0 and at most 1"),
-        ("coverage", "0.5", "above 0 and at most 1"),
         ("coverage", True, "above 0 and at most 1"),
         ("coverage", float("nan"), "above 0 and at most 1"),
         ("holders", 0, "an integer, at least 1"),
         ("local_steps", 10, 'a mapping such as {"teams": 4, "every": 10}'),
         ("holders", 1.5, "an integer, at least 1"),
-        ("holders", "auto", '"auto" is only possible for'),
         ("enabled", "yes", "true or false"),
         ("regime", "backwards", '"forward" or "backward"'),
         ("regime", "auto", '"auto" is only possible for subnetworks, assignment and total_steps'),
         ("strategy", "blocks", '"block", "neuron"'),
         ("strategy", {"mlp": "blocks"}, '"block", "neuron"'),
-        ("strategy", {}, '"block", "neuron"'),
         ("subnetworks", 0, '"auto" or an integer'),
         ("subnetworks", "nodes", '"auto" or an integer'),
         ("granularity", "sub-layer", '"sublayer" or "layer"'),
@@ -151,9 +142,7 @@ def test_unknown_keys_name_the_nearest(name: str, suggestion: str) -> None:
         ("neuron_groups", 0, "at least 1"),
         ("branch_scale", 0.5, '"training" or "none"'),
         ("seed", -1, "at least 0"),
-        ("seed", "auto", '"auto" is only possible for'),
         ("allow_optimizer", 1, "true or false"),
-        ("allow_optimizer", "whole_tensors", "true or false"),
         ("check_agreement", "true", "true or false"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.schedule import fill_total_steps, never_begins
+from sdp_deepspeed.schedule import fill_total_steps
 
 FRACTIONS = [{"until": 0.5, "coverage": 0.5}, {"coverage": 1.0}]
 
@@ -43,14 +43,3 @@ def test_fractions_get_their_steps_and_the_users_block_stays(given: dict[str, An
     assert fill_total_steps(config, 7)
     assert config == {KEY: {"schedule": FRACTIONS, "total_steps": 7}}
     assert block == {"schedule": FRACTIONS} | given
-
-
-@pytest.mark.parametrize(("steps", "is_told"), [(4, True), (5, True), (6, False)])
-def test_a_phase_that_never_begins_is_told(steps: int, is_told: bool) -> None:
-    phases = [{"until_step": 3}, {"until": 0.5}, {"until_step": 5}, {"coverage": 1.0}]
-    text = never_begins({KEY: {"schedule": phases}}, steps)
-    assert (text is not None) == is_told
-    assert text is None or f"the run ends with step {steps}, but the last phase would begin after step 5" in text
-    for others in ({}, {KEY: {"coverage": 0.5}}, {KEY: {"schedule": [{"coverage": 0.5}]}}):
-        assert never_begins(others, 1) is never_begins(others, 0) is None
-    assert never_begins({KEY: {"schedule": phases}}, 0) is None, "nothing is trained at all"

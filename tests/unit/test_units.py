@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,28 +17,6 @@ def shape_of(piece: Piece) -> tuple[int, ...] | None:
 
 def check(*pieces: Piece) -> None:
     check_pieces([Unit(f"u{index}", (piece,)) for index, piece in enumerate(pieces)], shape_of)
-
-
-def test_whole_piece_is_the_tensor_itself() -> None:
-    tensor = torch.arange(24.0).view(4, 6)
-    piece = Piece("w", None, 0, 24)
-    assert piece.narrow(tensor) is tensor
-    assert piece.num_elements(tensor.shape) == 24
-    assert Piece("s", None, 0, 1).num_elements(()) == 1
-
-
-@pytest.mark.parametrize(("dim", "start", "length"), [(0, 1, 2), (0, 3, 1), (1, 0, 6), (1, 4, 2)])
-def test_slice_is_a_view(dim: int, start: int, length: int) -> None:
-    tensor = torch.arange(24.0).view(4, 6)
-    piece = Piece("w", dim, start, length)
-    view = piece.narrow(tensor)
-    assert view.numel() == piece.num_elements(tensor.shape)
-    view.zero_()
-    expected = torch.arange(24.0).view(4, 6)
-    index = [slice(None), slice(None)]
-    index[dim] = slice(start, start + length)
-    expected[tuple(index)] = 0
-    assert torch.equal(tensor, expected)
 
 
 @pytest.mark.parametrize(("dim", "start", "length"), [(-1, 0, 1), (0, -1, 1), (0, 0, 0), (1, 2, -3)])

@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from sdp_deepspeed.cli import main as sdp
-from tests.helpers.models import TOKENS, Diffusing, Wrapped, config, family
+from tests.helpers.models import SPECIMENS, TOKENS, Diffusing, Wrapped, config
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
@@ -34,7 +34,7 @@ def write(name: str, folder: Path, rank: Rank) -> None:
     """A checkpoint, and beside it what the engine itself exports and answers."""
     architecture, block = RUNS[name]
     settings = config(holders=1, **block) | {"bf16": {"enabled": name.endswith("bf16")}}
-    engine = engine_of(settings, family(architecture))
+    engine = engine_of(settings, SPECIMENS[architecture].build())
     train(engine, num_steps=2)
     engine.save_checkpoint(str(folder / name))
     engine.save_pretrained(folder / f"{name}_hf")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import sdp_deepspeed
 from tests.helpers.checkpointed_runs import settings_of, stepped
-from tests.helpers.models import family, llama
+from tests.helpers.models import SPECIMENS, llama, scrambled
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
@@ -82,16 +82,17 @@ def rewrite(folder: Path, rank: Rank, change: Callable[[dict[str, torch.Tensor]]
 
 def test_without_the_prefix(rank: Rank) -> None:
     """As the first GPT-2 files are: of the model without its head, with buffers that Transformers computes itself."""
-    folder = saved(family("gpt2", seed=5), rank.folder / "in", rank)
+    gpt2 = SPECIMENS["gpt2"].build
+    folder = saved(scrambled(gpt2()), rank.folder / "in", rank)
 
     def old(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 4, 4) for i in range(2)}
         return masks | {name.removeprefix("transformer."): value for name, value in state.items()}
 
     rewrite(folder, rank, old)
-    engine = engine_of(settings_of(), family("gpt2"))
+    engine = engine_of(settings_of(), gpt2())
     engine.load_pretrained(folder)
-    assert_identical(dense_state(engine), family("gpt2", seed=5).state_dict())
+    assert_identical(dense_state(engine), scrambled(gpt2()).state_dict())
 
 
 def test_mistakes(rank: Rank) -> None:

@@ -179,20 +179,6 @@ def test_saving_behind_the_training(rank: Rank) -> None:
     assert engine.load_checkpoint(str(rank.folder))[0] == str(rank.folder / "again")
 
 
-def test_only_some_stay(rank: Rank) -> None:
-    """The newest is what was written last: after going back it is not what has more steps."""
-    engine = engine_of(settings_of(checkpoint={"keep_last": 3}))
-    folder = str(rank.folder)
-    for _ in range(3):
-        train(engine, num_steps=1)
-        engine.save_checkpoint(folder)
-    engine.load_checkpoint(folder, tag="global_step1")
-    engine.save_checkpoint(folder, tag="again")
-    dist.barrier()
-    assert names_in(rank.folder) == ["again", "global_step2", "global_step3", "latest"]
-    assert engine.load_checkpoint(folder)[0] == str(rank.folder / "again")
-
-
 def test_checksums_are_compared_unless_switched_off(rank: Rank) -> None:
     engine = engine_of(settings_of())
     train(engine, num_steps=1)

@@ -96,8 +96,7 @@ class Watch(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
-            self.mean: torch.Tensor
-            self.mean.lerp_(x.detach().mean(0), 0.1)
+            self.mean: torch.Tensor = self.mean.lerp(x.detach().mean(0), 0.1)  # another object
         return x * self.scale
 
 

@@ -20,7 +20,7 @@ from sdp_deepspeed.config import MODES
 from sdp_deepspeed.engine import dense_view
 from sdp_deepspeed.masking.placeholders import PartialTensor
 from tests.helpers.live_tensors import stored_absent
-from tests.helpers.models import MIXED, VOCABULARY, batches, config, family, llama, loss_of
+from tests.helpers.models import MIXED, VOCABULARY, batches, config, llama, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import Rank
 from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, refusal, sgd, train
@@ -83,7 +83,7 @@ def test_is_the_dense_model(rank: Rank) -> None:
     choices: list[tuple[str, Any, str]] = [(*mode, "gpt2") for mode in MODES]
     choices += [("forward", MIXED, "qwen3"), ("backward", MIXED, "gpt_neox_parallel")]
     for regime, strategy, name in choices:
-        model = family(name, num_layers=3)
+        model: Any = ALL_SPECIMENS[name].build()
         dense, batch = deepcopy(model).eval(), batch_of(rank)
         engine = engine_with(model, regime=regime, strategy=strategy)
         assert_identical(dense_state(engine), dense.state_dict())
@@ -105,26 +105,25 @@ def test_is_the_dense_model(rank: Rank) -> None:
 
 
 def test_evaluation_leaves_training_alone(rank: Rank) -> None:
-    """A worker's own loss is the same before and after, and is not the dense model's. What was frozen since the start
-    remains frozen."""
+    """A worker's own loss is the same before and after, and is not the dense model's; one that keeps gradients is the
+    subnetwork's, and warns once. What was frozen since the start remains frozen."""
     engine, batch = engine_with(llama()), batch_of(rank)
     engine.module.lm_head.requires_grad_(False)
     before = loss_of(engine, batch).item()
-    engine.eval()
-    with torch.inference_mode():
-        dense = loss_of(engine, batch).item()
-    with torch.no_grad():
-        assert loss_of(engine.module, batch).item() == dense, "the bare module in evaluation is the dense model too"
+    with mock.patch.object(dense_view.logger, "warning") as warned:
+        engine.eval()
+        with torch.inference_mode():
+            dense = loss_of(engine, batch).item()
+        with torch.no_grad():
+            assert loss_of(engine.module, batch).item() == dense != before, "so is the bare module in evaluation"
+        assert not warned.called
+        assert [loss_of(engine, batch).item() for _ in range(2)] == [before] * 2, "with gradients"
+    assert "use eval() and torch.no_grad()" in warned.call_args_list[0].args[0]
+    assert len(warned.call_args_list) == 1
     engine.train()
+    with torch.no_grad():
+        assert loss_of(engine, batch).item() == before, "in training mode"
     assert loss_of(engine, batch).item() == before
-    assert dense != before
-    with torch.no_grad():
-        assert loss_of(engine, batch).item() == before, (
-            "in training mode it is the subnetwork, with or without gradients"
-        )
-    engine.eval()
-    assert loss_of(engine, batch).item() == before, "with gradients it is the subnetwork"
-    engine.train()
     assert not engine.module.lm_head.weight.requires_grad
     assert len(set(train(engine, num_steps=2))) == 2
 
@@ -179,19 +178,6 @@ def test_ranks_run_what_they_like(rank: Rank) -> None:
         engine.step()
         assert kept.isfinite()
         train(engine, num_steps=1)
-
-
-def test_an_evaluation_that_keeps_gradients_warns(rank: Rank) -> None:
-    """It runs the subnetwork."""
-    engine, batch = engine_with(llama()), batch_of(rank)
-    with mock.patch.object(dense_view.logger, "warning") as warned:
-        engine.eval()
-        logits(engine, batch)
-        assert not warned.called
-        for _ in range(2):
-            loss_of(engine, batch)
-    assert "use eval() and torch.no_grad()" in warned.call_args_list[0].args[0]
-    assert len(warned.call_args_list) == 1
 
 
 def test_gradients_of_the_dense_model_are_nobodys(rank: Rank) -> None:
@@ -278,27 +264,6 @@ def test_copies_of_a_subnetwork_are_not_the_model(rank: Rank) -> None:
         assert torch.equal(logits(engine, batch), expected), "the copy has its own weights"
 
 
-def test_averages_of_weights_are_those_of_the_dense_model(rank: Rank) -> None:
-    """Moving averages as in the guide: of the dense model, and of the weights that a rank trains."""
-    for strategy in ("block", "neuron"):
-        model = llama()
-        average = deepcopy(model)
-        engine = engine_with(model, strategy=strategy)
-        trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-        averages = [parameter.detach().float() for parameter in map(torch.clone, trained)]
-        for step in range(2):
-            train(engine, num_steps=1, first=step)
-            with torch.no_grad():
-                for own, parameter in zip(averages, trained, strict=True):
-                    own.lerp_(parameter.float(), 0.25)
-                with engine.dense():
-                    for own, parameter in zip(average.parameters(), engine.module.parameters(), strict=True):
-                        own.lerp_(parameter.float(), 0.25)
-        for own, parameter in zip(averages, trained, strict=True):
-            parameter.data.copy_(own)
-        assert_identical(dense_state(engine), average.state_dict())
-
-
 def test_replaced_parameters_are_noticed(rank: Rank) -> None:
     """By the next step, before a checkpoint is written, and when a state dict is loaded with `assign=True`: all would
     go on with the first ones."""
@@ -333,35 +298,21 @@ def assign(engine: Any) -> None:
         engine.module.load_state_dict(llama().state_dict(), assign=True)
 
 
-def test_exports_are_the_dense_model(rank: Rank) -> None:
-    """The Hugging Face folder, DeepSpeed's file in 16 bits, and that without what the user froze, which is not what a
-    rank lacks; of the same logits as in evaluation."""
-    from transformers import AutoModelForCausalLM
-
-    cases: list[tuple[str, dict[str, Any]]] = [
-        ("llama_odd", {"strategy": "neuron"}),
-        ("gpt2", {"regime": "backward", "strategy": MIXED}),
-    ]
-    for name, block in cases:
-        model = ALL_SPECIMENS[name].build()
-        frozen = next(key for key, _ in model.named_parameters() if key.endswith(("ln_f.weight", "model.norm.weight")))
-        model.get_parameter(frozen).requires_grad_(False)
-        engine = engine_of(sgd(**block), model)
-        train(engine, num_steps=1)
-        folder, batch, state = rank.folder / name, batch_of(rank), dense_state(engine)
-        engine.save_pretrained(folder)
-        engine.save_16bit_model(str(folder))
-        engine.save_16bit_model(str(folder), "trained.bin", exclude_frozen_parameters=True)
-        gathered(None)
-        loaded = AutoModelForCausalLM.from_pretrained(folder)
-        assert_identical(loaded.state_dict(), state)
-        assert_identical(torch.load(folder / "pytorch_model.bin", weights_only=True), state)
-        assert state.keys() - torch.load(folder / "trained.bin", weights_only=True).keys() == {frozen}
-        engine.eval()
-        assert torch.equal(logits(engine, batch), logits(loaded.eval(), batch))
-        engine.train()
-        assert not stored_absent(engine)
-        train(engine, num_steps=1)
+def test_16_bit_models_are_the_dense_model(rank: Rank) -> None:
+    """DeepSpeed's file, and that without what the user froze, which is not what a rank lacks; ranks/checkpoint has
+    folders in Hugging Face format."""
+    model = ALL_SPECIMENS["gpt2"].build()
+    model.get_parameter("transformer.ln_f.weight").requires_grad_(False)
+    engine = engine_of(sgd(regime="backward", strategy=MIXED), model)
+    train(engine, num_steps=1)
+    state = dense_state(engine)
+    engine.save_16bit_model(str(rank.folder))
+    engine.save_16bit_model(str(rank.folder), "trained.bin", exclude_frozen_parameters=True)
+    gathered(None)
+    assert_identical(torch.load(rank.folder / "pytorch_model.bin", weights_only=True), state)
+    trained = torch.load(rank.folder / "trained.bin", weights_only=True)
+    assert state.keys() - trained.keys() == {"transformer.ln_f.weight"}
+    assert not stored_absent(engine)
 
 
 def test_an_export_that_fails_is_everybodys(rank: Rank) -> None:

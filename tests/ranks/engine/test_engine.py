@@ -109,21 +109,6 @@ def test_overlap_after_no_sync(rank: Rank) -> None:
         assert_identical(*map(dense_state, engines))
 
 
-def test_several_backward_passes_before_a_step(rank: Rank) -> None:
-    """Their gradients add up: two halves of a loss are the loss, to a rounding of each sum."""
-    for stage in (1, 2):
-        engines = [engine_of(in_buckets(sgd(stage=stage))) for _ in range(2)]
-        (batch,) = own_batches(rank, 1)
-        engines[0].backward(loss_of(engines[0], batch))
-        for _ in range(2):
-            engines[1].backward(loss_of(engines[1], batch) / 2)
-        for engine in engines:
-            engine.step()
-        one, two = (dense_state(engine) for engine in engines)
-        for name, value in one.items():
-            assert torch.allclose(value, two[name], rtol=0, atol=1e-7), (stage, name)
-
-
 def test_two_gradients_in_one_pass(rank: Rank) -> None:
     """Are refused where something is sent during a backward pass, as in plain ZeRO-2; elsewhere the oracle has them."""
     (batch,) = own_batches(rank, 1)
@@ -249,25 +234,6 @@ def test_overflow_skips_the_step_on_all(rank: Rank) -> None:
         train(engine, num_steps=1)  # the spoiled gradients are gone
         assert gathered(engine.skipped_steps) == [1] * rank.size
         assert all(bool(value.isfinite().all()) for value in dense_state(engine).values())
-
-
-def test_collectives_of_a_step(rank: Rank) -> None:
-    """Each averaged element is sent once on its way and once on its way back, of two ranks' halves, and one number for
-    the norm; nothing in a micro-step. Stage 2 has a test of its own."""
-    for stage, layers, size in ((0, 2, 2000), (1, 2, int(5e8)), (1, 6, 2000)):
-        settings = sgd(2, stage=stage, holders=2)  # so that each bucket has something to send
-        settings["zero_optimization"] |= {"reduce_bucket_size": size}
-        engine = engine_of(settings, llama(layers))
-        for index, batch in enumerate(own_batches(rank, 2)):
-            with TrafficCounter() as traffic:
-                micro_step(engine, batch)
-            assert index or not traffic.total
-        buckets = len(engine.optimizer.sharded.held)
-        assert (buckets == 1) == (size > 2000)
-        num_bytes = 4 * sum(parameter.numel() for parameter in engine.module.parameters())
-        assert 0 <= traffic.total - num_bytes <= 8 * buckets + 8  # padding of both ways, and the norm
-        collectives = {"allreduce_": 1, "send": 2 * buckets}
-        assert {name: traffic.calls_by_operator[name] for name in collectives} == collectives
 
 
 def test_frozen_in_mid_run(rank: Rank) -> None:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -58,33 +57,6 @@ def test_plain_engines_of_what_only_ours_can_train(rank: Rank) -> None:
     with sdp_deepspeed.Init():
         deferred = llama()
     refusal(NotImplementedError, partial(engine_of, plain, deferred), "meta tensor")
-
-
-def test_memory_that_nobody_trains_twice(rank: Rank) -> None:
-    """Frozen Parameters in the same memory, and trained ones between each other's elements: as if each had its own."""
-
-    def build(shares: bool) -> Any:
-        model: Any = llama()
-        first, second = (model.model.layers[index].mlp for index in range(2))
-        rows = torch.cat([first.gate_proj.weight.data, first.up_proj.weight.data], dim=1)
-        pairs = rows.chunk(2, dim=1)
-        for layer, view in zip((first.gate_proj, first.up_proj), pairs, strict=True):
-            layer.weight.data = view if shares else view.clone()
-        same = second.up_proj.weight.data
-        for layer in (second.up_proj, second.gate_proj):
-            layer.weight.data = same if shares else same.clone()
-            layer.requires_grad_(False)
-        return model
-
-    for stage, half, strategy in ((0, False, "block"), (1, False, "neuron"), (1, True, "block"), (2, False, "block")):
-        settings = config(holders=1, strategy=strategy, check_agreement=True)
-        settings |= {"zero_optimization": {"stage": stage}, "bf16": {"enabled": half}}
-        states = []
-        for shares in (True, False):
-            engine = engine_of(settings, build(shares))
-            train(engine, num_steps=3)
-            states.append(dense_state(engine))
-        assert_identical(*states)
 
 
 def test_ranks_that_train_nothing(rank: Rank) -> None:

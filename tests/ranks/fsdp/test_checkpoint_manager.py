@@ -16,7 +16,7 @@ from sdp_deepspeed.fsdp import CheckpointManager, full_state_dict, param_groups,
 from tests.helpers.models import batches, llama, loss_of, two_groups
 from tests.helpers.oracle import make_optimizer
 from tests.helpers.ranks import Rank, run_ranks
-from tests.helpers.sharded_runs import ShardedRun, assert_same_run
+from tests.helpers.sharded_runs import ShardedRun, assert_same_run, check_resumed
 from tests.helpers.training import assert_identical, engine_of, refusal
 
 NEURON: dict[str, Any] = {"strategy": "neuron"}
@@ -70,26 +70,11 @@ def go_on(source: str, name: str, folder: Path, rank: Rank) -> None:
 
 @pytest.mark.world(2)
 def test_resumed_is_uninterrupted(rank: Rank) -> None:
-    """Losses, weights, moments, schedule and random numbers, bit for bit."""
     blocks: list[dict[str, Any]] = [{}, {"holders": 2}, NEURON | {"checkpoint": {"asynchronous": True, "keep_last": 2}}]
     for number, block in enumerate(blocks):
-        run = ShardedRun(**block)
-        run.train(rank, 2)
         folder = rank.folder / f"resumed{number}"
-        run.checkpoints.save_checkpoint(folder)
-        run.checkpoints.wait_for_checkpoint()
-        drawn = torch.rand(3)
-        resumed = ShardedRun(llama(tied=True, seed=5), **block)
-        resumed.train(rank, 1, seed=7)
-        resumed.checkpoints.load_checkpoint(folder)
-        assert torch.equal(torch.rand(3), drawn)
-        assert resumed.scheduler.state_dict() == run.scheduler.state_dict()
-        assert resumed.train(rank, 2, first=2) == run.train(rank, 2, first=2)
-        for name, each in (("uninterrupted", run), ("resumed", resumed)):
-            each.checkpoints.save_checkpoint(folder, name)
-            each.checkpoints.wait_for_checkpoint()
+        check_resumed(rank, folder, ShardedRun(**block), ShardedRun(llama(tied=True, seed=5), **block))
         if rank.rank == 0:
-            assert_same_run(folder / "uninterrupted", folder / "resumed")
             assert (folder / "latest").read_text().strip() == "resumed"
             assert (folder / "global_step2").exists() == ("checkpoint" not in block)
 

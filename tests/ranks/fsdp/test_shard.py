@@ -19,7 +19,7 @@ from sdp_deepspeed.parallel import consistency
 from sdp_deepspeed.parallel.groups import default_store
 from sdp_deepspeed.plan.plan import Plan
 from tests.helpers.hand_written import HAND_WRITTEN
-from tests.helpers.models import VOCABULARY, batches, family, llama
+from tests.helpers.models import VOCABULARY, batches, llama
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT, Rank
 from tests.helpers.sharded import (
@@ -91,7 +91,7 @@ def test_all_ranks_create_as_many_groups(rank: Rank) -> None:
 @pytest.mark.parametrize("block", [{}, {"granularity": "layer"}, {"strategy": "neuron"}], ids=str)
 def test_covers_everything(rank: Rank, block: dict[str, Any]) -> None:
     """C = 1 is plain FSDP2, whose groups are the same modules, to the last bit."""
-    model: Any = family("gpt2")
+    model: Any = ALL_SPECIMENS["gpt2"].build()
     plain: Any = deepcopy(model)
     model = sharded(model, {"holders": rank.size} | block)
     for layer in plain.transformer.h:

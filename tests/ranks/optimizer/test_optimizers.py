@@ -17,7 +17,7 @@ from deepspeed.ops.adam import fused_adam
 from deepspeed.utils import safe_get_full_optimizer_state
 from torch import nn
 
-from tests.helpers.models import batches, config, family, llama, loss_of, muon, two_groups, without_block
+from tests.helpers.models import SPECIMENS, batches, config, llama, loss_of, muon, two_groups, without_block
 from tests.helpers.ranks import Rank
 from tests.helpers.training import (
     assert_identical,
@@ -390,7 +390,7 @@ GROUPED: tuple[Idiom, ...] = (
 
 
 def trained(idiom: Idiom) -> dict[str, torch.Tensor]:
-    model = family("gpt2")  # biases: some parameters are no matrices
+    model = SPECIMENS["gpt2"].build()  # biases: some parameters are no matrices
     model.get_parameter("transformer.wpe.weight").requires_grad_(False)
     settings = config(holders=1)
     settings["optimizer"] = {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}

@@ -53,7 +53,7 @@ def derived(model: nn.Module) -> dict[str, LocatedBranch]:
     return {branch.name: branch for branch in proven_branches(model, "neuron")}
 
 
-@pytest.mark.parametrize("name", families(MODELS, IN_SHORT | OTHER_LAYOUTS))
+@pytest.mark.parametrize("name", families(BRANCHES, IN_SHORT | OTHER_LAYOUTS))
 def test_branches_of_families(name: str, pytestconfig: pytest.Config) -> None:
     """With cells of a few, unless in full."""
     is_cut = name in IN_SHORT or pytestconfig.getoption("--full")
@@ -70,11 +70,8 @@ def test_branches_of_families(name: str, pytestconfig: pytest.Config) -> None:
 
 
 OUTPUTS = {
-    "llama": {"self_attn.o_proj.weight", "mlp.down_proj.weight"},
-    "gpt2": {"attn.c_proj.weight", "mlp.c_proj.weight"},
     "gemma2": set(),  # norms follow
     "convnext": {"pwconv2.weight"},
-    "gpt_oss": {"self_attn.o_proj.weight", "mlp.experts.down_proj"},
     "qwen2_moe": {
         "self_attn.o_proj.weight",
         "mlp.down_proj.weight",

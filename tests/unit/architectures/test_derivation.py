@@ -15,10 +15,9 @@ from torch import nn
 import sdp_deepspeed
 from sdp_deepspeed.architectures import derivation
 from sdp_deepspeed.architectures.likeness import likeness
-from sdp_deepspeed.masking import Mask, replayed_layer
+from sdp_deepspeed.masking import replayed_layer
 from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
-from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.strategies import units_of_branches
+from tests.helpers.core_masks import expected_of, mask_of, masked, plan_of
 from tests.helpers.hand_written import HAND_WRITTEN, TOKENS, WIDTH, Layer, Stack, stream, traced
 from tests.helpers.models import VOCABULARY
 from tests.helpers.oracle_grid import MODELS
@@ -370,18 +369,10 @@ def test_subnetworks_on_other_shapes_than_the_example(build: Any, shapes: list[t
     torch.manual_seed(0)
     model = build()
     sdp_deepspeed.trace(model, *(torch.randn(2, 5, WIDTH) for _ in shapes))
-    branches = proven_branches(model)
-    units = units_of_branches(branches, strategy="block", num_subnetworks=2)
-    holders = ((0,), (1,)) * 2
-    plan = Plan("forward", "block", 2, 0, tuple(units), holders, (0, 1))
-    batch = [torch.randn(shape) for shape in shapes]
+    plan, batch = plan_of(model, "forward", "block"), [torch.randn(shape) for shape in shapes]
     for rank in (0, 1):
-        masked, zeroed = copy.deepcopy(model), copy.deepcopy(model)
-        Mask(masked, plan, rank, branches).apply()
-        absent = [unit for unit, (holder,) in zip(units, holders, strict=True) if holder != rank]
-        for piece in (piece for unit in absent for piece in unit.pieces):
-            zeroed.get_parameter(piece.parameter).data.zero_()
-        torch.testing.assert_close(masked(*batch), zeroed(*batch))
+        subnetwork, _ = masked(model, plan, rank)
+        torch.testing.assert_close(subnetwork(*batch), expected_of(model, plan, rank)(*batch))
 
 
 def test_large_matrices_are_proven_without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,13 +387,25 @@ def test_reentrant_checkpointing_is_no_obstacle() -> None:
     assert len(proven_branches(model)) == 4
 
 
-def test_the_model_and_the_random_state_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = hf.ResNetForImageClassification(hf.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[2, 2]))
+class Keeps(Convolution):
+    """Draws random numbers, and keeps its input."""
+
+    kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = x + 0 * torch.rand(1)
+        return super().forward(self.kept)
+
+
+def test_the_model_and_the_random_state_are_unchanged() -> None:
+    model = nn.Sequential(Keeps(), Keeps())
+    sdp_deepspeed.trace(model, *stream())
+    model[0].eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state, of_python = torch.get_rng_state(), random.getstate()
-    model.train()
-    assert proven_branches(model)
-    assert model.training
+    assert len(proven_branches(model)) == 2
+    assert [module.training for module in model] == [False, True]
+    assert model[0].kept is model[1].kept is None
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == of_python
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -419,15 +422,22 @@ class ReturnsSizes(nn.Linear):
         return super().forward(x), sizes
 
 
+class ReturnsNone(nn.Linear):
+    def forward(self, x: torch.Tensor, sizes: list[int]) -> Any:  # type: ignore[override]
+        return super().forward(x), None
+
+
 class PassesSizes(Layer):
-    """Its attention returns a list of sizes, which the next layer unpacks."""
+    """Its attention returns a list of sizes, which the next layer unpacks; a second module of the branch does not."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.attn = ReturnsSizes(WIDTH, WIDTH)  # type: ignore[assignment]
+        self.attn, self.second = ReturnsSizes(WIDTH, WIDTH), ReturnsNone(WIDTH, WIDTH)  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> Any:
         found, sizes = self.attn(self.ln_1(x), [*x.shape[:2]])
+        found, nothing = self.second(found, sizes)
+        assert nothing is None
         rows, length = sizes
         x = x + found.view(rows, length, -1)
         return x + self.mlp(self.ln_2(x))
@@ -474,10 +484,8 @@ def test_a_class_that_has_another_forward_since(monkeypatch: pytest.MonkeyPatch)
 def test_a_module_that_has_another_forward_since() -> None:
     """Other than that of a mask, which is no other model."""
     model = traced(Layer(), Layer())
-    branches = proven_branches(model)
-    units = units_of_branches(branches)
     known = derivation.derivation_of(model)
-    mask = Mask(model, Plan("forward", "block", 2, 0, tuple(units), ((0,), (1,)) * 2, (0, 1)), 0, branches)
+    mask = mask_of(model, plan_of(model, "forward", "block"), 0)
     mask.apply()
     assert derivation.derivation_of(model) is known
     mask.undo()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import warnings
-from copy import deepcopy
 from fractions import Fraction
 from typing import Any
 
@@ -114,29 +112,6 @@ def test_an_image_and_its_caption_cost_the_same_per_position() -> None:
 
 
 # The model and its weights
-
-
-def test_nothing_of_the_model_changes() -> None:
-    """Neither what it computes with, nor what its forward keeps, nor random numbers."""
-
-    class Keeping(Convolutions):
-        kept: torch.Tensor | None = None
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.kept, self.calls = x, 1
-            return super().forward(F.dropout(x) + torch.rand(1, device=x.device) + torch.rand(()))
-
-    model = Keeping().train()
-    model.head.eval()
-    before, state, rng = deepcopy(model.state_dict()), dict(vars(model)), (torch.get_rng_state(), random.getstate())
-    modes = [module.training for module in model.modules()]
-    assert flops_per_element(model)
-    assert dict(vars(model)) == state
-    assert [module.training for module in model.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), rng[0])
-    assert random.getstate() == rng[1]
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
 
 
 def test_weights_that_are_used_twice_or_changed_first() -> None:

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from sdp_deepspeed.checkpoint import atomic_folder, files
 from sdp_deepspeed.checkpoint.dcp_planners import Boxes, LoadPlanner, add_box
-from sdp_deepspeed.parallel.boxes import row_major_boxes
 from tests.helpers.kills import kill_at
 
 
@@ -189,18 +188,6 @@ def test_of_classes_only_members_of_enums_are_reached(tmp_path: Path, member: Me
     (tmp_path / files.INDEX).write_bytes(pickle.dumps(member))
     with pytest.raises(ValueError, match=rf"\.metadata is damaged: .*{words}"):
         files.Reader(tmp_path).read_metadata()
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (1, 1, 3)])
-def test_boxes_are_ranges_in_row_major_order(shape: tuple[int, ...]) -> None:
-    dense = torch.arange(torch.Size(shape).numel()).view(shape)
-    for start, stop in itertools.combinations(range(dense.numel() + 1), 2):
-        boxes = [
-            dense[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].flatten()
-            for offsets, sizes in row_major_boxes(shape, start, stop)
-        ]
-        assert torch.equal(torch.cat(boxes), dense.flatten()[start:stop])
-        assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
 def test_what_is_nowhere_is_not_left_as_it_is() -> None:

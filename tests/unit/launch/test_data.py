@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -71,16 +72,11 @@ def test_a_document_and_its_copies_are_on_one_side(tmp_path: Path) -> None:
     again = tmp_path / "again.jsonl"
     again.write_text("".join(json.dumps(row) + "\n" for row in reversed(copies)))
     blocks = load_blocks(data(one, {"path": "json", "data_files": str(again)}), 0, tmp_path)
-    trained, held_out = (
-        {word for word in texts(blocks, rows).split("document ")[1:] if word[:2].strip()}
-        for rows in (blocks.train, blocks.validation)
-    )
-    numbers = [
-        {word.split("<")[0].split("alpha")[0].strip() for word in words if "<" in word} for words in (trained, held_out)
-    ]
-    assert numbers[0]
-    assert numbers[1]
-    assert not numbers[0] & numbers[1]
+    both = (blocks.train, blocks.validation)
+    trained, held_out = ({*re.findall(r"document (\d+)<", texts(blocks, rows))} for rows in both)
+    assert trained
+    assert held_out
+    assert not trained & held_out
 
 
 def test_blocks_are_drawn_by_weight(tmp_path: Path) -> None:

@@ -126,7 +126,6 @@ def test_activation_checkpointing_recomputes_and_changes_nothing(regime: str, st
         slow("t5", "forward", "neuron"),
         slow("mixtral", "forward", "block"),
         slow("mixtral", "backward", "neuron"),
-        slow("opt", "backward", "neuron"),
         slow("falcon_grouped", "forward", "block"),
         slow("swin", "forward", "neuron"),
         slow("convnext", "backward", "neuron"),
@@ -182,22 +181,6 @@ def test_the_backward_regime_draws_what_the_dense_model_draws(name: str, rates: 
         found = run(model)
         assert_close(found[0], expected[0])
         assert_gradients(mask, found[2], expected[2])
-
-
-@modes
-def test_hooks_on_gradients_stay(regime: str, strategy: str) -> None:
-    dense = build("llama")
-    model, mask = masked(dense, plan_of(dense, regime, strategy), 0)
-    fired: list[str] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
-    run(model)
-    first, fired[:] = sorted(fired), []
-    mask.undo()
-    mask.apply()
-    run(model)
-    assert sorted(fired) == first
 
 
 def test_a_masked_model_is_not_masked_again() -> None:
@@ -485,36 +468,17 @@ def test_synchronized_batch_norms_of_units_are_refused() -> None:
             mask_of(model, plan_of(model, "forward", strategy), 0)
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
 @modes
-def test_statistics_of_batch_norms(regime: str, strategy: str, is_frozen: bool) -> None:
-    """Those that run move as the dense model's, also the frozen channels' of the backward regime; a norm that a user
-    froze by `eval()` stays, everywhere."""
+def test_a_batch_norm_that_a_user_froze_stays(regime: str, strategy: str) -> None:
+    """By `eval()`; the oracle has the statistics of those that run."""
     describe(Cut("norm", 0))
-    dense = Model(lambda: nn.BatchNorm1d(9)).double()
-    plan = plan_of(dense, regime, strategy)
-    expected = expected_of(dense, plan, 0)
-    model, mask = masked(dense, plan, 0)
+    dense = Model(lambda: nn.BatchNorm1d(9))
+    model, _ = masked(dense, plan_of(dense, regime, strategy), 0)
     before = deepcopy(model)
-    for one in (expected, model):
-        one.train()
-        if is_frozen:
-            for norm in one.modules():
-                if isinstance(norm, nn.BatchNorm1d):
-                    norm.eval()
-        one(batch().double()).square().mean().backward()
-    assert_gradients(
-        mask,
-        {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
-        {n: p.grad for n, p in expected.named_parameters() if p.grad is not None},
-    )
-    wanted = dict(expected.named_buffers())
-    for name, pieces in mask.buffer_pieces.items():
-        for piece, _ in pieces:
-            if mask.is_stored(piece):
-                assert_close(mask.view(piece).double(), piece.narrow(wanted[name]).double())
-    moved = [not torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True) if a.numel()]
-    assert all(moved) if not is_frozen else not any(moved)
+    for norm in (module for module in model.train().modules() if isinstance(module, nn.BatchNorm1d)):
+        norm.eval()
+    model(batch()).square().mean().backward()
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True))
 
 
 class NormAfterBody(nn.Module):

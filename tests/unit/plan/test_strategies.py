@@ -19,15 +19,15 @@ from sdp_deepspeed.plan.strategies import branches_of_units, units_of_branches
 from sdp_deepspeed.units import Unit, check_pieces
 from tests.helpers import models
 from tests.helpers.core_masks import families
-from tests.helpers.mixtures import CUT_EVERYWHERE, mixture
+from tests.helpers.mixtures import MIXTURES, mixture
 
 
 def units_of(name: str, **choice: Any) -> dict[str, Unit]:
-    """Neuron units of a model of one layer, by their names without the layer's."""
-    branches = proven_branches(models.family(name, num_layers=1), "neuron")
+    """Neuron units of a model's first layer, by their names without the layer's."""
+    found = proven_branches(models.llama() if name == "llama" else models.SPECIMENS[name].build(), "neuron")
     chosen: dict[str, Any] = {"strategy": "neuron", "neuron_groups": 2} | choice
-    units = units_of_branches(branches, **chosen)
-    return {unit.name.removeprefix(f"{branches[0].layer}."): unit for unit in units}
+    units = units_of_branches([branch for branch in found if branch.layer == found[0].layer], **chosen)
+    return {unit.name.removeprefix(f"{found[0].layer}."): unit for unit in units}
 
 
 def slices(unit: Unit) -> list[tuple[str, int | None, int, int]]:
@@ -61,18 +61,16 @@ def test_stacked_projections_have_a_piece_per_block() -> None:
         ("c_proj.weight", 0, 8, 4),
     ]
     assert slices(units["mlp.group_0"]) == [
-        ("c_fc.weight", 1, 0, 32),
-        ("c_fc.bias", 0, 0, 32),
-        ("c_proj.weight", 0, 0, 32),
+        ("c_fc.weight", 1, 0, 15),
+        ("c_fc.bias", 0, 0, 15),
+        ("c_proj.weight", 0, 0, 15),
     ]
 
 
-@pytest.mark.parametrize(
-    "name", families([*models.FAMILIES, *CUT_EVERYWHERE], ("llama", "gpt2", "gpt_oss", "qwen2_moe"))
-)
+@pytest.mark.parametrize("name", families([*models.SPECIMENS, *MIXTURES], ("llama", "gpt2", "gpt_oss", "qwen2_moe")))
 def test_units_part_what_they_cut(name: str) -> None:
     """Each element is in exactly one; branches.json has the tensors that are cut."""
-    model = mixture(name) if name in CUT_EVERYWHERE else models.family(name)
+    model = mixture(name) if name in MIXTURES else models.SPECIMENS[name].build()
     tensors = dict(model.named_parameters())
     units = units_of_branches(proven_branches(model, "neuron"), strategy="neuron", neuron_groups=2)
     check_pieces(units, lambda piece: tuple(tensors[piece.parameter].shape))
@@ -86,7 +84,7 @@ def test_units_part_what_they_cut(name: str) -> None:
 
 
 def test_a_branch_of_each_unit() -> None:
-    branches = proven_branches(models.family("llama"), "neuron")
+    branches = proven_branches(models.llama(), "neuron")
     mixed = units_of_branches(branches, strategy={"attention": "neuron", "mlp": "block"})
     layers = [f"model.layers.{index}" for index in (0, 1)]
     expected = [name for layer in layers for name in (f"{layer}.attention", f"{layer}.attention", None)]

@@ -32,6 +32,12 @@ def met(members: list[Member], me: int = 0) -> Attendance:
     return decisions[0]
 
 
+def waits(members: list[Member], me: str = "t0", plan: Plan = PLAN) -> Wait:
+    decision = attend(members, me, plan)
+    assert isinstance(decision, Wait)
+    return decision
+
+
 def test_all_are_current() -> None:
     meeting = met([member(2), member(0), member(1)])
     assert meeting.teams == meeting.current == EVERYONE
@@ -48,8 +54,7 @@ def test_an_absent_holder_is_no_problem_if_there_is_another() -> None:
 
 def test_without_a_current_holder_of_some_unit_all_wait() -> None:
     for members in ([member(0)], [member(0), member(1, version=4)], [member(0), member(1, NO_STATE, START)]):
-        decision = attend(members, "t0", PLAN)
-        assert isinstance(decision, Wait)
+        decision = waits(members)
         assert "b with version 5" in decision.reason
         absent = [str(team) for team in (1, 2) if team not in [other.team for other in members]]
         assert f"waiting for one of teams {', '.join(absent)}" in decision.reason
@@ -64,8 +69,7 @@ def test_if_all_holders_have_come_back_from_older_checkpoints_the_newest_of_thos
     assert meeting.copies(1, (1, 2))
     assert not meeting.copies(2, (1, 2))
     assert meeting.next_version == 6
-    decision = attend([member(0), member(1, NO_STATE, START), member(2, NO_STATE, START)], "t0", PLAN)
-    assert isinstance(decision, Wait)
+    decision = waits([member(0), member(1, NO_STATE, START), member(2, NO_STATE, START)])
     assert "b with version 5 is here; start its teams from their checkpoints" in decision.reason
 
 
@@ -77,7 +81,7 @@ def test_in_the_backward_regime_other_teams_have_what_holders_have_lost() -> Non
         assert isinstance(meeting, Attendance)
         assert set(meeting.sources.values()) == {0}
         assert all(meeting.copies(team, (1, 2)) for team in (1, 2))
-    assert isinstance(attend(members[:1], "t0", plan), Wait), "nobody would train the unit"
+    waits(members[:1], plan=plan)  # nobody would train the unit
 
 
 def test_who_comes_back_takes_over_from_the_first_current_holder() -> None:
@@ -102,16 +106,13 @@ def test_who_starts_during_another_call_goes_on_at_the_step_of_the_others() -> N
 
 
 def test_the_first_meeting_after_a_start_is_of_all_teams() -> None:
-    alone = attend([member(1, 7, START)], "t1", PLAN)
-    assert isinstance(alone, Wait)
-    assert "teams 0, 2" in alone.reason, "they may have newer anchors"
+    assert "teams 0, 2" in waits([member(1, 7, START)], "t1").reason, "they may have newer anchors"
     first = [member(team, NO_STATE, START) for team in range(3)]
     meeting = met(first)
     assert meeting.next_version == 0
     assert not meeting.copies(0, (0, 1))
     assert meeting.copies(1, (0, 1)), "all have the same weights afterwards"
-    decision = attend(first[:2], "t0", PLAN)
-    assert isinstance(decision, Wait)
+    decision = waits(first[:2])
     assert decision.can_begin
     assert "teams 2" in decision.reason
     begun = met([first[0], replace(first[1], may_begin=True)])
@@ -183,7 +184,7 @@ def test_a_team_with_another_plan_is_refused_and_the_others_go_on() -> None:
 def test_of_as_many_others_all_are_refused_when_all_are_here() -> None:
     other = member(1, NO_STATE, START, agreed={"plan": "xyz", "ranks": 2})
     mine = member(0, NO_STATE, START)
-    assert isinstance(attend([mine, other], "t0", PLAN), Wait), "the third decides"
+    waits([mine, other])  # the third decides
     two = Plan("forward", "block", 2, 0, UNITS, ((0, 1), (0, 1)), (0, 1))
     for me in ("t0", "t1"):
         with pytest.raises(Refused, match="has plan"):
@@ -192,9 +193,7 @@ def test_of_as_many_others_all_are_refused_when_all_are_here() -> None:
 
 def test_a_team_that_is_there_already_waits() -> None:
     second = member(0, NO_STATE, START, identity="second")
-    decision = attend([member(0), second, member(1)], "second", PLAN)
-    assert isinstance(decision, Wait)
-    assert "another process is team 0" in decision.reason
+    assert "another process is team 0" in waits([member(0), second, member(1)], "second").reason
     decision = attend([member(0), second, member(1)], "t1", PLAN)
     assert isinstance(decision, Attendance)
     assert decision.members[0].identity == "t0"
