@@ -285,3 +285,22 @@ def test_no_operator_is_loaded(rank: Rank) -> None:
     """DeepSpeed's all-reduce for inference on CPUs, which each environment would compile for minutes."""
     micro_step(engine_of(sgd()), own_batches(rank, 1)[0])
     assert "shm_comm" not in Path("/proc/self/maps").read_text()
+
+
+def test_collectives_of_a_step(rank: Rank) -> None:
+    """Each averaged element is sent once on its way and once on its way back, of two ranks' halves, and one number for
+    the norm; nothing in a micro-step. Stage 2 has a test of its own."""
+    for stage, layers, size in ((0, 2, 2000), (1, 2, int(5e8)), (1, 6, 2000)):
+        settings = sgd(2, stage=stage, holders=2)  # so that each bucket has something to send
+        settings["zero_optimization"] |= {"reduce_bucket_size": size}
+        engine = engine_of(settings, llama(layers))
+        for index, batch in enumerate(own_batches(rank, 2)):
+            with TrafficCounter() as traffic:
+                micro_step(engine, batch)
+            assert index or not traffic.total
+        buckets = len(engine.optimizer.sharded.held)
+        assert (buckets == 1) == (size > 2000)
+        num_bytes = 4 * sum(parameter.numel() for parameter in engine.module.parameters())
+        assert 0 <= traffic.total - num_bytes <= 8 * buckets + 8  # padding of both ways, and the norm
+        collectives = {"allreduce_": 1, "send": 2 * buckets}
+        assert {name: traffic.calls_by_operator[name] for name in collectives} == collectives

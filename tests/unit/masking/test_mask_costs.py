@@ -1,15 +1,22 @@
-"""Layers of a subnetwork are as wide as what it holds; ranks/estimate has what they cost."""
+"""The memory, the FLOPs and the saved activations of a subnetwork are those of what it holds."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS
-from tests.helpers.core_masks import build, masked, plan_of
+from sdp_deepspeed.config import MODES
+from sdp_deepspeed.plan.strategies import unit_costs
+from tests.helpers.core_masks import build, masked, plan_of, run, tokens
+
+modes = pytest.mark.parametrize(("regime", "strategy"), MODES)
+NUM_TOKENS = tokens().numel()
 
 
 def says(layer: Any) -> tuple[int, ...]:
@@ -38,3 +45,53 @@ def test_layers_are_stock_modules_that_say_how_wide_they_are(name: str, regime: 
             assert (says(own) != says(layer)) == is_narrow
             if is_narrow and is_norm:
                 assert {len(own.weight), len(own.bias), len(own.running_var)} == {own.num_features}
+
+
+# ---- FLOPs and activations ------------------------------------------------------------------------------------------
+
+
+def flops_of(model: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run(model)
+    return int(counter.get_total_flops())
+
+
+@modes
+@pytest.mark.parametrize("name", ["llama_odd", "gpt2"])
+def test_absent_units_cost_no_flops(name: str, regime: str, strategy: str) -> None:
+    """Of MLPs: neither the forward pass nor the two products of the backward pass; in the backward regime all but the
+    gradient of weights."""
+    dense = build(name)
+    plan = plan_of(dense, regime, {"mlp": strategy})
+    costs = [cost.flops * NUM_TOKENS for cost in unit_costs(dense, plan.units)]
+    for rank in (0, 1):
+        absent = sum(cost for index, cost in enumerate(costs) if not plan.holds(index, rank))
+        model, _ = masked(dense, plan, rank)
+        assert flops_of(dense) - flops_of(model) == (3 if regime == "forward" else 1) * absent > 0
+
+
+def saved_of(model: Any, own: Any = None) -> int:
+    """Bytes that autograd keeps beside the model's own tensors; without a key/value cache, which would copy values."""
+    ignored = {tensor.untyped_storage().data_ptr() for tensor in (model.parameters() if own is None else own.tensors())}
+    kept: list[torch.Tensor] = []  # so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(input_ids=tokens(), labels=tokens(), use_cache=False)
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    return sum(size for address, size in sizes.items() if address not in ignored)
+
+
+@pytest.mark.parametrize("name", ["llama_odd", "gpt2"])
+def test_backward_neurons_keep_no_inputs_of_frozen_ones(name: str) -> None:
+    """Of the MLPs' output projections; attention itself keeps its output."""
+    dense = build(name)
+    plan = plan_of(dense, "backward", {"mlp": "neuron"})
+    for rank in (0, 1):
+        model, mask = masked(dense, plan, rank)
+        outputs = [tensor.parameter for b in mask.branches for tensor in b.cut_tensors if tensor.cut.is_output]
+        absent = sum(piece.length for key in outputs for piece, _ in mask.pieces[key] if not mask.is_held(piece))
+        assert saved_of(dense) - saved_of(model, mask) == 4 * NUM_TOKENS * absent > 0

@@ -13,7 +13,10 @@ from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, register
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit
 from tests.reference import virtual_workers
-from tests.reference.virtual_workers import masked_average
+from tests.reference.virtual_workers import (
+    divisors,
+    masked_average,
+)
 
 A, B, S = 2.0, 3.0, 5.0
 # Most models here have no described branches to scale.
@@ -36,6 +39,19 @@ class TwoLayers(nn.Module):
         return (self.s * hidden).sum()
 
 
+class Neurons(nn.Module):
+    """`sum over j of u_j v_j x + c`: neuron j is row j of `v` and column j of `u`; `c` is shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.tensor([[1.0], [2.0], [4.0]]))
+        self.u = nn.Parameter(torch.tensor([[3.0, 5.0, 7.0]]))
+        self.c = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: float) -> torch.Tensor:
+        return (self.u @ (self.v * x)).sum() + self.c
+
+
 def loss_of(model: nn.Module, batch: float) -> torch.Tensor:
     return model(batch)
 
@@ -51,6 +67,17 @@ def two_layers(regime: str) -> Plan:
     """k = 3, p = 2: worker 0 lacks b, worker 1 has both, worker 2 lacks a."""
     units = tuple(Unit(name, (Piece(name, None, 0, 1),)) for name in ("a", "b"))
     return plan_of(units, ((0, 1), (1, 2)), regime=regime)
+
+
+def neurons() -> Plan:
+    """k = 3, p = 2: neuron 0 on workers 0 and 1, neuron 1 on 1 and 2, neuron 2 on 0 and 2."""
+    units = tuple(Unit(f"neuron{j}", (Piece("v", 0, j, 1), Piece("u", 1, j, 1))) for j in range(3))
+    return plan_of(units, ((0, 1), (1, 2), (0, 2)))
+
+
+def average_of(model: nn.Module, plan: Plan, batches: tuple[float, ...]) -> dict[str, torch.Tensor]:
+    gradients = [local_gradients(model, plan, rank, [x], loss_of)[1] for rank, x in enumerate(batches)]
+    return masked_average(model, plan, gradients)
 
 
 # Forward regime, x = 1, 2, 4. A worker's loss is s (1+b) (1+a) x with the weight that it lacks set to zero.
@@ -82,13 +109,26 @@ def test_one_step_of_sgd(regime: str, clip: float) -> None:
         assert parameter.item() == pytest.approx(start - 0.1 * factor * EXPECTED[regime][name], rel=1e-5), name
 
 
+def test_neurons_as_rows_and_columns() -> None:
+    """du_j = v_j x and dv_j = u_j x, averaged over the two holders of neuron j; dc = 1 on all three.
+
+    x = 1, 3, 8: means over holders (0, 1), (1, 2), (0, 2) are 2, 5.5, 4.5.
+    """
+    average = average_of(Neurons(), neurons(), (1.0, 3.0, 8.0))
+    assert average["u"].tolist() == [[1 * 2.0, 2 * 5.5, 4 * 4.5]]
+    assert average["v"].tolist() == [[3 * 2.0], [5 * 5.5], [7 * 4.5]]
+    assert average["c"].item() == 1.0
+
+
 def test_replicas_count_as_holders() -> None:
-    """k = 2, r = 2, backward: a is on ranks 0 and 1, where x = 1, 3, b on ranks 2 and 3, where x = 5, 7."""
-    units = tuple(Unit(name, (Piece(name, None, 0, 1),)) for name in ("a", "b"))
-    plan, model = plan_of(units, ((0,), (1,)), regime="backward", k=2, r=2), TwoLayers()
-    gradients = [local_gradients(model, plan, rank, [x], loss_of)[1] for rank, x in enumerate((1.0, 3.0, 5.0, 7.0))]
-    average = {name: value.item() for name, value in masked_average(model, plan, gradients).items()}
-    assert average == {"a": 20 * 2, "b": 15 * 6, "s": 12 * 4}
+    """k = 2, r = 2: each neuron of worker 0 is on ranks 0 and 1, so its divisor is p r = 2, the shared one's 4."""
+    units = tuple(Unit(f"neuron{j}", (Piece("v", 0, j, 1), Piece("u", 1, j, 1))) for j in range(2))
+    plan = plan_of(units, ((0,), (1,)), k=2, r=2)
+    counts = divisors(Neurons(), plan)
+    assert counts["u"].tolist() == [[2.0, 2.0, 4.0]]
+    # neuron 0 from x = 1, 3; neuron 1 from x = 5, 7; neuron 2 is in no unit, so shared by 1, 3, 5, 7
+    average = average_of(Neurons(), plan, (1.0, 3.0, 5.0, 7.0))
+    assert average["u"].tolist() == [[1 * 2.0, 2 * 6.0, 4 * 4.0]]
 
 
 class Layer(nn.Module):
