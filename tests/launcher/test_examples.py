@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.ports import free_port
-from tests.helpers.programs import run
+from tests.helpers.programs import launched, run
 from tests.helpers.repository import ROOT
 
 ACCELERATE = [
@@ -59,11 +57,10 @@ def test_an_example_trains_and_saves_the_dense_model(script: str, hf: str, tmp_p
 @pytest.mark.slow  # ranks/engine/test_accelerate.py has what Accelerate does with the block
 def test_accelerate_launches_the_example(tmp_path: Path) -> None:
     program = [str(ROOT / "launch/examples/with_accelerate.py"), str(tmp_path), "--steps", "8"]
-    command = [sys.executable, *ACCELERATE, str(free_port()), *program]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    check(done.stdout + done.stderr, tmp_path)
+    with launched([sys.executable, *ACCELERATE, str(free_port()), *program], tmp_path / "log") as running:
+        code, output = running.finish()
+    assert code == 0, output
+    check(output, tmp_path)
 
 
 @pytest.mark.slow  # lightning is not among the tests' requirements

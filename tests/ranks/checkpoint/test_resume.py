@@ -78,7 +78,7 @@ def test_an_interrupted_run_goes_on(rank: Rank) -> None:
 
 
 def test_tags_and_latest(rank: Rank) -> None:
-    engine, states = engine_of(settings_of()), {}
+    engine, states = engine_of(settings_of(checkpoint={"keep_last": 3})), {}
     for tag in ("first", "second", "first"):  # the third replaces the first
         train(engine, num_steps=1)
         engine.save_checkpoint(str(rank.folder), tag=tag)
@@ -93,6 +93,9 @@ def test_tags_and_latest(rank: Rank) -> None:
         assert_identical(dense_state(engine), states[expected])
     dist.barrier()
     assert names_in(rank.folder) == ["first", "latest", "second", "third"]
+    engine.save_checkpoint(str(rank.folder), tag="again")  # written last, of a step before that of the third
+    dist.barrier()
+    assert names_in(rank.folder) == ["again", "first", "latest", "third"]
 
 
 def test_nothing_to_load(rank: Rank) -> None:

@@ -54,7 +54,10 @@ def test_as_without(rank: Rank) -> None:
     reentrant: Any = llama()
     reentrant.model.layers[0] = checkpoint_wrapper(reentrant.model.layers[0], checkpoint_impl=CheckpointImpl.REENTRANT)
     refusal(ValueError, lambda: sharded(reentrant, ONE), "'model.layers.0' uses reentrant")
-    assert "_checkpoint_wrapped_module" in reentrant.model.layers[0]._modules, "as it was"
+    few: Any = llama(1)
+    few.model.layers[0] = checkpoint_wrapper(few.model.layers[0])
+    refusal(ValueError, lambda: sharded(few, ONE | {"granularity": "layer"}), "unit")
+    assert "_checkpoint_wrapped_module" in few.model.layers[0]._modules, "as it was"
     by_transformers: Any = llama()
     by_transformers.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     refusal(ValueError, lambda: sharded(by_transformers, ONE), "'model.layers.0'", "uses reentrant")

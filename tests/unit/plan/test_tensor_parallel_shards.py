@@ -67,6 +67,13 @@ def branch(*, blocks: int = 1, dim: int = 0, num_cells: int = 12) -> LocatedBran
     return LocatedBranch("layer", Branch("mlp", norm="norm", body="ff", inner=inner), pieces, num_cells, tensors)
 
 
+def test_a_branch_as_a_rank_has_it() -> None:
+    local = shards().local_branch(branch())
+    assert (local.num_cells, [tensor.size for tensor in local.cut_tensors]) == (6, [6, 6])
+    assert [piece.length for piece in local.pieces] == [4, 24, 24]
+    assert local.pieces_of_cells(range(4, 6)) == (Piece("up", 0, 4, 2), Piece("down", 1, 4, 2))
+
+
 def test_layers_that_are_divided_otherwise_cannot_be_cut() -> None:
     """Stacked blocks, another dim, or only some of the layers."""
     for wrong in (branch(blocks=3), branch(dim=1)):
