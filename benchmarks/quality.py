@@ -25,7 +25,6 @@ LABELS = {
     "C=1/2, no whole ends, scaled": "SDP, C = 1/2, no whole ends",
     "C=1/2, neurons, scaled": "SDP, C = 1/2, neurons, no whole ends",
     "C=1/4, whole ends, scaled in training": "SDP, C = 1/4",
-    "C=1/4, no whole ends, scaled": "SDP, C = 1/4, no whole ends",
     "C=1/4, whole ends": "SDP, C = 1/4, unscaled",
 }
 MANY_PASSES = {
@@ -147,7 +146,7 @@ def _by_seed(cells: Iterable[Cell], *budget: str) -> BySeed:
 
 
 def many_passes_rows(cells: Mapping[int, Sequence[Cell]]) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows: for each depth and number of passes the final loss, in parentheses the lowest of the run.
+    """Heads and rows: for each depth and number of passes the final loss.
 
     Args:
         cells: by depth.
@@ -159,8 +158,7 @@ def many_passes_rows(cells: Mapping[int, Sequence[Cell]]) -> tuple[list[str], li
         losses = []
         for depth, budget in budgets:
             own = found[depth].get((name.format(full=depth, half=depth // 2), budget), {}).values()
-            end, lowest = (mean_and_error(cell[key] for cell in own) for key in ("loss", "best_loss"))
-            losses.append(end if end == lowest else f"{end} ({lowest})")
+            losses.append(mean_and_error(cell["loss"] for cell in own))
         rows.append([label, *losses])
     return [f"{depth} layers, {_passes(cells[depth], budget)} passes" for depth, budget in budgets], rows
 

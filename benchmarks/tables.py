@@ -222,7 +222,7 @@ def many_passes(result: Result) -> str:
     heads, rows = many_passes_rows(
         {depth: at_one_rate(result["cells"], f"many passes, {depth} layers") for depth in (8, 16)}
     )
-    return "Final loss, nats per byte (in parentheses the lowest):\n\n" + table(["", *heads], rows)
+    return "Final loss, nats per byte:\n\n" + table(["", *heads], rows)
 
 
 def images(result: Result) -> str:

@@ -372,11 +372,11 @@ def _with_plan(key: str) -> Combination:
     return Combination(key, is_refused, "has no effect with a plan file, which decides it", "remove it")
 
 
-def _with_teams(key: str, why: str) -> Combination:
+def _with_teams(key: str) -> Combination:
     def is_refused(config: SubnetworkConfig) -> bool:
         return config.local_steps is not None and _is_set(config, key)
 
-    return Combination(key, is_refused, f"cannot be combined with local_steps, {why}", "remove it")
+    return Combination(key, is_refused, "cannot be combined with local_steps", "remove it")
 
 
 REFUSED_COMBINATIONS = (
@@ -392,10 +392,7 @@ REFUSED_COMBINATIONS = (
         "has no effect with a plan file, which cannot change",
         'use assignment "auto"',
     ),
-    _with_teams("subnetworks", "whose plan never changes"),
-    _with_teams("redraw_interval", "whose plan never changes"),
-    _with_teams("checkpoint", "whose teams save in their host's format"),
-    _with_teams("check_agreement", "whose holders differ between meetings"),
+    *map(_with_teams, ("subnetworks", "redraw_interval", "checkpoint", "check_agreement")),
     _without_strategy("granularity", "block"),
     _without_strategy("neuron_groups", "neuron"),
     *map(_with_plan, ("granularity", "shared", "neuron_groups", "seed", "coverage", "holders")),
