@@ -14,7 +14,8 @@ from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.proof import proven_branches, replicated_layers, with_cells
 from sdp_deepspeed.messages import KEY, announce
-from sdp_deepspeed.plan.assign import MAX_SETS_PER_RANK, assign, num_components
+from sdp_deepspeed.plan.assign import MAX_SETS_PER_RANK, assign
+from sdp_deepspeed.plan.connectivity import num_components
 from sdp_deepspeed.plan.coverage import Given, default_subnetworks, describe_holders, holders_of_units, whole_holders
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import (

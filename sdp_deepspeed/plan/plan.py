@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sdp_deepspeed.atomic_files import regular, write_text
 from sdp_deepspeed.messages import listed
-from sdp_deepspeed.plan.assign import incidence, spectral_gap
+from sdp_deepspeed.plan.connectivity import incidence, spectral_gap
 from sdp_deepspeed.plan.coverage import describe_holders
 from sdp_deepspeed.units import Holders, Piece, Subnetworks, TensorKind, Unit, UnitCost
 

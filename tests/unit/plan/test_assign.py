@@ -9,15 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sdp_deepspeed.plan.assign import (
-    MAX_SETS_PER_RANK,
-    assign,
-    base_blocks,
-    incidence,
-    num_components,
-    spectral_gap,
-    translates,
-)
+from sdp_deepspeed.plan.assign import MAX_SETS_PER_RANK, assign, base_blocks, translates
+from sdp_deepspeed.plan.connectivity import incidence, num_components, spectral_gap
 from sdp_deepspeed.units import Subnetworks, UnitCost
 
 ATTENTION, MLP = UnitCost(40, 80, 90), UnitCost(80, 160, 160)
@@ -149,15 +142,3 @@ def test_units_with_different_numbers_of_holders() -> None:
     assert [len(one) for one in holders] == numbers
     assert len({*loads(holders, [MLP] * 24, 8)}) == 1
     assert {p: len({block_of(one, 8) for one in holders if len(one) == p}) for p in (2, 4, 8)} == {2: 1, 4: 1, 8: 1}
-
-
-def test_gap_by_hand() -> None:
-    """Three subnetworks, each pair shares one unit: W = (2 I + (J - I)) / 4 has eigenvalues 1, 1/4, 1/4. Unequal units:
-    both hold one of weight 1, the first alone one of weight 2: eigenvalues 1 and 1/3. Different p: 1, 1/2, 0."""
-    assert spectral_gap(((0, 1), (1, 2), (0, 2)), [1] * 3, 3) == pytest.approx(0.75)
-    assert spectral_gap(((0, 1), (0,)), [1, 2], 2) == pytest.approx(2 / 3)
-    assert spectral_gap(((0, 1, 2), (0, 1), (2,)), [1] * 3, 3) == pytest.approx(0.5)
-    assert spectral_gap(((0, 1, 2),) * 4, [1] * 4, 3) == pytest.approx(1.0)
-    assert spectral_gap(((0,),), [1], 1) == 1.0
-    for holders, weights in ((((0, 1), (2, 3)), [1, 1]), (((0, 1), (1, 2), (2, 3)), [1, 0, 1])):
-        assert spectral_gap(holders, weights, 4) == 0.0
