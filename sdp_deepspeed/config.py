@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import re
 from collections.abc import Callable, Mapping
@@ -10,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sdp_deepspeed.config_errors import explain, normalized
+from sdp_deepspeed.config_errors import explain, refuse_near_misses
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.plan.coverage import CoverageRule, CoverageSetting, HoldersRule, HoldersSetting
 from sdp_deepspeed.schedule import blocks_of_phases
@@ -30,12 +29,6 @@ class Mode(NamedTuple):
 
 
 MODES = tuple(Mode(*names) for names in itertools.product(get_args(Regime), get_args(StrategyName)))
-
-# Other names that users may try. Misspellings of KEY are found by difflib.
-_OTHER_NAMES = frozenset(
-    {"sdp", "sdpconfig", "subnetwork", "subnetworks", "subnetworkparallel", "subnetworkparallelism", "sdpdeepspeed"}
-)
-_NEAR_MISS_RATIO = 0.8  # every top-level key of DeepSpeed stays below 0.7 (tests/unit/test_config.py)
 
 
 class CheckpointOptions(BaseModel):
@@ -298,7 +291,7 @@ def parse(ds_config: Mapping[str, Any]) -> SubnetworkConfig | None:
         ValueError: all problems of the block, or a top-level key whose name resembles the block's (DeepSpeed ignores
             unknown top-level keys, so the run would silently train without subnetworks).
     """
-    _refuse_near_misses(ds_config)
+    refuse_near_misses(ds_config)
     if KEY not in ds_config:
         return None
     block = ds_config[KEY]
@@ -397,16 +390,3 @@ REFUSED_COMBINATIONS = (
     _without_strategy("neuron_groups", "neuron"),
     *map(_with_plan, ("granularity", "shared", "neuron_groups", "seed", "coverage", "holders")),
 )
-
-
-def _refuse_near_misses(ds_config: Mapping[str, Any]) -> None:
-    target = normalized(KEY)
-    for name in ds_config:
-        if name == KEY or not isinstance(name, str):
-            continue
-        plain = normalized(name)
-        if plain in _OTHER_NAMES or difflib.get_close_matches(target, [plain], cutoff=_NEAR_MISS_RATIO):
-            raise ValueError(
-                f"unknown top-level key {name!r}: DeepSpeed would ignore it and train without subnetworks; write "
-                f"{KEY!r}, or rename the key"
-            )

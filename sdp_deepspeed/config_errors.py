@@ -1,7 +1,8 @@
-"""Error messages for a config block: one line for each problem that pydantic reports."""
+"""Errors in a config: misspelt names of the block, and its problems, one line for each that pydantic reports."""
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -12,13 +13,33 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from sdp_deepspeed.messages import did_you_mean
+from sdp_deepspeed.messages import KEY, did_you_mean
 from sdp_deepspeed.plan.coverage import RULES
 
 Models = Mapping[str | int, type[BaseModel]]
 
+# Other names that users may try. Misspellings of KEY are found by difflib.
+_OTHER_NAMES = frozenset(
+    {"sdp", "sdpconfig", "subnetwork", "subnetworks", "subnetworkparallel", "subnetworkparallelism", "sdpdeepspeed"}
+)
+_NEAR_MISS_RATIO = 0.8  # every top-level key of DeepSpeed stays below 0.7 (tests/unit/test_config.py)
 
-def normalized(name: str) -> str:
+
+def refuse_near_misses(ds_config: Mapping[str, Any]) -> None:
+    """Raise ValueError if a top-level key resembles the block's name."""
+    target = _normalized(KEY)
+    for name in ds_config:
+        if name == KEY or not isinstance(name, str):
+            continue
+        plain = _normalized(name)
+        if plain in _OTHER_NAMES or difflib.get_close_matches(target, [plain], cutoff=_NEAR_MISS_RATIO):
+            raise ValueError(
+                f"unknown top-level key {name!r}: DeepSpeed would ignore it and train without subnetworks; write "
+                f"{KEY!r}, or rename the key"
+            )
+
+
+def _normalized(name: str) -> str:
     """Lower case, without hyphens and underscores."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
@@ -63,7 +84,7 @@ def _explain_one(
         one = f'{{"{keys[0]}": ...}} or {{"profile": "linear", "first": ..., "last": ...}}, with "units" to match names'
         return f"{path}: got {block[str(keys[0])][keys[-1]]!r}, expected an object such as {one}"
     if kind == "extra_forbidden":
-        return f"{path}: unknown key; {did_you_mean(normalized(name), fields, cutoff=0.5)}"
+        return f"{path}: unknown key; {did_you_mean(_normalized(name), fields, cutoff=0.5)}"
     if kind == "invalid_key":
         return f"{path}: keys must be strings"
     if kind == "missing":
