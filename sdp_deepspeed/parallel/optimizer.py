@@ -138,6 +138,9 @@ class ShardedOptimizer:
     def step(self, loss_scale: float = 1.0, *, check_overflow: bool = False) -> bool:
         """Average the remaining gradients, clip, step, all-gather weights, drop gradients. Collective.
 
+        `skips_overflow` (engine/optimizer_options.py) says when overflow skips a step; engine/zero_optimizer.py updates
+        the loss scale.
+
         Args:
             loss_scale: factor by which losses were multiplied; gradients are divided by it.
             check_overflow: whether to skip the update on all ranks if the gradient is not finite.
