@@ -140,7 +140,7 @@ class DeepSpeedRun:
                 self.reduce_buffers(rank), setup.precision.weights * self.num_ranks * max(self._returned, default=0)
             ),
             step_gradients=self._step_gradients(held, rank),
-            sent=self._sent(held, rank),
+            sent=self.sent_out_of(range(rank, rank + 1)),
         )
 
     def _optimizer_bytes(self, bucket: BucketLayout) -> int:
@@ -189,16 +189,6 @@ class DeepSpeedRun:
             for rank in bucket.owners:
                 ranks[rank] += bucket.size // len(bucket.owners)
         return [max(ranks) for ranks in counts.values()]
-
-    def _sent(self, held: Sequence[BucketLayout], rank: int) -> int:
-        precision = self.setup.precision
-        gradients = sum(bucket.size - shard_elements(bucket, rank) for bucket in held)
-        if self.is_backward:
-            weights = sum((self.num_ranks - 1) * most for most in self._returned)
-        else:
-            weights = sum((len(bucket.holders) - 1) * shard_elements(bucket, rank) for bucket in held)
-        rounds = self.setup.accumulation if self.setup.stage == 2 else 1
-        return gradients * rounds * precision.wire + weights * precision.weights
 
     def sent_out_of(self, node: range) -> int:
         """Bytes that all ranks of a node, which has these data-parallel ranks, send to other nodes in a step. Rings are

@@ -96,13 +96,8 @@ def test_offloaded_state_is_counted_apart(stage: Literal[1, 2]) -> None:
 
 @pytest.mark.parametrize("regime", ["forward", "backward"])
 def test_what_leaves_a_node(regime: str) -> None:
-    """Of one rank: all that it sends. At C = 1: one ring of all ranks, twice for gradients, once for weights."""
-    tensors, setup = model(16), DeepSpeedSetup(2, FP32, accumulation=2)
-    for holders, replicas in ((2, 2), (4, 1)):
-        run = DeepSpeedRun(plan_of(16, 8, holders, regime, replicas), tensors, setup)
-        for rank in range(8):
-            assert run.sent_out_of(range(rank, rank + 1)) == pytest.approx(run.estimate(rank).sent, abs=2)
-    run = DeepSpeedRun(plan_of(16, 8, 2, regime, replicas=4), tensors, setup)
+    """At C = 1: one ring of all ranks, twice for gradients, once for weights."""
+    run = DeepSpeedRun(plan_of(16, 8, 2, regime, replicas=4), model(16), DeepSpeedSetup(2, FP32, accumulation=2))
     num = sum(bucket.size for bucket in run.buckets)
     assert run.sent_out_of(range(8)) == 0
     for first in (0, 4):
