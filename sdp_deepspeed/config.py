@@ -253,6 +253,11 @@ class SubnetworkConfig(BaseModel):
         return self
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether subnetworks multiply what their units add by 1 / C (`branch_scale`)."""
+        return self.branch_scale == "training"
+
+    @property
     def plan_path(self) -> str | None:
         """Path of the plan in `assignment`, or None."""
         return self.assignment if self.assignment.endswith(".json") else None

@@ -100,8 +100,7 @@ def plan_and_mask(
     """
     branches = with_cells(model, branches, block.strategy)
     plan, warnings = plan_model(model, block, data_parallel_size, branches=branches, shards=shards)
-    is_scaled = block.branch_scale == "training"
-    return plan, Mask(model, shards.local_plan(plan), rank, branches, is_scaled=is_scaled), warnings
+    return plan, Mask(model, shards.local_plan(plan), rank, branches, is_scaled=block.is_scaled), warnings
 
 
 def announce_plan(model: nn.Module, plan: Plan, mask: Mask, warnings: Sequence[str], logger: Logger) -> None:

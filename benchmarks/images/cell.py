@@ -102,7 +102,7 @@ class Training:
         self.batches = Augmented(data.train, settings.workers * settings.rows, seed)
         self.plans = plans_of_steps(self.model, block_of(subject, seed), settings.workers)
         config, plan = next(self.plans)
-        self.workers = Workers(self.model, plan, is_scaled=config.branch_scale == "training")
+        self.workers = Workers(self.model, plan, is_scaled=config.is_scaled)
         self.depth = StochasticDepth(self.workers, subject.dropped) if subject.dropped else None
         self.step = 0
         if subject.dropout:

@@ -87,7 +87,7 @@ class Training:
         config, plan = next(self.planner.plans(self.num_steps))
         if subject.small_outputs:
             scale_outputs(self.model, plan)
-        self.workers = Workers(self.model, plan, mean_loss, is_scaled=config.branch_scale == "training")
+        self.workers = Workers(self.model, plan, mean_loss, is_scaled=config.is_scaled)
         self.dropout: BranchDropout | None = None
         if subject.branch_dropout:
             self.dropout = BranchDropout(self.workers.copies, self.workers.branches, subject.branch_dropout)

@@ -28,7 +28,7 @@ from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.replaced import KnownParameters
 from sdp_deepspeed.masking.scale import describe_scale
-from sdp_deepspeed.messages import KEY, announce, quoted
+from sdp_deepspeed.messages import announce, quoted
 from sdp_deepspeed.parallel.consistency import (
     CallBarrier,
     check_agreement,
@@ -96,8 +96,7 @@ class Core:
         self._torch_optimizer: torch.optim.Optimizer | None = None  # of the dense model's parameters
         self.plan, self.mask = self.plan_and_mask(block)
         if self.mask.scaled and dist.get_rank() == 0:
-            text = describe_scale(module, self.mask.branches, self.mask.scaled, by_init=deferred is not None)
-            announce(f"{KEY}.{text}", logger)
+            announce(describe_scale(self.mask, by_init=deferred is not None), logger)
 
     def plan_and_mask(self, block: SubnetworkConfig, *, logs: bool = True) -> tuple[Plan, Mask]:
         """Compute the plan of a block and this rank's mask, without applying it. Collective; the module must be dense.
@@ -151,8 +150,7 @@ class Core:
     def _apply(self, block: SubnetworkConfig, plan: Plan, mask: Mask, options: StepOptions) -> None:
         assert self._torch_optimizer is not None
         self.block, self.plan, self.mask = block, plan, mask
-        costs = unit_costs(self.module, mask.plan.units)
-        self.coverage = plan.mean_coverage([cost.flops for cost in costs])
+        self.coverage = plan.coverage_by_flops(unit_costs(self.module, mask.plan.units))
         holder_sets = {holders for pieces in mask.pieces.values() for _, holders in pieces}
         self.groups = Groups(holder_sets, ranks=self._data_parallel, control=self.control, comm=deepspeed_comm)
         mask.apply()

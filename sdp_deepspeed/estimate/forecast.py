@@ -118,18 +118,14 @@ def forecast(
         raise ValueError(f"ranks_per_node: got {ranks_per_node}, which does not divide {num_ranks} ranks")
     with model.fake:
         tensors = dense_tensors(model.module)
-        branches = proven_branches(model.module, block.strategy)
-        plan, warnings = plan_model(model.module, block, num_ranks, branches=branches)
-        coverage = plan.mean_coverage([cost.flops for cost in unit_costs(model.module, plan.units)])
-        rank = busiest_rank(plan, model.module) if rank is None else rank
         inputs = model.inputs(micro)
-        mask = Mask(model.module, plan, rank, branches, is_scaled=block.branch_scale == "training")
-        mask.apply()
+        mask, coverage, warnings = _reduce(model.module, block, num_ranks, rank)
+    plan, rank = mask.plan, mask.rank
     memory: dict[str, Any] = {"ignored": mask.tensors(), "parameters": mask.parameters}
     first = 0 if ranks_per_node is None else rank // ranks_per_node * ranks_per_node
     node = range(first, first + (ranks_per_node or num_ranks))
     if fsdp2 is not None:
-        parts = list(fsdp2_tensors(plan, tensors, branches))
+        parts = list(fsdp2_tensors(plan, tensors, mask.branches))
         estimate = fsdp2_estimate(parts, fsdp2, rank)
         step = micro_step(model, inputs, **memory, watched=names_in_units(parts))
         peak = _fsdp2_peak(estimate, step, accumulation)
@@ -155,6 +151,19 @@ def forecast(
         warnings=tuple(f"{KEY}: {warning}" for warning in warnings),
         coverage=coverage,
     )
+
+
+def _reduce(
+    model: nn.Module, block: SubnetworkConfig, num_ranks: int, rank: int | None
+) -> tuple[Mask, float, list[str]]:
+    """Reduce a model to the subnetwork of a rank, by default the busiest; with coverage by FLOPs, and warnings."""
+    branches = proven_branches(model, block.strategy)
+    plan, warnings = plan_model(model, block, num_ranks, branches=branches)
+    coverage = plan.coverage_by_flops(unit_costs(model, plan.units))
+    rank = busiest_rank(plan, model) if rank is None else rank
+    mask = Mask(model, plan, rank, branches, is_scaled=block.is_scaled)
+    mask.apply()
+    return mask, coverage, warnings
 
 
 def _reductions(run: DeepSpeedRun, rank: int) -> list[Reduction]:
@@ -192,12 +201,7 @@ def _forecast_of_team(
     """A rank of a team, which is a plain job on the subnetwork of one of K workers."""
     with model.fake:
         dense = _PlainModel.of(model, num_ranks)
-        branches = proven_branches(model.module, block.strategy)
-        plan, warnings = plan_model(model.module, block, steps.teams, branches=branches)
-        coverage = plan.mean_coverage([cost.flops for cost in unit_costs(model.module, plan.units)])
-        team = busiest_rank(plan, model.module) if team is None else team
-        mask = Mask(model.module, plan, team, branches, is_scaled=block.branch_scale == "training")
-        mask.apply()
+        mask, coverage, warnings = _reduce(model.module, block, steps.teams, team)
         stored, tensors = {}, []
         for name, pieces in mask.pieces.items():
             parameter = mask.parameters[name]
@@ -221,7 +225,7 @@ def _forecast_of_team(
         warnings=tuple(f"{KEY}: {warning}" for warning in warnings),
         coverage=coverage,
         anchors=num_elements(shares) * FP32_BYTES * (1 + (steps.outer_momentum > 0)),
-        sent_per_meeting=bytes_per_meeting(shares, team, plan, wire),
+        sent_per_meeting=bytes_per_meeting(shares, mask.rank, mask.plan, wire),
     )
 
 

@@ -45,7 +45,7 @@ from sdp_deepspeed.masking.forwards import set_data
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.masking.wrappers import compile_in_place, without_wrappers
-from sdp_deepspeed.messages import KEY, announce, quoted
+from sdp_deepspeed.messages import announce, quoted
 from sdp_deepspeed.parallel.consistency import (
     CallBarrier,
     check_agreement,
@@ -178,7 +178,7 @@ def _shard(call: CheckedCall) -> ShardedModel:
         mask, parts = planned.mask, parts_of(planned.mask, options.ignored_params)
         make = partial(DenseModel, mask, parts, options.mp_policy, call.dtensors)
         dense = run_on_all_ranks(make, control)
-    coverage = planned.plan.mean_coverage([cost.flops for cost in unit_costs(module, mask.plan.units)])
+    coverage = planned.plan.coverage_by_flops(unit_costs(module, mask.plan.units))
     all_parts = [part for of_name in parts.values() for part in of_name]
     groups = Groups({part.holders for part in all_parts}, ranks=call.columns or None, control=control)
     _apply_mask(call, planned, groups)
@@ -236,13 +236,12 @@ def _plan(call: CheckedCall) -> PlannedModel:
         refuse_model(module)
         column = next(index for index, ranks in enumerate(call.columns) if dist.get_rank() in ranks)
         local_plan = call.dtensors.shards(column).local_plan(plan)
-    is_scaled = call.block.branch_scale == "training"
-    mask = Mask(module, local_plan, call.mesh.get_local_rank(), branches, is_scaled=is_scaled)
+    mask = Mask(module, local_plan, call.mesh.get_local_rank(), branches, is_scaled=call.block.is_scaled)
     branch_modules = list(modules_by_branch(mask))
     if dist.get_rank() == 0:
         announce_plan(module, plan, mask, warnings, logger)
         if mask.scaled:
-            announce(f"{KEY}.{describe_scale(module, branches, mask.scaled, by_init=is_deferred)}", logger)
+            announce(describe_scale(mask, by_init=deferred is not None), logger)
     return PlannedModel(plan, mask, branch_modules, together, state_names, deferred)
 
 

@@ -66,13 +66,13 @@ class Plan:
     @property
     def coverage(self) -> float:
         """C = p / k; the unweighted mean if units have different p."""
-        return self.mean_coverage([1] * len(self.units))
+        return sum(map(len, self.holders)) / (len(self.units) * self.num_subnetworks)
 
-    def mean_coverage(self, weights: Sequence[int]) -> float:
-        """Mean C weighted by `weights` per unit, such as FLOPs; unweighted if all are zero."""
-        weights = weights if any(weights) else [1] * len(self.units)
-        held = sum(weight * len(holders) for weight, holders in zip(weights, self.holders, strict=True))
-        return held / (sum(weights) * self.num_subnetworks)
+    def coverage_by_flops(self, costs: Sequence[UnitCost]) -> float:
+        """Mean C weighted by the FLOPs of each unit; unweighted if all are zero."""
+        total = sum(cost.flops for cost in costs)
+        held = sum(cost.flops * len(holders) for cost, holders in zip(costs, self.holders, strict=True))
+        return held / (total * self.num_subnetworks) if total else self.coverage
 
     def coverage_of(self, unit: int) -> float:
         """C of the unit with this index."""
@@ -201,7 +201,7 @@ class Plan:
             details: whether to add spectral gap and hash.
         """
         k, num_units = self.num_subnetworks, len(self.units)
-        coverage = self.coverage if costs is None else self.mean_coverage([cost.flops for cost in costs])
+        coverage = self.coverage if costs is None else self.coverage_by_flops(costs)
         lines = [
             f"plan: {num_units} units, {k} subnetworks, {describe_holders([*map(len, self.holders)])} "
             f"(coverage {coverage:.4g}), regime {self.regime}, strategy {self.strategy}, "

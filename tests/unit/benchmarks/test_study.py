@@ -50,8 +50,7 @@ def test_a_step_is_that_of_the_reference(block: dict[str, Any]) -> None:
     training = training_of(block)
     config, plan = next(training.planner.plans(training.num_steps))
     model = deepcopy(training.model).requires_grad_(True)
-    is_scaled = config.branch_scale == "training"
-    reference = Reference(model, plan, adamw, mean_loss, clip=STUDY.clip, is_scaled=is_scaled)
+    reference = Reference(model, plan, adamw, mean_loss, clip=STUDY.clip, is_scaled=config.is_scaled)
     reference.model.zero_grad()
     for group in reference.optimizer.param_groups:
         group["lr"] = 1e-2

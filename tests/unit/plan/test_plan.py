@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.units import Piece, Unit
+from sdp_deepspeed.units import Piece, Unit, UnitCost
 
 UNITS = tuple(
     Unit(f"layers.{i}", (Piece(f"layers.{i}.w", 1, 2, 3), Piece(f"layers.{i}.b", None, 0, 4, "buffer")))
@@ -29,7 +29,7 @@ def test_lookups() -> None:
     assert (plan.holds(0, 1), plan.holds(0, 2)) == (True, False)
     assert (plan.holds_rank(0, 3), plan.holds_rank(0, 4)) == (True, False)
     assert [MIXED.coverage_of(u) for u in range(3)] == pytest.approx([1, 2 / 3, 1 / 3])
-    assert MIXED.mean_coverage([1, 1, 4]) == pytest.approx((3 + 2 + 4) / 18)
+    assert MIXED.coverage_by_flops([UnitCost(1, 1, flops) for flops in (1, 1, 4)]) == pytest.approx((3 + 2 + 4) / 18)
     whole = replace(PLAN, holders=((0, 1, 2),) * 3)
     assert [plan.trains_subnetworks for plan in (PLAN, replace(PLAN, regime="backward"), whole)] == [True, False, False]
 
