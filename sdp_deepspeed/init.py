@@ -267,7 +267,7 @@ class DeferredWeights:
             if is_meta(tensor):
                 move_in_place(tensor, _zeros_like(tensor, device))
         for name in self._refs:
-            stored = [piece for piece, _ in mask.pieces_of(name) if mask.is_stored(piece)]
+            stored = mask.stored_pieces(name)
             dense = self.value(name, seed) if stored else None
             for piece in stored:
                 mask.view(piece).copy_(piece.narrow(dense))
@@ -291,9 +291,8 @@ def _shrink_outputs(mask: Mask) -> None:
         if branch.name not in mask.scaled or not starts_smaller(mask.model, branch):
             continue
         for name in branch.outputs:
-            for piece, _ in mask.pieces_of(name):
-                if mask.is_stored(piece):
-                    mask.view(piece).mul_(mask.scaled[branch.name])
+            for piece in mask.stored_pieces(name):
+                mask.view(piece).mul_(mask.scaled[branch.name])
 
 
 def _uninitialized(names: list[str]) -> str:

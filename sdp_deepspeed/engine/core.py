@@ -206,8 +206,7 @@ class Core:
         self.optimizer.refuse_unfinished("engine.replan")
         mask = self.mask
         frozen = [n for n, p in mask.parameters.items() if mask.trainable[n] and p.numel() and not p.requires_grad]
-        held = {piece.parameter for pieces in mask.pieces.values() for piece, _ in pieces if mask.is_held(piece)}
-        if frozen := [name for name in frozen if name in held]:
+        if frozen := [name for name in frozen if mask.held_pieces(name)]:
             raise ValueError(
                 f"engine.replan: {quoted(frozen)} required gradients at deepspeed.initialize but not now; undo that, "
                 "or load a checkpoint in a new engine"

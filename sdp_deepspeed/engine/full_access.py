@@ -105,8 +105,7 @@ def _local_gradient(optimizer: ShardedOptimizer, name: str) -> torch.Tensor:
     mask, slices = optimizer.mask, optimizer.reducer.local_gradient(name)
     like = slices[0] if slices else mask.parameters[name]
     dense = torch.zeros(mask.shapes[name], dtype=like.dtype, device=like.device)
-    held = [piece for piece, _ in mask.pieces[name] if mask.is_held(piece)]
-    for piece, values in zip(held, slices, strict=False):  # no slices: no gradient
+    for piece, values in zip(mask.held_pieces(name), slices, strict=False):  # no slices: no gradient
         piece.narrow(dense).copy_(values)
     return dense
 
@@ -129,9 +128,8 @@ def write_full(
     for box, values in _values(optimizer, name, kind, key):
         values.copy_(box.of(value))
     if kind == "weight":
-        for piece, _ in optimizer.mask.pieces[name]:
-            if optimizer.mask.is_stored(piece):
-                optimizer.mask.view(piece).copy_(piece.narrow(value))
+        for piece in optimizer.mask.stored_pieces(name):
+            optimizer.mask.view(piece).copy_(piece.narrow(value))
 
 
 def _prepare(optimizer: ShardedOptimizer, name: str, kind: Quantity, key: str) -> None:

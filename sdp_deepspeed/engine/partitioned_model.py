@@ -45,7 +45,7 @@ class PartitionedModel:
                 move_in_place(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device))
         for name, ds_id in self._ids.items():
             parameter: Any = mask.parameters[name]
-            shape, stored = parameter.shape, [piece for piece, _ in mask.pieces[name] if mask.is_stored(piece)]
+            shape, stored = parameter.shape, mask.stored_pieces(name)
             move_in_place(parameter, torch.empty(0, dtype=parameter.dtype, device=self._device))
             if not stored:
                 parameter.ds_tensor = None

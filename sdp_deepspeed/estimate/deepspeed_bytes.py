@@ -114,10 +114,6 @@ class DeepSpeedRun:
         )
 
     @property
-    def num_ranks(self) -> int:
-        return len(self.plan.subnetwork_of_rank)
-
-    @property
     def is_backward(self) -> bool:
         return self.plan.regime == "backward"
 
@@ -137,7 +133,8 @@ class DeepSpeedRun:
             optimizer=0 if setup.offload else state,
             host_optimizer=state + stepped * FP32_BYTES if setup.offload else 0,
             buffers=max(
-                self.reduce_buffers(rank), setup.precision.weights * self.num_ranks * max(self._returned, default=0)
+                self.reduce_buffers(rank),
+                setup.precision.weights * self.plan.num_ranks * max(self._returned, default=0),
             ),
             step_gradients=self._step_gradients(held, rank),
             sent=self.sent_out_of(range(rank, rank + 1)),
@@ -185,7 +182,7 @@ class DeepSpeedRun:
         """Elements that each rank sends to all ranks in the backward regime, by depth range."""
         counts: dict[int, list[int]] = {}
         for bucket in self.buckets if self.is_backward else []:
-            ranks = counts.setdefault(bucket.depth_range, [0] * self.num_ranks)
+            ranks = counts.setdefault(bucket.depth_range, [0] * self.plan.num_ranks)
             for rank in bucket.owners:
                 ranks[rank] += bucket.size // len(bucket.owners)
         return [max(ranks) for ranks in counts.values()]
@@ -197,8 +194,8 @@ class DeepSpeedRun:
         per_element = precision.wire * (self.setup.accumulation if self.setup.stage == 2 else 1)
         if not self.is_backward:
             per_element += precision.weights
-        elif leaves(range(self.num_ranks), node):
-            sent = (self.num_ranks - 1) * sum(self._returned) * precision.weights
+        elif leaves(range(self.plan.num_ranks), node):
+            sent = (self.plan.num_ranks - 1) * sum(self._returned) * precision.weights
         for bucket in self.buckets:
             if leaves(bucket.holders, node):
                 sent += (bucket.size - bucket.size // len(bucket.owners)) * per_element

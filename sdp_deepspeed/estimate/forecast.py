@@ -203,13 +203,12 @@ def _forecast_of_team(
         dense = _PlainModel.of(model, num_ranks)
         mask, coverage, warnings = _reduce(model.module, block, steps.teams, team)
         stored, tensors = {}, []
-        for name, pieces in mask.pieces.items():
-            parameter = mask.parameters[name]
-            if any(mask.is_stored(piece) for piece, _ in pieces):
+        for name, parameter in mask.parameters.items():
+            if mask.stored_pieces(name):
                 stored[name] = parameter
                 tensors.append(tensor_info(name, parameter))
-            for piece in (piece for piece, _ in pieces if piece.dim is not None):
-                if mask.is_stored(piece) and not mask.is_held(piece):  # backward regime: beside the parameter
+            for piece in mask.stored_pieces(name):
+                if piece.dim is not None and not mask.is_held(piece):  # backward regime: beside the parameter
                     tensors.append(tensor_info(f"{name}, frozen", mask.view(piece)))
     subnetwork = replace(dense, tensors=tensors, parameters=stored, ignored=mask.tensors())
     columns = _plain_forecasts(model, config, subnetwork, num_ranks=num_ranks, ranks_per_node=ranks_per_node)

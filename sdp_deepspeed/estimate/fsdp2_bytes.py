@@ -84,7 +84,6 @@ def fsdp2_tensors(
     parameters = [info for info in tensors if info.kind == "parameter"]
     group_of = {piece.parameter: unit.name for unit in plan.units for piece in unit.pieces}
     pieces_of = pieces_by_tensor(parameters, plan)
-    everyone = tuple(range(len(plan.subnetwork_of_rank)))
     together = gathered_together(plan, parameters, branches)
     for branch in branches:
         first = {}  # first piece of each parameter in the branch's bodies
@@ -92,7 +91,7 @@ def fsdp2_tensors(
             is_inside = piece.parameter.startswith(tuple(f"{body}." for body in branch.bodies))
             if is_inside and piece.parameter in pieces_of:
                 first[piece.parameter] = pieces_of[piece.parameter][0]
-        if all(holders == everyone and piece.dim is None for piece, holders in first.values()):
+        if all(holders == plan.all_ranks and piece.dim is None for piece, holders in first.values()):
             group_of |= dict.fromkeys(first, branch.name)
         for piece in branch.pieces:
             if piece.parameter in group_of:

@@ -68,10 +68,9 @@ class DenseModel:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        num_ranks = len(mask.plan.subnetwork_of_rank)
         self._partial = set()  # names of buffers that some ranks lack, at least in part
         for name, pieces in mask.buffer_pieces.items():
-            if any(len(holders) < num_ranks for _, holders in pieces):
+            if any(len(holders) < mask.plan.num_ranks for _, holders in pieces):
                 self._partial.add(name)
         self._estimates = False  # whether statistics are being estimated, and must not be gathered
         self._of_layers, self._of_root = self._names_by_layer()
@@ -170,10 +169,9 @@ class DenseModel:
         """Copy the buffers of units from the second tree to the model; other buffers are shared by both."""
         for name, module, copied, attribute in self._buffers:
             dense, live = copied._buffers[attribute], module._buffers[attribute]
-            if name in self._partial:
-                for piece, _ in self._mask.buffer_pieces[name]:
-                    if self._mask.is_held(piece) and dense is not None:
-                        self._mask.view(piece, live).copy_(piece.narrow(dense))
+            if name in self._partial and dense is not None:
+                for piece in self._mask.held_pieces(name):
+                    self._mask.view(piece, live).copy_(piece.narrow(dense))
 
     @contextmanager
     def holding(self, state: Mapping[str, torch.Tensor]) -> Iterator[None]:

@@ -53,7 +53,6 @@ def modules_by_branch(mask: Mask) -> Iterator[BranchModules]:
     Raises:
         ValueError: a module has both shared parameters and parameters of a unit, or a branch cannot be split.
     """
-    everyone = tuple(range(len(mask.plan.subnetwork_of_rank)))
     blocks = blocks_of_units(mask.plan, mask.branches)
     _check_encoder_is_reached(mask, blocks)
     first_of = {members[0].name: index for index, members in blocks.items()}
@@ -84,17 +83,16 @@ def modules_by_branch(mask: Mask) -> Iterator[BranchModules]:
         elif branch.name not in of_blocks:
             names = {piece.parameter for piece in branch.pieces}
             paths = tuple(path for body in branch.bodies for path in _whole_modules(mask.model, body, names))
-            yield BranchModules(branch, everyone, paths)
+            yield BranchModules(branch, mask.plan.all_ranks, paths)
 
 
 def _check_encoder_is_reached(mask: Mask, blocks: Mapping[int, Sequence[LocatedBranch]]) -> None:
     """Raise ValueError if a rank holds no cross-attention: its loss does not reach the encoder, whose gradients would
     then be reduced in another order than on the other ranks."""
     holders = {branch.name: mask.plan.ranks_of(index) for index, members in blocks.items() for branch in members}
-    everyone = range(len(mask.plan.subnetwork_of_rank))
     crossing = [branch.name for branch in mask.branches if branch.description.name == CROSS_ATTENTION]
-    reached = {rank for name in crossing for rank in holders.get(name, everyone)}
-    absent = [rank for rank in everyone if crossing and rank not in reached]
+    reached = {rank for name in crossing for rank in holders.get(name, mask.plan.all_ranks)}
+    absent = [rank for rank in mask.plan.all_ranks if crossing and rank not in reached]
     if absent:
         raise ValueError(
             f"{KEY}: rank {absent[0]} holds no cross-attention, so its loss does not reach the encoder; share some "

@@ -307,7 +307,7 @@ def _state_names(module: nn.Module) -> dict[str, str]:
 
 def _absent_names(mask: Mask) -> set[str]:
     """Parameters and buffers that this rank lacks entirely."""
-    return {name for name in mask.shapes if not any(mask.is_held(piece) for piece, _ in mask.pieces_of(name))}
+    return {name for name in mask.shapes if not mask.held_pieces(name)}
 
 
 def _shard_modules(modules: Sequence[nn.Module], mesh: DeviceMesh, arguments: Mapping[str, Any]) -> None:

@@ -114,12 +114,20 @@ class Mask:
         """Whether this rank currently stores the piece: held pieces; in the backward regime and when dense, all."""
         return piece in self._where
 
+    def held_pieces(self, name: str) -> list[Piece]:
+        """Pieces of a dense tensor that this rank's subnetwork contains."""
+        return [piece for piece, _ in self.pieces_of(name) if self.is_held(piece)]
+
+    def stored_pieces(self, name: str) -> list[Piece]:
+        """Pieces of a dense tensor that this rank currently stores."""
+        return [piece for piece, _ in self.pieces_of(name) if self.is_stored(piece)]
+
     def is_partial(self, name: str) -> bool:
         """Whether the masked module of some rank has a parameter or buffer in part, or not at all."""
         pieces = self.pieces_of(name)
         if self.plan.regime == "backward" and pieces[0][0].dim is None:
             return False  # all ranks store it
-        return any(len(holders) < len(self.plan.subnetwork_of_rank) for _, holders in pieces)
+        return any(len(holders) < self.plan.num_ranks for _, holders in pieces)
 
     def view(self, piece: Piece, of: torch.Tensor | None = None) -> torch.Tensor:
         """Detached view of a stored piece in the weights, or in a tensor `of` the same layout (the gradient)."""
@@ -214,9 +222,8 @@ class Mask:
             dense = torch.empty_strided(
                 self.shapes[name], self._strides[name], dtype=tensor.dtype, device=tensor.device
             ).zero_()
-            for piece, _ in self.pieces_of(name):
-                if self.is_stored(piece):
-                    piece.narrow(dense).copy_(self.view(piece))
+            for piece in self.stored_pieces(name):
+                piece.narrow(dense).copy_(self.view(piece))
             if tensor.grad is not None:
                 self._gradients[name] = tensor.grad
             set_data(tensor, dense)
@@ -278,7 +285,7 @@ class Mask:
         """
         tensor = self._tensor(name)
         pieces = [piece for piece, _ in self.pieces_of(name)]
-        held = [piece for piece in pieces if self.is_held(piece)]
+        held = self.held_pieces(name)
         if held == pieces:
             return
         for piece in pieces:
@@ -298,7 +305,7 @@ class Mask:
         cuts: dict[str, dict[str, ParameterSplit]] = defaultdict(dict)  # by name of the module and of its parameter
         rests: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)  # frozen slices
         for name, pieces in self.pieces.items():
-            held = [piece for piece, _ in pieces if self.is_held(piece)]
+            held = self.held_pieces(name)
             frozen = [piece for piece, _ in pieces if not self.is_held(piece)]
             if not frozen:
                 continue
@@ -365,8 +372,7 @@ class Mask:
         width = output.size // branch.num_cells
         return [
             cell
-            for piece, _ in self.pieces[output.parameter]
-            if self.is_held(piece)
+            for piece in self.held_pieces(output.parameter)
             for cell in range(piece.start // width, (piece.start + piece.length) // width)
         ]
 

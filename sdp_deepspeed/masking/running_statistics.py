@@ -24,10 +24,9 @@ _MEANS, _COUNT = ("running_mean", "running_var"), "num_batches_tracked"
 def running_statistics(mask: Mask) -> list[tuple[Piece, tuple[int, ...]]]:
     """Pieces of all running statistics, the same on every rank, each with the ranks that run the norm: its holders, or
     in the backward regime all ranks."""
-    everyone = tuple(range(len(mask.plan.subnetwork_of_rank)))
     names = [f"{norm}.{statistic}".lstrip(".") for norm in mask.batch_norms for statistic in (*_MEANS, _COUNT)]
     return [
-        (piece, everyone if mask.plan.regime == "backward" else holders)
+        (piece, mask.plan.all_ranks if mask.plan.regime == "backward" else holders)
         for name in names
         for piece, holders in mask.buffer_pieces.get(name, ())
     ]

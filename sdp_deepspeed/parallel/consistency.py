@@ -183,9 +183,8 @@ def check_agreement(mask: Mask, groups: Groups) -> None:
     """
     sums_here = {
         piece: zlib.crc32(mask.view(piece).contiguous().flatten().view(torch.uint8).cpu().numpy().data)
-        for pieces in mask.pieces.values()
-        for piece, _ in pieces
-        if mask.is_stored(piece)
+        for name in mask.pieces
+        for piece in mask.stored_pieces(name)
     }
     gathered = gather_objects((groups.tensor_parallel_rank, groups.rank, sums_here), groups.control)
     global_ranks = groups.ranks[groups.tensor_parallel_rank]

@@ -64,6 +64,16 @@ class Plan:
         _check_table(self)
 
     @property
+    def num_ranks(self) -> int:
+        """Number of data-parallel ranks."""
+        return len(self.subnetwork_of_rank)
+
+    @cached_property
+    def all_ranks(self) -> Holders:
+        """All data-parallel ranks, the holders of what is shared."""
+        return tuple(range(self.num_ranks))
+
+    @property
     def coverage(self) -> float:
         """C = p / k; the unweighted mean if units have different p."""
         return sum(map(len, self.holders)) / (len(self.units) * self.num_subnetworks)
@@ -205,7 +215,7 @@ class Plan:
         lines = [
             f"plan: {num_units} units, {k} subnetworks, {describe_holders([*map(len, self.holders)])} "
             f"(coverage {coverage:.4g}), regime {self.regime}, strategy {self.strategy}, "
-            f"{len(self.subnetwork_of_rank)} ranks, each in {self.max_sets_per_rank} holder sets"
+            f"{self.num_ranks} ranks, each in {self.max_sets_per_rank} holder sets"
         ]
         if k <= _MAX_LISTED:
             other = "does not have it" if self.regime == "forward" else "runs it without training it"

@@ -31,19 +31,18 @@ PiecesOfTensor = list[tuple[Piece, Holders]]
 
 def pieces_by_tensor(tensors: Sequence[TensorInfo], plan: Plan) -> dict[str, PiecesOfTensor]:
     """Pieces of each dense tensor with the ranks that hold them, by name. All ranks hold elements in no unit."""
-    everyone = tuple(range(len(plan.subnetwork_of_rank)))
     claimed: dict[str, PiecesOfTensor] = {}
     for index, unit in enumerate(plan.units):
         ranks = plan.ranks_of(index)
         for piece in unit.pieces:
             claimed.setdefault(piece.parameter, []).append((piece, ranks))
-    return {info.name: _with_shared_rest(info, claimed.get(info.name, []), everyone) for info in tensors}
+    return {info.name: _with_shared_rest(info, claimed.get(info.name, []), plan.all_ranks) for info in tensors}
 
 
-def _with_shared_rest(info: TensorInfo, claimed: PiecesOfTensor, everyone: Holders) -> PiecesOfTensor:
+def _with_shared_rest(info: TensorInfo, claimed: PiecesOfTensor, all_ranks: Holders) -> PiecesOfTensor:
     kind = info.kind
-    if all(holders == everyone for _, holders in claimed):  # shared, at least in effect, so it is not cut
-        return [(Piece(info.name, None, 0, math.prod(info.shape), kind), everyone)]
+    if all(holders == all_ranks for _, holders in claimed):  # shared, at least in effect, so it is not cut
+        return [(Piece(info.name, None, 0, math.prod(info.shape), kind), all_ranks)]
     dim = claimed[0][0].dim
     if dim is None:
         return claimed
@@ -51,11 +50,11 @@ def _with_shared_rest(info: TensorInfo, claimed: PiecesOfTensor, everyone: Holde
     position = 0
     for piece, holders in sorted(claimed, key=lambda item: item[0].start):
         if piece.start > position:
-            result.append((Piece(info.name, dim, position, piece.start - position, kind), everyone))
+            result.append((Piece(info.name, dim, position, piece.start - position, kind), all_ranks))
         result.append((piece, holders))
         position = piece.start + piece.length
     if position < info.shape[dim]:
-        result.append((Piece(info.name, dim, position, info.shape[dim] - position, kind), everyone))
+        result.append((Piece(info.name, dim, position, info.shape[dim] - position, kind), all_ranks))
     return result
 
 

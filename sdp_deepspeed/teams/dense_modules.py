@@ -57,9 +57,8 @@ class DenseModules:
             constants[name] = self._mask.model.get_buffer(name)
             if name in self._before_masking:
                 dense = self._before_masking[name]
-                for piece, _ in self._mask.pieces_of(name):
-                    if self._mask.is_held(piece):
-                        piece.narrow(dense).copy_(self._mask.view(piece, of=constants[name]))
+                for piece in self._mask.held_pieces(name):
+                    piece.narrow(dense).copy_(self._mask.view(piece, of=constants[name]))
                 constants[name] = dense
         return constants
 

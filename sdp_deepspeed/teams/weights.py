@@ -35,8 +35,8 @@ class TorchHost:
         """Reduce the model to the team's subnetwork."""
         mask.apply()
         self._model = mask.model
-        for name, pieces in mask.pieces.items():
-            if any(mask.is_stored(piece) for piece, _ in pieces):
+        for name in mask.pieces:
+            if mask.stored_pieces(name):
                 path, _, attribute = name.rpartition(".")
                 self._places[name] = (mask.model.get_submodule(path), attribute)
                 self.shapes[name] = mask.parameters[name].shape
@@ -149,8 +149,8 @@ def hide_absent(mask: Mask) -> None:
     They become plain attributes, zeros without storage of their own, which some modules read to describe themselves,
     or use.
     """
-    for name, pieces in mask.pieces.items():
-        if any(mask.is_stored(piece) for piece, _ in pieces):
+    for name in mask.pieces:
+        if mask.stored_pieces(name):
             continue
         path, _, attribute = name.rpartition(".")
         module = mask.model.get_submodule(path)

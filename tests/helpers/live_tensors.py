@@ -71,7 +71,7 @@ def stepped_elements(model: torch.nn.Module, plan: Plan, rank: int) -> int:
         shared -= own
         if rank in holders:
             total += -(-own // len(holders))
-    return total - (-shared // len(plan.subnetwork_of_rank))
+    return total - (-shared // plan.num_ranks)
 
 
 def unit_bytes(model: torch.nn.Module, plan: Plan) -> list[int]:

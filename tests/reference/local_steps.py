@@ -58,9 +58,8 @@ class LocalReference:
     ) -> None:
         self.model, self.plan, self.local_steps = model, plan, local_steps
         self.num_steps = 0
-        ranks = range(len(plan.subnetwork_of_rank))
         self.teams = [
-            make_team(deepcopy(model), [rank for rank in ranks if plan.subnetwork_of_rank[rank] == subnetwork])
+            make_team(deepcopy(model), [rank for rank in plan.all_ranks if plan.subnetwork_of_rank[rank] == subnetwork])
             for subnetwork in range(plan.num_subnetworks)
         ]
         self.anchors = {name: nn.Parameter(p.detach().float().clone()) for name, p in model.named_parameters()}

@@ -46,7 +46,7 @@ def zero_absent(model: nn.Module, plan: Plan, subnetwork: int) -> None:
 
 def divisors(model: nn.Module, plan: Plan, ranks: Sequence[int] = ()) -> dict[str, torch.Tensor]:
     """Number of `ranks` that hold each element, at least 1, in the shape of each parameter; empty for all ranks."""
-    ranks = ranks or range(len(plan.subnetwork_of_rank))
+    ranks = ranks or plan.all_ranks
     counts = {name: torch.full_like(p, float(len(ranks)), dtype=torch.float32) for name, p in model.named_parameters()}
     for piece, holders in pieces_with_holders(plan, "parameter"):
         num_holders = sum(plan.subnetwork_of_rank[rank] in holders for rank in ranks)
@@ -286,7 +286,7 @@ class Reference:
     masters: dict[str, nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ranks = self.ranks or range(len(self.plan.subnetwork_of_rank))
+        self.ranks = self.ranks or self.plan.all_ranks
         self.weights = dict(self.model.named_parameters())
         self.masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in self.weights.items()}
         self.optimizer = self.make_optimizer(self.masters)

@@ -144,7 +144,7 @@ def test_mistakes_of_a_recipe(sections: dict[str, Any], words: str, capsys: Capt
 def test_plan_is_printed_saved_and_drawn(capsys: Capture) -> None:
     shown = printed(capsys, "plan", "run.yaml", "--ranks", "4", "--save", "plan.json", "--plot", "plan.png")
     table = Plan.load("plan.json")
-    assert len(table.subnetwork_of_rank) == 4
+    assert table.num_ranks == 4
     for unit, holders in zip(table.units, table.holders, strict=True):
         assert re.search(rf"{re.escape(unit.name)} +{''.join('.#'[k in holders] for k in range(4))}\n", shown)
     assert f"hash {table.hash[:16]}" in shown

@@ -44,7 +44,7 @@ WIDE = Precision(2, 2, 4)
 
 def deepspeed_estimates(plan: Plan, tensors: list[TensorInfo], setup: DeepSpeedSetup) -> list[RankEstimate]:
     run = DeepSpeedRun(plan, tensors, setup)
-    return [run.estimate(rank) for rank in range(run.num_ranks)]
+    return [run.estimate(rank) for rank in range(plan.num_ranks)]
 
 
 def per_parameter(stage: int, n: int, c: float, precision: Precision, regime: str) -> tuple[float, float, float]:

@@ -31,7 +31,7 @@ def estimates(
 ) -> list[RankEstimate]:
     """Of each rank."""
     parts = list(fsdp2_tensors(plan, tensors, branches or ()))
-    return [fsdp2_estimate(parts, setup, rank) for rank in range(len(plan.subnetwork_of_rank))]
+    return [fsdp2_estimate(parts, setup, rank) for rank in plan.all_ranks]
 
 
 def test_each_ranks_shards_and_their_padding() -> None:
