@@ -13,9 +13,7 @@ from sdp_deepspeed.config_errors import explain, refuse_near_misses
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.plan.coverage import CoverageRule, CoverageSetting, HoldersRule, HoldersSetting
 from sdp_deepspeed.schedule import blocks_of_phases
-
-Regime = Literal["forward", "backward"]
-StrategyName = Literal["block", "neuron"]
+from sdp_deepspeed.units import Regime, StrategyName
 
 
 class Mode(NamedTuple):

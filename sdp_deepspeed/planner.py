@@ -70,7 +70,7 @@ def plan_model(
         constrained = constrained_branches(units, branches)
         dense = [shards.dense_unit(unit) for unit in units]
         wanted = _crossing(units, branches)
-        plan = make_plan(dense, costs, numbers, block, k, data_parallel_size, constrained, wanted)
+        plan = _make_plan(dense, costs, numbers, block, k, data_parallel_size, constrained, wanted)
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
     for name, tensor in named_tensors(model).items():
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
@@ -124,15 +124,15 @@ def _crossing(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> list[
     return blocks
 
 
-def make_plan(
+def _make_plan(
     units: Sequence[Unit],
     costs: Sequence[UnitCost],
     num_holders: Sequence[int],
     block: SubnetworkConfig,
     k: int,
     data_parallel_size: int,
-    branches: Sequence[str | None] | None = None,
-    wanted: Collection[int] = (),
+    branches: Sequence[str | None],
+    wanted: Collection[int],
 ) -> Plan:
     """Compute the plan of units with given numbers of holders.
 
@@ -153,8 +153,8 @@ def make_plan(
         balance_elements=block.regime == "backward",
     )
     _check_reach(holders, k, "the model", "fewer subnetworks, or finer units")
-    for branch in dict.fromkeys(name for name in branches or () if name is not None):
-        of_branch = [subnetworks for subnetworks, name in zip(holders, branches or (), strict=True) if name == branch]
+    for branch in dict.fromkeys(name for name in branches if name is not None):
+        of_branch = [subnetworks for subnetworks, name in zip(holders, branches, strict=True) if name == branch]
         _check_reach(of_branch, k, f"branch {branch!r}", 'more neuron_groups, or strategy "block" for that branch type')
     ranks = _subnetwork_of_rank(k, data_parallel_size)
     return Plan(block.regime, block.strategy, k, block.seed, tuple(units), holders, ranks)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+Regime = Literal["forward", "backward"]
+StrategyName = Literal["block", "neuron"]
 TensorKind = Literal["parameter", "buffer"]
 Subnetworks = tuple[int, ...]  # that hold a unit, ascending; as in `Plan.holders`
 Holders = tuple[int, ...]  # data-parallel ranks whose subnetwork holds a unit, ascending

@@ -25,7 +25,7 @@ from sdp_deepspeed.architectures.trace import Trace
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.replayed_layer import LAYER, OUTPUT, ReplayedLayer, difference, first_line
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.units import Unit
+from sdp_deepspeed.units import Regime, Unit
 
 _MAX_ELEMENTS = 2**28  # of a branch that is computed
 _MAX_SEEDS = 4
@@ -212,7 +212,7 @@ def _difference_in_double_precision(
     return difference(masked, expected, _TOLERANCE)
 
 
-def _plan(regime: str, branch: LocatedBranch) -> Plan:
+def _plan(regime: Regime, branch: LocatedBranch) -> Plan:
     """A plan of two subnetworks, each with every second group of cells."""
     count = min(branch.num_cells, _NUM_GROUPS)
     edges = [index * branch.num_cells // count for index in range(count + 1)]

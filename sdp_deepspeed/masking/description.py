@@ -16,7 +16,7 @@ from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import branches_of_units, units_of_branches
 from sdp_deepspeed.plan.tensors import named_tensors
-from sdp_deepspeed.units import Piece
+from sdp_deepspeed.units import Piece, Regime
 
 LossOf = Callable[[nn.Module, Any], torch.Tensor]
 _TOLERANCE = 2.0**-12  # fp32 sums of some thousand terms in a different order
@@ -90,7 +90,7 @@ def _check_outputs(model: nn.Module, branches: Sequence[LocatedBranch], batch: A
     assert not problems, f"block: {problems[0]}"
 
 
-def _plan(model: nn.Module, regime: str, strategy: Any) -> Plan:
+def _plan(model: nn.Module, regime: Regime, strategy: Any) -> Plan:
     """A plan of two subnetworks, each with every second unit of each branch."""
     branches = proven_branches(model, "neuron")
     units = units_of_branches(branches, strategy=strategy, num_subnetworks=3)

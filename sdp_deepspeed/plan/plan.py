@@ -31,9 +31,8 @@ from sdp_deepspeed.atomic_files import regular, write_text
 from sdp_deepspeed.messages import listed
 from sdp_deepspeed.plan.connectivity import incidence, spectral_gap
 from sdp_deepspeed.plan.coverage import describe_holders
-from sdp_deepspeed.units import Holders, Piece, Subnetworks, TensorKind, Unit, UnitCost
+from sdp_deepspeed.units import Holders, Piece, Regime, StrategyName, Subnetworks, TensorKind, Unit, UnitCost
 
-StrategyName = Literal["block", "neuron"]
 _MAX_LISTED = 64  # maximum rows and columns of the printed table
 
 
@@ -52,7 +51,7 @@ class Plan:
         ValueError: the table is inconsistent.
     """
 
-    regime: str
+    regime: Regime
     strategy: str | Mapping[str, str]
     num_subnetworks: int
     seed: int
@@ -269,7 +268,7 @@ class _UnitFile(_File):
 class _PlanFile(_File):
     version: Literal[1]
     hash: str | None = None
-    regime: Literal["forward", "backward"]
+    regime: Regime
     strategy: StrategyName | dict[str, StrategyName]
     num_subnetworks: int
     num_holders: int | None = None  # of earlier files; it follows from the holders

@@ -15,7 +15,7 @@ from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import branches_of_units, units_of_branches
-from sdp_deepspeed.units import Piece
+from sdp_deepspeed.units import Piece, Regime
 from tests.helpers import mixtures, models, more_models
 from tests.reference.virtual_workers import scale_branches, zero_absent
 
@@ -67,7 +67,7 @@ def strategy_of(name: str, strategy: str) -> Any:
     return strategy if is_cut else {"attention": "block", "mlp": "neuron"}
 
 
-def plan_of(model: nn.Module, regime: str, strategy: Any, **choice: Any) -> Plan:
+def plan_of(model: nn.Module, regime: Regime, strategy: Any, **choice: Any) -> Plan:
     """Two workers. Each unit is held by one of them in turn, so one has neurons before and after the other's."""
     branches = proven_branches(model, "neuron")
     units = units_of_branches(branches, strategy=strategy, **{"neuron_groups": None, "num_subnetworks": 3, **choice})

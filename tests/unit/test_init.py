@@ -17,6 +17,7 @@ from benchmarks.common.measured_step import LiveTensors
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.init import DeferredWeights, Init
 from sdp_deepspeed.plan.tensors import named_tensors
+from sdp_deepspeed.units import Regime
 from tests.helpers import core_masks, mixtures
 from tests.helpers.models import llama
 from tests.helpers.more_models import ALL_SPECIMENS
@@ -177,7 +178,7 @@ def wide() -> nn.Module:
 
 
 @pytest.mark.parametrize(("regime", "strategy"), MODES)
-def test_no_rank_has_the_dense_model(regime: str, strategy: str) -> None:
+def test_no_rank_has_the_dense_model(regime: Regime, strategy: str) -> None:
     """At no time more than what it stores, and a tensor. Proofs, which need a layer's memory for a while, are over."""
     core_masks.plan_of(deferred(wide)[0], regime, strategy)
     memory = LiveTensors()

@@ -17,7 +17,7 @@ from sdp_deepspeed.estimate.deepspeed_bytes import (
 from sdp_deepspeed.plan.assign import assign
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.tensors import TensorInfo
-from sdp_deepspeed.units import Piece, Unit, UnitCost
+from sdp_deepspeed.units import Piece, Regime, Unit, UnitCost
 
 BF16 = Precision(2, 2, 2)
 FP32 = Precision(4, 4, 4)
@@ -28,7 +28,7 @@ def model(num_layers: int, width: int = 4) -> list[TensorInfo]:
     return [TensorInfo("embedding", (7, width), "f"), *layers, TensorInfo("norm", (width,), "f")]
 
 
-def plan_of(num_layers: int, size: int, holders: int, regime: str = "forward", replicas: int = 1) -> Plan:
+def plan_of(num_layers: int, size: int, holders: int, regime: Regime = "forward", replicas: int = 1) -> Plan:
     """A unit for each layer's two tensors; `size` ranks."""
     k = size // replicas
     units = tuple(
@@ -47,7 +47,7 @@ def deepspeed_estimates(plan: Plan, tensors: list[TensorInfo], setup: DeepSpeedS
     return [run.estimate(rank) for rank in range(plan.num_ranks)]
 
 
-def per_parameter(stage: int, n: int, c: float, precision: Precision, regime: str) -> tuple[float, float, float]:
+def per_parameter(stage: int, n: int, c: float, precision: Precision, regime: Regime) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer state for each parameter of units; 2C + 2C + 12/n of bf16, ZeRO-1."""
     weights = precision.weights * (1 if regime == "backward" else c)
     state = 4 * (2 + (precision.weights != 4))
@@ -55,7 +55,7 @@ def per_parameter(stage: int, n: int, c: float, precision: Precision, regime: st
     return weights, gradients, state / n
 
 
-def sent_per_parameter(stage: int, n: int, c: float, precision: Precision, regime: str, accumulation: int) -> float:
+def sent_per_parameter(stage: int, n: int, c: float, precision: Precision, regime: Regime, accumulation: int) -> float:
     """Gradients go to their owners, C (h - 1) / h elements with h holders; weights return to holders, or to all."""
     to_holders, to_all = c * (c * n - 1) / (c * n), (n - 1) / n
     returned = to_all if regime == "backward" else to_holders
@@ -67,7 +67,7 @@ def sent_per_parameter(stage: int, n: int, c: float, precision: Precision, regim
 @pytest.mark.parametrize("stage", [0, 1, 2])  # 0 runs as 1
 @pytest.mark.parametrize("precision", [FP32, BF16, SUMS, WIDE], ids=["fp32", "bf16", "bf16+fp32", "wire"])
 def test_units_alone_follow_the_table(
-    stage: Literal[0, 1, 2], precision: Precision, regime: str, replicas: int
+    stage: Literal[0, 1, 2], precision: Precision, regime: Regime, replicas: int
 ) -> None:
     """Without shared parameters, with sizes that divide, replicas or not."""
     n, c, layers = 4, 0.5, 8
@@ -95,7 +95,7 @@ def test_offloaded_state_is_counted_apart(stage: Literal[1, 2]) -> None:
 
 
 @pytest.mark.parametrize("regime", ["forward", "backward"])
-def test_what_leaves_a_node(regime: str) -> None:
+def test_what_leaves_a_node(regime: Regime) -> None:
     """At C = 1: one ring of all ranks, twice for gradients, once for weights."""
     run = DeepSpeedRun(plan_of(16, 8, 2, regime, replicas=4), model(16), DeepSpeedSetup(2, FP32, accumulation=2))
     num = sum(bucket.size for bucket in run.buckets)

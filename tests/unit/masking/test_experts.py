@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sdp_deepspeed.config import MODES
+from sdp_deepspeed.units import Regime
 from tests.helpers.core_masks import (
     Gradients,
     assert_close,
@@ -65,7 +66,7 @@ def test_in_forward_blocks_the_auxiliary_loss_is_over_the_layers_that_ran(name: 
     ("regime", "strategy"), [("forward", {"mlp": "neuron"}), ("backward", "neuron"), ("backward", "block")]
 )
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
-def test_where_all_routers_run_it_is_over_all_layers(name: str, regime: str, strategy: Any) -> None:
+def test_where_all_routers_run_it_is_over_all_layers(name: str, regime: Regime, strategy: Any) -> None:
     """Each router runs once and is recorded once."""
     dense = mixture(name, **LOUD)
     plan = plan_of(dense, regime, strategy)
@@ -81,7 +82,7 @@ def test_where_all_routers_run_it_is_over_all_layers(name: str, regime: str, str
 
 
 @pytest.mark.parametrize(("regime", "strategy"), [("forward", "block"), ("backward", "neuron")])
-def test_checkpointed_activations_leave_the_auxiliary_loss_as_it_is(regime: str, strategy: str) -> None:
+def test_checkpointed_activations_leave_the_auxiliary_loss_as_it_is(regime: Regime, strategy: str) -> None:
     """What runs again for the backward pass is not counted again. (With reentrant checkpointing plain Transformers
     records logits that have no gradient.)"""
     dense = mixture("mixtral", **LOUD)

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.common.held_bytes import storage_bytes
 from sdp_deepspeed.config import MODES
+from sdp_deepspeed.units import Regime
 from tests.helpers import models
 from tests.helpers.core_masks import (
     NAMES,
@@ -27,7 +28,7 @@ from tests.helpers.core_masks import (
 
 @pytest.mark.parametrize(("regime", "strategy"), MODES)
 @pytest.mark.parametrize("name", families(NAMES))
-def test_masked_is_zeroed_or_dense(name: str, regime: str, strategy: str) -> None:
+def test_masked_is_zeroed_or_dense(name: str, regime: Regime, strategy: str) -> None:
     in_layers = "sublayer" if name == "llama_one_layer" else "layer"
     for rank, granularity, is_scaled in ((0, "sublayer", False), (0, "sublayer", True), (1, in_layers, True)):
         dense = build(name)
@@ -45,7 +46,7 @@ def test_masked_is_zeroed_or_dense(name: str, regime: str, strategy: str) -> Non
 
 @pytest.mark.parametrize("regime", ["forward", "backward"])
 @pytest.mark.parametrize("name", ["llama_odd", "gpt2", "gpt_neox_parallel"])
-def test_parts_may_be_neurons_blocks_or_shared(name: str, regime: str) -> None:
+def test_parts_may_be_neurons_blocks_or_shared(name: str, regime: Regime) -> None:
     """On padded batches, with eager attention."""
     dense = build(name)
     dense.set_attn_implementation("eager")

@@ -19,7 +19,7 @@ from sdp_deepspeed.architectures import Branch, Cut, InnerLayers
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.units import Piece
+from sdp_deepspeed.units import Piece, Regime
 from tests.helpers import models, more_models
 from tests.helpers.core_masks import (
     assert_close,
@@ -58,7 +58,7 @@ def facts(model: nn.Module) -> dict[str, Any]:
 
 @modes
 @pytest.mark.parametrize("name", ["t5", "resnet", "gpt_oss", "convnext"])
-def test_undo_gives_the_dense_model_back(name: str, regime: str, strategy: str) -> None:
+def test_undo_gives_the_dense_model_back(name: str, regime: Regime, strategy: str) -> None:
     dense = build(name).to(memory_format=torch.channels_last) if name == "convnext" else build(name)
     next(iter(dense.parameters())).requires_grad_(False)  # a user's
     plan = plan_of(dense, regime, strategy_of(name, strategy))
@@ -85,7 +85,7 @@ def test_undo_gives_the_dense_model_back(name: str, regime: str, strategy: str) 
 
 
 @modes
-def test_a_loss_that_is_kept_does_not_break_the_next_backward(regime: str, strategy: str) -> None:
+def test_a_loss_that_is_kept_does_not_break_the_next_backward(regime: Regime, strategy: str) -> None:
     """At apply, undo and apply again: its graph knows the shapes from before."""
     model = build("llama")
     mask = mask_of(model, plan_of(model, regime, strategy), 0)
@@ -103,7 +103,9 @@ def test_a_loss_that_is_kept_does_not_break_the_next_backward(regime: str, strat
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @modes
-def test_activation_checkpointing_recomputes_and_changes_nothing(regime: str, strategy: str, reentrant: bool) -> None:
+def test_activation_checkpointing_recomputes_and_changes_nothing(
+    regime: Regime, strategy: str, reentrant: bool
+) -> None:
     """The oracle's axis compares values; it does not see that activations are kept."""
     dense = build("llama")
     plan = plan_of(dense, regime, strategy)
@@ -131,7 +133,7 @@ def test_activation_checkpointing_recomputes_and_changes_nothing(regime: str, st
         slow("convnext", "backward", "neuron"),
     ],
 )
-def test_compilers_follow(name: str, regime: str, strategy: str) -> None:
+def test_compilers_follow(name: str, regime: Regime, strategy: str) -> None:
     dense = build(name)
     plan = plan_of(dense, regime, strategy)
     expected = run(masked(dense, plan, 0)[0])
@@ -469,7 +471,7 @@ def test_synchronized_batch_norms_of_units_are_refused() -> None:
 
 
 @modes
-def test_a_batch_norm_that_a_user_froze_stays(regime: str, strategy: str) -> None:
+def test_a_batch_norm_that_a_user_froze_stays(regime: Regime, strategy: str) -> None:
     """By `eval()`; the oracle has the statistics of those that run."""
     describe(Cut("norm", 0))
     dense = Model(lambda: nn.BatchNorm1d(9))

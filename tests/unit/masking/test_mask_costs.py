@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.plan.strategies import unit_costs
+from sdp_deepspeed.units import Regime
 from tests.helpers.core_masks import build, masked, plan_of, run, tokens
 
 modes = pytest.mark.parametrize(("regime", "strategy"), MODES)
@@ -30,7 +31,7 @@ def says(layer: Any) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("regime", ["forward", "backward"])
 @pytest.mark.parametrize("name", ["llama_odd", "gpt2", "resnet_bottleneck"])
-def test_layers_are_stock_modules_that_say_how_wide_they_are(name: str, regime: str) -> None:
+def test_layers_are_stock_modules_that_say_how_wide_they_are(name: str, regime: Regime) -> None:
     dense = build(name)
     plan = plan_of(dense, regime, "neuron")
     model, _ = masked(dense, plan, 0)
@@ -58,7 +59,7 @@ def flops_of(model: Any) -> int:
 
 @modes
 @pytest.mark.parametrize("name", ["llama_odd", "gpt2"])
-def test_absent_units_cost_no_flops(name: str, regime: str, strategy: str) -> None:
+def test_absent_units_cost_no_flops(name: str, regime: Regime, strategy: str) -> None:
     """Of MLPs: neither the forward pass nor the two products of the backward pass; in the backward regime all but the
     gradient of weights."""
     dense = build(name)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.units import Piece, Unit
+from sdp_deepspeed.units import Piece, Regime, Unit
 from tests.reference.local_steps import LocalReference, LocalSteps
 from tests.reference.virtual_workers import Reference
 
@@ -48,7 +48,7 @@ def reference_of(
     return LocalReference(model, plan, local_steps, make_team)
 
 
-def sums(regime: str, replicas: int = 1) -> Plan:
+def sums(regime: Regime, replicas: int = 1) -> Plan:
     """Two teams: a is in the first alone (p = 1), b in both, s is shared."""
     units = tuple(Unit(name, (Piece(name, None, 0, 1),)) for name in ("a", "b"))
     return Plan(regime, "block", 2, 0, units, ((0,), (0, 1)), tuple([0] * replicas + [1] * replicas))
@@ -148,7 +148,7 @@ SECOND = [FIRST[0] - 0.1875, FIRST[1] - 0.3625, FIRST[2] - 0.3625]
 
 
 @pytest.mark.parametrize("regime", ["forward", "backward"])
-def test_holders_average_and_step_from_the_anchors(regime: str) -> None:
+def test_holders_average_and_step_from_the_anchors(regime: Regime) -> None:
     model = Sums()
     reference = reference_of(sums(regime), LocalSteps(2, 0.5, 0.5), model)
     losses, norms = reference.step([[1.0], [3.0]])

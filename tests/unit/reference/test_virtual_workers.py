@@ -11,7 +11,7 @@ from torch import nn
 
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, register
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.units import Piece, Unit
+from sdp_deepspeed.units import Piece, Regime, Unit
 from tests.reference import virtual_workers
 from tests.reference.virtual_workers import (
     divisors,
@@ -57,13 +57,13 @@ def loss_of(model: nn.Module, batch: float) -> torch.Tensor:
 
 
 def plan_of(
-    units: tuple[Unit, ...], holders: tuple[tuple[int, ...], ...], *, regime: str = "forward", k: int = 3, r: int = 1
+    units: tuple[Unit, ...], holders: tuple[tuple[int, ...], ...], *, regime: Regime = "forward", k: int = 3, r: int = 1
 ) -> Plan:
     ranks = tuple(subnetwork for subnetwork in range(k) for _ in range(r))
     return Plan(regime, "block", k, 0, units, holders, ranks)
 
 
-def two_layers(regime: str) -> Plan:
+def two_layers(regime: Regime) -> Plan:
     """k = 3, p = 2: worker 0 lacks b, worker 1 has both, worker 2 lacks a."""
     units = tuple(Unit(name, (Piece(name, None, 0, 1),)) for name in ("a", "b"))
     return plan_of(units, ((0, 1), (1, 2)), regime=regime)
@@ -95,7 +95,7 @@ LOSSES = {"forward": [15.0, 120.0, 80.0], "backward": [60.0, 120.0, 240.0]}
 
 @pytest.mark.parametrize("regime", ["forward", "backward"])
 @pytest.mark.parametrize("clip", [0.0, 10.0])
-def test_one_step_of_sgd(regime: str, clip: float) -> None:
+def test_one_step_of_sgd(regime: Regime, clip: float) -> None:
     model = TwoLayers()
     reference = Reference(
         model, two_layers(regime), lambda named: torch.optim.SGD(named.values(), lr=0.1), loss_of, clip
