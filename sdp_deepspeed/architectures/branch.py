@@ -147,7 +147,7 @@ class Branch:
         if not self.body:
             raise ValueError(f"branch {self.name!r}: body: name the submodule that computes the branch")
         names = (*self.modules, *self.parameters)
-        again = [name for index, name in enumerate(names) if _is_inside(name, names[:index])]
+        again = [name for index, name in enumerate(names) if any(is_nested(name, known) for known in names[:index])]
         if again:
             raise ValueError(
                 f"branch {self.name!r}: {again[0]!r} is named twice, or inside another named module; norm, body, "
@@ -180,5 +180,11 @@ def attribute(module: nn.Module, path: str) -> Any:
     return reduce(getattr, path.split("."), module)
 
 
-def _is_inside(name: str, others: tuple[str, ...]) -> bool:
-    return any(f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in others)
+def is_nested(name: str, other: str) -> bool:
+    """Whether one of two modules is the other, or inside it, by their names."""
+    return is_inside(name, other) or is_inside(other, name)
+
+
+def is_inside(name: str, other: str) -> bool:
+    """Whether a module or tensor is `other`, or inside it, by its name."""
+    return f"{name}.".startswith(f"{other}.")

@@ -16,8 +16,8 @@ from math import gcd
 import torch
 from torch import Tensor, nn
 
-from sdp_deepspeed.architectures.branch import CONVOLUTIONS, Branch, Cut, InnerLayers
-from sdp_deepspeed.architectures.streams import BranchPath, Layer, ancestors, is_inside, last_products
+from sdp_deepspeed.architectures.branch import CONVOLUTIONS, Branch, Cut, InnerLayers, is_inside
+from sdp_deepspeed.architectures.streams import BranchPath, Layer, ancestors, last_products
 from sdp_deepspeed.architectures.trace import Node
 
 # For each parameter and dim: which indices a group of cells reads.

@@ -17,13 +17,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from sdp_deepspeed.architectures.branch import Branch
+from sdp_deepspeed.architectures.branch import Branch, is_inside
 from sdp_deepspeed.architectures.derive import derive
 from sdp_deepspeed.architectures.examples import Example, example_of, given_example, with_encoder_states
 from sdp_deepspeed.architectures.flops import count_flops
 from sdp_deepspeed.architectures.likeness import likeness
 from sdp_deepspeed.architectures.narrow import narrow_pass
-from sdp_deepspeed.architectures.streams import is_inside
 from sdp_deepspeed.architectures.trace import Trace, trace_pass
 
 

@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures.branch import CROSS_ATTENTION, LIKE_INPUT, Branch, Zeros
+from sdp_deepspeed.architectures.branch import CROSS_ATTENTION, LIKE_INPUT, Branch, Zeros, is_inside, is_nested
 from sdp_deepspeed.architectures.streams import (
     BranchPath,
     Layer,
     ancestors,
     candidates,
-    is_inside,
-    is_nested,
     last_products,
     layer_of,
 )

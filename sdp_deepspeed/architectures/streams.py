@@ -57,14 +57,6 @@ class Layer:
     is_bypassed: bool = True
 
 
-def is_nested(name: str, other: str) -> bool:
-    return is_inside(name, other) or is_inside(other, name)
-
-
-def is_inside(name: str, other: str) -> bool:
-    return f"{name}.".startswith(f"{other}.")
-
-
 def candidates(model: nn.Module) -> tuple[list[str], list[str]]:
     """Names of modules with siblings of the same class, or alone in a list; and of others in a list."""
     repeated, other = [], []

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from sdp_deepspeed.architectures import LocatedBranch
+from sdp_deepspeed.architectures.branch import is_inside
 from sdp_deepspeed.estimate.deepspeed_bytes import FP32_BYTES, RankEstimate, leaves
 from sdp_deepspeed.fsdp.fsdp_groups import gathered_together
 from sdp_deepspeed.plan.plan import Plan
@@ -88,8 +89,7 @@ def fsdp2_tensors(
     for branch in branches:
         first = {}  # first piece of each parameter in the branch's bodies
         for piece in branch.pieces:
-            is_inside = piece.parameter.startswith(tuple(f"{body}." for body in branch.bodies))
-            if is_inside and piece.parameter in pieces_of:
+            if piece.parameter in pieces_of and any(is_inside(piece.parameter, body) for body in branch.bodies):
                 first[piece.parameter] = pieces_of[piece.parameter][0]
         if all(holders == plan.all_ranks and piece.dim is None for piece, holders in first.values()):
             group_of |= dict.fromkeys(first, branch.name)

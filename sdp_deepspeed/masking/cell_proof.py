@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.architectures.branch import InnerLayers, attribute
+from sdp_deepspeed.architectures.branch import InnerLayers, attribute, is_nested
 from sdp_deepspeed.architectures.cells import NoCells, UnevenBlocks, propose_cells
 from sdp_deepspeed.architectures.located_branch import with_cells
-from sdp_deepspeed.architectures.streams import Layer, is_nested
+from sdp_deepspeed.architectures.streams import Layer
 from sdp_deepspeed.architectures.trace import Trace
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.replayed_layer import LAYER, OUTPUT, ReplayedLayer, difference, first_line

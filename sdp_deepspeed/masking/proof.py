@@ -18,8 +18,9 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from sdp_deepspeed.architectures import LocatedBranch, locate_branches
+from sdp_deepspeed.architectures.branch import is_inside
 from sdp_deepspeed.architectures.derivation import Derivation, derivation_of, known_random_numbers, last_derivation
-from sdp_deepspeed.architectures.streams import Layer, is_inside, layer_of
+from sdp_deepspeed.architectures.streams import Layer, layer_of
 from sdp_deepspeed.architectures.trace import Node, Trace
 from sdp_deepspeed.masking.absent_blocks import skip_branch
 from sdp_deepspeed.masking.cell_proof import Cells, cells_of, cut_into

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS
+from sdp_deepspeed.architectures.branch import BATCH_NORMS, CONVOLUTIONS, is_inside
 from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward, run_with
 
 # DeepSpeed's AutoTP: layers with an all-reduce inside, and weights like those of nn.Linear.
@@ -148,8 +148,8 @@ def parent_in_branch(model: nn.Module, branch: LocatedBranch, path: str) -> nn.M
     """The parent of a module by its dense name, if that is in a body of the branch and runs."""
     parent = path.rpartition(".")[0]
     module = model.get_submodule(parent)
-    is_inside = any(f"{parent}.".startswith(f"{body}.") for body in branch.bodies)
-    return module if is_inside and not isinstance(module, nn.ModuleList | nn.ModuleDict) else None
+    is_in_body = any(is_inside(parent, body) for body in branch.bodies)
+    return module if is_in_body and not isinstance(module, nn.ModuleList | nn.ModuleDict) else None
 
 
 def input_dim(module: Any) -> int | None:
