@@ -203,6 +203,11 @@ def device_type() -> str:
     return "cpu" if accelerator is None or is_gloo else accelerator.type
 
 
+def has_meta_tensors(model: nn.Module) -> bool:
+    """Whether a tensor of the model is on the meta device, as all are after `Init`."""
+    return any(map(is_meta, named_tensors(model).values()))
+
+
 class DeferredWeights:
     """Initial weights of a model built under `Init`.
 
@@ -243,11 +248,6 @@ class DeferredWeights:
         for tensor in tensors.values():
             del tensor._sdp_weights
             tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
-
-    @staticmethod
-    def are_in(model: nn.Module) -> bool:
-        """Whether the model was built under `Init`."""
-        return any(map(is_meta, named_tensors(model).values()))
 
     @torch.inference_mode(False)
     @torch.no_grad()

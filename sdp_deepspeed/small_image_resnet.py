@@ -1,8 +1,8 @@
 """ResNets for small images: Transformers' layers behind a 3x3 stem without pooling, optionally wider.
 
 The stem of Transformers' ResNet reduces each side by a factor of four before the first layer, which leaves 8 of the 32
-pixels of CIFAR. The layers are unchanged. Importing this module
-registers the model type with Transformers' auto classes.
+pixels of CIFAR. The layers are unchanged. Importing this module registers the model type with Transformers' auto
+classes.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ from sdp_deepspeed.engine.tensor_parallel import (
     refuse_stage,
 )
 from sdp_deepspeed.engine.zero_optimizer import SubnetworkOptimizer
-from sdp_deepspeed.init import DeferredWeights
+from sdp_deepspeed.init import DeferredWeights, has_meta_tensors
 from sdp_deepspeed.masking.running_statistics import (
     average_running_statistics,
     estimate_statistics,
@@ -102,7 +102,7 @@ class SubnetworkEngine(DividedEngine):
             if options.get("mesh_device") is not None:
                 raise ValueError(f"{KEY}: mesh_param (sequence parallelism) is not supported; remove it")
             check_mpu(options.get("mpu"))
-            if DeferredWeights.are_in(model):
+            if has_meta_tensors(model):
                 self._deferred = DeferredWeights(model)
                 options["dont_change_device"] = True
             return compile_in_place(model)

@@ -18,7 +18,7 @@ from sdp_deepspeed.engine.earlier_engines import refuse_masked
 from sdp_deepspeed.engine.partitioned_model import PartitionedModel, is_partitioned
 from sdp_deepspeed.engine.team_checkpoint import load_state, refuse_whole, written_together
 from sdp_deepspeed.engine.tensor_parallel import DividedEngine, check_mpu
-from sdp_deepspeed.init import DeferredWeights
+from sdp_deepspeed.init import DeferredWeights, has_meta_tensors
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.consistency import raise_on_all_ranks, run_on_all_ranks
@@ -101,7 +101,7 @@ class TeamEngine(DividedEngine):
         refuse_masked(model)
         _refuse(model, config)
         check_mpu(options.get("mpu"))
-        self._deferred = DeferredWeights(model) if DeferredWeights.are_in(model) else None
+        self._deferred = DeferredWeights(model) if has_meta_tensors(model) else None
         options["dont_change_device"] = options.get("dont_change_device", False) or self._deferred is not None
         self._control = control_group()
         super().__init__(args, model, *arguments, config=config, **options)

@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.engine.partitioned_model import is_partitioned
 from sdp_deepspeed.engine.whole_state_dicts import WholeStateDicts
-from sdp_deepspeed.init import DeferredWeights
+from sdp_deepspeed.init import has_meta_tensors
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.messages import KEY, listed, quoted
 from sdp_deepspeed.parallel.consistency import gather_objects, run_on_all_ranks
@@ -150,7 +150,7 @@ def _check_autotp(size: int, model: nn.Module) -> None:
         raise ValueError(
             f"tensor_parallel.autotp_size: got {size}, which does not divide the {dist.get_world_size()} ranks"
         )
-    if DeferredWeights.are_in(model):
+    if has_meta_tensors(model):
         raise ValueError("tensor_parallel needs initialized weights; build the model without sdp_deepspeed.Init")
     if is_partitioned(model):
         raise ValueError("tensor_parallel needs whole weights; build the model without deepspeed.zero.Init")

@@ -29,8 +29,8 @@ logger = logging.getLogger("sdp_deepspeed")
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """Gather the dense state dict on rank 0, in host memory; other ranks get an empty dict. Collective.
 
-    Shared buffers and `ignored_params` are those of rank 0,
-    except running statistics of batch norms, which are averaged.
+    Shared buffers and `ignored_params` are those of rank 0, except running statistics of batch norms, which are
+    averaged.
 
     Args:
         module: a model that `fully_shard` returned.

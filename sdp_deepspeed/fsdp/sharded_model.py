@@ -103,7 +103,8 @@ class ShardedModel:
             modules[0].reshard()
 
     def begin_evaluation(self, what: str) -> None:
-        """Prepare for a pass of the dense model: reshard, and average running statistics. Collective."""
+        """Prepare for a pass of the dense model: reshard all groups but the root. If the model was trained since the
+        last time, wait for all ranks and average running statistics. Collective."""
         self.reshard_groups()
         if self.has_trained:
             self.barrier.wait(what)

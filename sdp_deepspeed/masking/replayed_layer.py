@@ -209,8 +209,8 @@ def _grouped_product(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None
 def difference(
     first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor], tolerance: float = _TOLERANCE
 ) -> str:
-    """Where two results differ, and by how much; empty if they are equal."""
-    for name in first.keys() & second.keys():
+    """The first name that both results have with different values, and by how much; empty without any."""
+    for name in (name for name in first if name in second):
         largest = max(1.0, _largest(second[name]))
         off = _largest(first[name] - second[name]) if first[name].shape == second[name].shape else float("nan")
         if not off <= tolerance * largest:

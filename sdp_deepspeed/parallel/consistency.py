@@ -1,4 +1,5 @@
-"""Raise errors on all ranks, and synchronize ranks without waiting for a rank that will not join."""
+"""Raise errors on all ranks, compare their models, plans and weights, and synchronize them without waiting for a rank
+that will not join."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.config import SubnetworkConfig, parse_block
-from sdp_deepspeed.init import DeferredWeights, device_type
+from sdp_deepspeed.init import DeferredWeights, device_type, has_meta_tensors
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.masking.scale import describe_scale
@@ -54,7 +54,7 @@ def join(model: nn.Module, block: Mapping[str, Any], *, communication_dtype: tor
     Raises:
         ValueError: the block, the model or the environment is not supported. The model is unchanged.
     """
-    deferred = DeferredWeights(model) if DeferredWeights.are_in(model) else None
+    deferred = DeferredWeights(model) if has_meta_tensors(model) else None
     return make_team(model, block, TorchHost(), communication_dtype, deferred=deferred, device=device_type())
 
 
