@@ -29,7 +29,7 @@ import_hook.arm()
 _MODULES = {
     "Init": "init",
     "Plan": "plan.plan",
-    "check_description": "masking.description",
+    "check_description": "masking.check_description",
     "fully_shard": "fsdp.shard",
     "join": "teams.join",
     "reestimate_batch_norm": "batch_norm",
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from sdp_deepspeed.batch_norm import reestimate_batch_norm
     from sdp_deepspeed.fsdp.shard import fully_shard
     from sdp_deepspeed.init import Init
-    from sdp_deepspeed.masking.description import check_description
+    from sdp_deepspeed.masking.check_description import check_description
     from sdp_deepspeed.plan.plan import Plan
     from sdp_deepspeed.teams.join import join
 else:

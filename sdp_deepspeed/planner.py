@@ -12,7 +12,7 @@ from torch import nn
 from sdp_deepspeed.architectures import CROSS_ATTENTION, LocatedBranch
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.masking.mask import Mask
-from sdp_deepspeed.masking.proof import proven_branches, replicated_layers, with_cells
+from sdp_deepspeed.masking.proof import proven_branches, replicated_layers, with_proven_cells
 from sdp_deepspeed.messages import KEY, announce
 from sdp_deepspeed.plan.assign import MAX_SETS_PER_RANK, assign
 from sdp_deepspeed.plan.connectivity import num_components
@@ -98,7 +98,7 @@ def plan_and_mask(
     Raises:
         ValueError: the block does not fit the model or the number of ranks.
     """
-    branches = with_cells(model, branches, block.strategy)
+    branches = with_proven_cells(model, branches, block.strategy)
     plan, warnings = plan_model(model, block, data_parallel_size, branches=branches, shards=shards)
     return plan, Mask(model, shards.local_plan(plan), rank, branches, is_scaled=block.is_scaled), warnings
 

@@ -19,7 +19,7 @@ from deepspeed.utils import log_dist
 
 from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.messages import KEY, listed
-from sdp_deepspeed.parallel.consistency import difference
+from sdp_deepspeed.parallel.consistency import describe_different_settings
 from sdp_deepspeed.parallel.groups import default_store
 from sdp_deepspeed.version import __version__
 
@@ -82,7 +82,7 @@ def _check(texts: Sequence[str]) -> None:
         where = f" [on rank {listed(failed)}]" if len(failed) < len(of_ranks) else ""
         raise ValueError(of_ranks[failed[0]]["error"] + where)
     if len(set(texts)) > 1:
-        raise ValueError(difference([of_rank["values"] for of_rank in of_ranks]))
+        raise ValueError(describe_different_settings([of_rank["values"] for of_rank in of_ranks]))
 
 
 def _comparable(block: SubnetworkConfig, config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from sdp_deepspeed.fsdp.parts import chunk_range
 from sdp_deepspeed.masking.mask import is_masked
 from sdp_deepspeed.masking.wrappers import is_wrapper
 from sdp_deepspeed.messages import KEY, quoted
-from sdp_deepspeed.parallel.consistency import difference, gather_objects
+from sdp_deepspeed.parallel.consistency import describe_different_settings, gather_objects
 from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.plan.plan import Plan
 
@@ -51,8 +51,8 @@ def check_call(
     return config
 
 
-def check_plan(module: nn.Module, plan: Plan, ignored: Collection[nn.Parameter]) -> None:
-    """Check what needs a plan.
+def check_tensors(module: nn.Module, plan: Plan, ignored: Collection[nn.Parameter]) -> None:
+    """Check ignored parameters and DTensor buffers, for which the plan must be known.
 
     Args:
         ignored: `ignored_params`; parameters of units may not be among them, since they must be averaged over holders.
@@ -89,7 +89,7 @@ def check_same_settings(config: SubnetworkConfig, options: str, control: dist.Pr
     settings = {name: f"{value}" for name, value in config.comparable().items()} | {"options": options}
     every = gather_objects(settings, control)
     if any(other != settings for other in every):
-        raise RuntimeError(f"fully_shard: {difference(every)}")
+        raise RuntimeError(f"fully_shard: {describe_different_settings(every)}")
 
 
 def refused_of_block(config: SubnetworkConfig) -> Iterator[str]:

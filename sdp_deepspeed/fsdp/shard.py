@@ -36,7 +36,7 @@ from sdp_deepspeed.fsdp.meshes import OF_SHARED, holder_meshes, with_axes
 from sdp_deepspeed.fsdp.options import ShardOptions
 from sdp_deepspeed.fsdp.order import CollectiveOrder
 from sdp_deepspeed.fsdp.parts import parts_of
-from sdp_deepspeed.fsdp.refused_arguments import check_call, check_plan, check_same_settings
+from sdp_deepspeed.fsdp.refused_arguments import check_call, check_same_settings, check_tensors
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, attach
 from sdp_deepspeed.init import DeferredWeights, device_type, move_in_place
 from sdp_deepspeed.masking import Mask
@@ -227,7 +227,7 @@ def _plan(call: CheckedCall) -> PlannedModel:
     cut = call.block.strategy if call.dtensors is None else "neuron"  # checks of tensor parallelism need heads
     branches = without_own_parameters(proven_branches(module, cut))
     plan, warnings = plan_model(module, call.block, call.mesh.size(), branches=branches)
-    check_plan(module, plan, options.ignored_params)
+    check_tensors(module, plan, options.ignored_params)
     together = gathered_together(plan, dense_tensors(module), branches)
     local_plan = plan
     if call.dtensors is not None:

@@ -56,10 +56,10 @@ def proven_branches(model: nn.Module, strategy: str | Mapping[str, str] = "block
     if not proven:
         name, reason = next(iter(failures.items()))
         raise ValueError(f"{type(model).__name__}: no residual branch can be left out: {name!r}: {reason}")
-    return with_cells(model, proven, strategy)
+    return with_proven_cells(model, proven, strategy)
 
 
-def with_cells(
+def with_proven_cells(
     model: nn.Module, branches: Sequence[LocatedBranch], strategy: str | Mapping[str, str]
 ) -> list[LocatedBranch]:
     """Branches with the neurons or heads of those derived ones that a strategy cuts, which are proven here, once for a

@@ -35,7 +35,7 @@ class Bucket:
         gradients: flat [size] local gradients in the accumulation dtype; None or without memory while there are none.
         weight_views, gradient_views: view of each slice in these, in the slice's shape.
         parameters: what the optimizer steps: the shard, or whole tensors.
-        places: where each slice is; set by `held_tensors`.
+        places: where each slice is; set by `place_in_buckets`.
         shard: flat fp32 parameter of the optimizer: a view of `weights` of whole fp32 tensors, otherwise a copy. Empty
             on holders at other positions than `stepping_position` (Muon).
         average: [shard size] averaged gradient of `shard`, in `step_dtype`; None until it is there. At stage 1 maybe
@@ -240,7 +240,7 @@ class HeldTensor(NamedTuple):
         return (tensor,) if self.dim is None else tensor.split(self.lengths, self.dim)
 
 
-def held_tensors(
+def place_in_buckets(
     buckets: Sequence[Bucket], parameters: Mapping[str, nn.Parameter], pieces: Pieces, rank: int
 ) -> dict[str, HeldTensor]:
     """The tensors of which a rank holds slices, by name; also sets `places` of its buckets."""

@@ -113,7 +113,7 @@ def _raise_first(
     raise kind(text).with_traceback(None if error is None else error.__traceback__) from None
 
 
-def difference(values: Sequence[Mapping[str, str]]) -> str:
+def describe_different_settings(values: Sequence[Mapping[str, str]]) -> str:
     """An error message that names the settings that differ, from the settings of each rank."""
     lines = []
     for name in sorted(set().union(*values)):

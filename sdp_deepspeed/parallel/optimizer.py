@@ -52,7 +52,7 @@ from torch import nn
 
 from sdp_deepspeed.parallel.boxes import Box, shard_boxes
 from sdp_deepspeed.parallel.bucket_layouts import plan_buckets
-from sdp_deepspeed.parallel.buckets import Bucket, held_tensors, sent_together
+from sdp_deepspeed.parallel.buckets import Bucket, place_in_buckets, sent_together
 from sdp_deepspeed.parallel.dense_gathers import gather_flat
 from sdp_deepspeed.parallel.groups import Groups, all_gather, broadcast
 from sdp_deepspeed.parallel.muon import is_deepspeeds_muon, orthogonalize, step_with_updates
@@ -120,7 +120,7 @@ class ShardedOptimizer:
         buckets = [Bucket(layout, groups.of(layout.holders), device=self._device) for layout in layouts]
         self.held = [bucket for bucket in buckets if bucket.group is not None]
         self.buckets = buckets if self._gathers_all else self.held
-        self._tensors = held_tensors(self.held, self._parameters, mask.pieces, groups.rank)
+        self._tensors = place_in_buckets(self.held, self._parameters, mask.pieces, groups.rank)
         self._allocate_buffers()
         self.reducer = Reducer(mask, self._parameters, self._tensors, self.held, options)
         stepped: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from sdp_deepspeed.messages import listed
 
-Share = Annotated[float, Field(gt=0, le=1)]
+Coverage = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Number = TypeVar("Number", bound=float)
 _TOLERANCE = 1e-4  # 0.3333 means 1/3
@@ -80,10 +80,10 @@ class _Rule(BaseModel, ABC, Generic[Number]):
         return self
 
 
-class CoverageRule(_Rule[Share]):
+class CoverageRule(_Rule[Coverage]):
     """A rule of `coverage`."""
 
-    coverage: Share | None = Field(
+    coverage: Coverage | None = Field(
         default=None, title="a number above 0 and at most 1", description="Coverage of the units that match."
     )
 
@@ -115,7 +115,9 @@ def _as_tuple(value: Any) -> Any:
 
 RULES = "rules"  # tag in the locations of pydantic's errors
 _EITHER = Discriminator(_tag), BeforeValidator(_as_tuple)
-CoverageSetting = Annotated[Annotated[Share, Tag("number")] | Annotated[tuple[CoverageRule, ...], Tag(RULES)], *_EITHER]
+CoverageSetting = Annotated[
+    Annotated[Coverage, Tag("number")] | Annotated[tuple[CoverageRule, ...], Tag(RULES)], *_EITHER
+]
 HoldersSetting = Annotated[Annotated[Count, Tag("number")] | Annotated[tuple[HoldersRule, ...], Tag(RULES)], *_EITHER]
 Given = float | tuple[CoverageRule, ...] | tuple[HoldersRule, ...]
 """A fraction (float), a count (int), or rules of either."""

@@ -13,8 +13,8 @@ from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelS
 from sdp_deepspeed.teams.shares import part
 
 
-class RankGroup:
-    """Ranks of torch.distributed's world, or this process without one. Collective.
+class GlooGroup:
+    """A gloo group of some ranks of torch.distributed's world, or this process without one. Collective.
 
     Args:
         lists: ranks of each group, of which this one is in one.
@@ -75,7 +75,7 @@ class RankGroup:
             self.process_group = None
 
 
-class TeamRanks(RankGroup):
+class TeamRanks(GlooGroup):
     """All ranks of this team.
 
     Args:
@@ -88,11 +88,11 @@ class TeamRanks(RankGroup):
     ) -> None:
         super().__init__([range(dist.get_world_size() if dist.is_initialized() else 1)], timeout)
         self._shards = shards
-        self._data_parallel: RankGroup = self
-        self._tensor_parallel: RankGroup | None = None
+        self._data_parallel: GlooGroup = self
+        self._tensor_parallel: GlooGroup | None = None
         if shards.size > 1:
-            self._data_parallel = RankGroup(data_parallel, timeout)
-            self._tensor_parallel = RankGroup([*zip(*data_parallel, strict=True)], timeout)
+            self._data_parallel = GlooGroup(data_parallel, timeout)
+            self._tensor_parallel = GlooGroup([*zip(*data_parallel, strict=True)], timeout)
 
     @property
     def divided(self) -> dict[str, tuple[int, int]]:

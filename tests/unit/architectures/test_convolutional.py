@@ -13,7 +13,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.description import check_description
+from sdp_deepspeed.masking.check_description import check_description
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.strategies import units_of_branches
 from sdp_deepspeed.units import Unit

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from sdp_deepspeed.architectures import derivation, narrow
 from sdp_deepspeed.architectures.derivation import derivation_of
-from sdp_deepspeed.masking.proof import proven_branches, replicated_layers, with_cells
+from sdp_deepspeed.masking.proof import proven_branches, replicated_layers, with_proven_cells
 from tests.helpers.models import llama
 from tests.helpers.oracle_grid import MODELS
 
@@ -38,7 +38,7 @@ def is_narrow(model: nn.Module) -> bool:
 
 
 def findings(model: nn.Module) -> tuple[object, ...]:
-    branches = with_cells(model, proven_branches(model), "neuron")
+    branches = with_proven_cells(model, proven_branches(model), "neuron")
     return branches, replicated_layers(model)
 
 
@@ -100,7 +100,7 @@ def test_a_copy_with_fewer_neurons_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_larger_than_memory(build: Callable[[], nn.Module], cells: list[int]) -> None:
     with torch.device("meta"):
         model = build().bfloat16()
-    branches = with_cells(model, proven_branches(model), "neuron")
+    branches = with_proven_cells(model, proven_branches(model), "neuron")
     assert [branch.num_cells for branch in branches] == cells
 
 

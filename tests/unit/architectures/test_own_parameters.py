@@ -11,7 +11,7 @@ from torch import nn
 
 from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers
-from sdp_deepspeed.masking.description import check_description
+from sdp_deepspeed.masking.check_description import check_description
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.strategies import units_of_branches
 from tests.helpers.core_masks import fetch, masked, plan_of

@@ -10,7 +10,7 @@ from torch import nn
 
 from sdp_deepspeed.config import parse_block
 from sdp_deepspeed.fsdp.options import ShardOptions
-from sdp_deepspeed.fsdp.refused_arguments import check_call, check_plan
+from sdp_deepspeed.fsdp.refused_arguments import check_call, check_tensors
 from sdp_deepspeed.planner import plan_model
 from tests.helpers.models import llama
 
@@ -66,7 +66,7 @@ def test_parameters_of_units_cannot_be_ignored() -> None:
     whole, _ = plan_model(model, parse_block(block | {"coverage": 1.0}, "fully_shard"), 2)
     shared = model.get_parameter("model.norm.weight")
     cut = model.get_parameter("model.layers.1.mlp.down_proj.weight")
-    check_plan(model, plan, {shared})
+    check_tensors(model, plan, {shared})
     for each in (plan, whole):
         with pytest.raises(ValueError, match=r"ignored_params: gradients of 'model.layers.1.mlp.down_proj"):
-            check_plan(model, each, {shared, cut})
+            check_tensors(model, each, {shared, cut})
