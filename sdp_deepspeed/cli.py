@@ -471,41 +471,11 @@ def teams(
 
 # ---- environment ----------------------------------------------------------------------------------------------------
 
-_PACKAGES = (
-    "torch",
-    "deepspeed",
-    "accelerate",
-    "transformers",
-    "datasets",
-    "safetensors",
-    "pydantic",
-    "numpy",
-    "typer",
-    "torchft",
-)
-
 
 @app.command()
 def env() -> None:
     """Show versions, devices and builds of operators that runs wait for, for a bug report."""
-    import platform
-    from importlib.metadata import PackageNotFoundError, version
+    from sdp_deepspeed.environment import describe_environment
 
-    import torch
-
-    from sdp_deepspeed.engine.operators import describe_lock, find_locks
-
-    print(f"sdp_deepspeed  {__version__}\npython         {platform.python_version()}, {platform.platform()}")
-    for name in _PACKAGES:
-        try:
-            print(f"{name:<14} {version(name)}")
-        except PackageNotFoundError:
-            print(f"{name:<14} not installed")
-    backends = [name for name in ("gloo", "nccl", "mpi") if getattr(torch.distributed, f"is_{name}_available")()]
-    print(f"backends       {', '.join(backends)}")
-    print(f"CUDA           {torch.version.cuda or 'not built in'}")
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        print(f"GPU {index}          {device.name}, {device.total_memory / _GIB:.1f} GiB")
-    for lock in find_locks():
-        print(f"operator       {lock.parent.name}: {describe_lock(lock)}")
+    for line in describe_environment():
+        print(line)

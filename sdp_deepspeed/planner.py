@@ -36,21 +36,20 @@ def plan_model(
     data_parallel_size: int,
     *,
     branches: Sequence[LocatedBranch] | None = None,
-    shards: TensorParallelShards | None = None,
+    shards: TensorParallelShards = UNDIVIDED,
 ) -> tuple[Plan, list[str]]:
     """Compute the plan, the same on every rank, and warnings about it.
 
     Args:
         model: whole, or the part of a tensor-parallel rank; may be on the meta device.
         branches: the model's residual branches, with what the strategy cuts. Default: derived and proven here.
-        shards: the part of a tensor-parallel rank; None if the model is whole.
+        shards: what tensor-parallel ranks have divided.
 
     Raises:
         ValueError: the block, or its plan file, does not fit the model or the number of ranks.
     """
     if branches is None:
         branches = proven_branches(model, block.strategy)
-    shards = shards or UNDIVIDED
     if block.plan_path is not None:
         plan = _without_frozen(read_plan(block, data_parallel_size), branches)
     else:

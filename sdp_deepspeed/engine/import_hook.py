@@ -6,15 +6,15 @@ Importing this module is cheap: DeepSpeed is patched when it is imported, or at 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sdp_deepspeed.engine.trainer_hook import is_ours, patch_trainer, team_of
+from sdp_deepspeed.engine.accelerate_hook import patch_accelerate
+from sdp_deepspeed.engine.trainer_hook import patch_trainer
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -25,7 +25,7 @@ def arm() -> None:
     waiting = {}
     patches = {
         "deepspeed": _patch_deepspeed,
-        "accelerate.accelerator": _patch_accelerate,
+        "accelerate.accelerator": patch_accelerate,
         "transformers.trainer": patch_trainer,
     }
     for name, patch in patches.items():
@@ -84,11 +84,16 @@ class _PatchingLoader:
 def _patch_deepspeed() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from sdp_deepspeed.engine.operators import do_not_build_shm
-
-    do_not_build_shm()
+    _do_not_build_shm()
     if "__new__" not in vars(DeepSpeedEngine):
         DeepSpeedEngine.__new__ = _new
+
+
+def _do_not_build_shm() -> None:
+    """Do not load DeepSpeed's all-reduce for inference on CPUs, which would be compiled in every environment and take
+    66 MiB of shared memory per rank; Gloo's is used in its place."""
+    backend: Any = importlib.import_module("deepspeed.comm.torch")  # as an attribute it is PyTorch
+    backend.build_shm_op = lambda: None
 
 
 def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -120,58 +125,3 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     engine = object.__new__(ours if cls is DeepSpeedEngine else cls)
     object.__setattr__(engine, "block", block)
     return engine
-
-
-def _patch_accelerate() -> None:
-    """Make `Accelerator.get_state_dict`, which the Trainer uses to save, return the dense model (collective); keep
-    Accelerate from filling in "auto" in our block; and make it see all ranks on CPUs."""
-    from accelerate.accelerator import Accelerator
-    from accelerate.state import PartialState
-    from accelerate.utils.dataclasses import DeepSpeedPlugin
-
-    from sdp_deepspeed.messages import KEY
-
-    original = Accelerator.get_state_dict
-    if hasattr(original, "__wrapped__"):  # patched already
-        return
-
-    @wraps(original)
-    def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if (team := team_of(model)) is not None:
-            return team.dense_state_dict()  # collective in all teams
-        if not is_ours(model):
-            return original(self, model, *args, **kwargs)
-        from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-
-        with model.dense():  # state dicts are whole, even under tensor parallelism
-            return clone_tensors_for_torch_save(model.module.state_dict())
-
-    fill = DeepSpeedPlugin.fill_match
-
-    @wraps(fill)
-    def fill_match(self: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> None:
-        if not ds_key_long.startswith(f"{KEY}."):
-            fill(self, ds_key_long, *args, **kwargs)
-
-    start = PartialState.__init__
-
-    @wraps(start)
-    def __init__(self: Any, cpu: bool = False, **kwargs: Any) -> None:
-        start(self, cpu or _runs_deepspeed_on_cpus(), **kwargs)
-
-    Accelerator.get_state_dict = get_state_dict
-    DeepSpeedPlugin.fill_match = fill_match
-    PartialState.__init__ = __init__
-
-
-def _runs_deepspeed_on_cpus() -> bool:
-    """Whether this is a rank of DeepSpeed on CPUs, which Accelerate would take for the only process: all ranks would
-    train on the same data, until an evaluation fails."""
-    import torch
-
-    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    return (
-        uses_deepspeed
-        and "LOCAL_RANK" in os.environ
-        and (os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.accelerator.is_available())
-    )

@@ -7,10 +7,10 @@ FSDP2's reduce-scatter averages a unit over its mesh, which consists of its hold
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.fsdp import state_dicts
 from sdp_deepspeed.fsdp.dense_model import DenseModel
 from sdp_deepspeed.fsdp.dtensors import ReplacedDTensors, check_per_head, find_columns
+from sdp_deepspeed.fsdp.evaluation import run_dense_in_evaluation
 from sdp_deepspeed.fsdp.fsdp_groups import (
     BranchModules,
     FsdpGroup,
@@ -40,7 +41,6 @@ from sdp_deepspeed.fsdp.refused_arguments import check_call, check_same_settings
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, attach
 from sdp_deepspeed.init import DeferredWeights, device_type, move_in_place
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.check import is_checkpointed
 from sdp_deepspeed.masking.forwards import set_data
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.masking.scale import describe_scale
@@ -119,7 +119,7 @@ def fully_shard(
     except Exception:
         dist.destroy_process_group(control)
         raise
-    _run_dense_in_evaluation(sharded)
+    run_dense_in_evaluation(sharded)
     attach(sharded)
     return module
 
@@ -319,55 +319,3 @@ def _shard_modules(modules: Sequence[nn.Module], mesh: DeviceMesh, arguments: Ma
     for parameter in before:  # FSDP2 copies shards; free parameters that are still referenced
         if id(parameter) not in after:
             set_data(parameter, parameter.new_empty(0))
-
-
-# ---- evaluation -----------------------------------------------------------------------------------------------------
-
-
-def _run_dense_in_evaluation(sharded: ShardedModel) -> None:
-    """Make forward passes in evaluation mode without gradients those of the dense model."""
-    model = sharded.module
-
-    def before(*_: Any) -> None:
-        if not model.training and not torch.is_grad_enabled():
-            sharded.begin_evaluation("an evaluation")
-            return
-        if torch.is_grad_enabled() and not model.training:
-            sharded.warn()
-        sharded.has_trained = True
-        sharded.barrier.record_step()
-
-    def after(*_: Any) -> None:
-        """FSDP2 keeps the root gathered for backward. Without backward, an optimizer, clipping or the next forward pass
-        would use the gathered copies as weights."""
-        if not torch.is_grad_enabled():
-            sharded.reshard()
-
-    for module, copied in sharded.dense.runnable:
-        vars(module)["forward"] = _or_dense(sharded, module, copied)
-    model.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)
-    model.register_forward_hook(torch.compiler.disable(after))
-
-
-def _or_dense(sharded: ShardedModel, module: nn.Module, copied: nn.Module) -> Callable[..., Any]:
-    """Forward of a module, or in evaluation mode without gradients that of `copied`, the same in the dense model."""
-    subnetwork = module.forward
-
-    @torch.compiler.disable
-    def is_dense() -> bool:
-        if module.training and not sharded.has_warned and not is_checkpointed():
-            sharded.warn()
-        return not module.training and not is_checkpointed()
-
-    @torch.compiler.disable
-    def dense(*args: Any, **kwargs: Any) -> Any:
-        if module is not sharded.module:  # the model is in a pass in training mode, which goes on
-            sharded.begin_evaluation("an evaluation")
-            sharded.has_trained = True
-        return sharded.dense.run(copied, *args, **kwargs)
-
-    @wraps(subnetwork)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return subnetwork(*args, **kwargs) if torch.is_grad_enabled() or not is_dense() else dense(*args, **kwargs)
-
-    return forward
