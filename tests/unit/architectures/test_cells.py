@@ -19,30 +19,17 @@ from sdp_deepspeed.masking import cell_proof
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.masking.scale import starts_smaller
 from sdp_deepspeed.plan.strategies import units_of_branches
-from tests.helpers.core_masks import families
 from tests.helpers.hand_written import HAND_WRITTEN, WIDTH, Layer, traced
 from tests.helpers.mixtures import MIXTURES, Mixture
 from tests.helpers.oracle_grid import ARCHITECTURES
 from tests.helpers.oracle_grid import MODELS as OF_ORACLE
 
 MODELS = {name: Mixture.of(name) for name in MIXTURES} | OF_ORACLE
-# Layouts that the others do not have: interleaved queries, keys and values, by head or by group; tables and norms by
-# head; latent heads; gates that alternate with ups, beside shared experts or not; more counts; uncut heads.
-IN_SHORT = {*ARCHITECTURES, "cohere", "deberta_v2", "deepseek_v3", "falcon_grouped", "gpt_oss", "olmo2", "swinv2"}
-# Whose branches, though not their cells, are read from the code in another way than those of the ones above.
-OTHER_LAYOUTS = {
-    "bart",
-    "bert",
-    "bloom",
-    "convnext",
-    "gemma2",
-    "granite",
-    "llama4",
-    "opt_post_norm",
-    "phi",
-    "qwen3_next",
-}
-OTHER_LAYOUTS |= {"vit", "whisper"}
+# Layouts that the others do not have: interleaved queries, keys and values, by head or by group, or in one matrix;
+# tables and norms by head; latent heads; gates in one matrix with ups, one by one or not, beside shared experts or not;
+# more counts; uncut heads. Of the others only the branches are read from the code in another way.
+WITH_CELLS = {*ARCHITECTURES, "cohere", "deberta_v2", "deepseek_v3", "falcon_grouped", "gpt_oss", "olmo2", "phi3"}
+WITH_CELLS |= {"swinv2"}
 # Names that rules, plans and checkpoints have: of each branch with its parameters, and with what neurons cut.
 BRANCHES = json.loads((Path(__file__).parent / "branches.json").read_text(encoding="utf-8"))
 
@@ -53,10 +40,10 @@ def derived(model: nn.Module) -> dict[str, LocatedBranch]:
     return {branch.name: branch for branch in proven_branches(model, "neuron")}
 
 
-@pytest.mark.parametrize("name", families(BRANCHES, IN_SHORT | OTHER_LAYOUTS))
+@pytest.mark.parametrize("name", BRANCHES)
 def test_branches_of_families(name: str, pytestconfig: pytest.Config) -> None:
     """With cells of a few, unless in full."""
-    is_cut = name in IN_SHORT or pytestconfig.getoption("--full")
+    is_cut = name in WITH_CELLS or pytestconfig.getoption("--full")
     found = {branch.name: branch for branch in proven_branches(MODELS[name].build(), "neuron" if is_cut else "block")}
     expected = {branch: entry for entry in BRANCHES[name] for branch in entry["branches"]}
     assert found.keys() == expected.keys()

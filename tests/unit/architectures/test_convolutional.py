@@ -60,11 +60,11 @@ def test_a_plan_whose_block_is_bypassed_by_a_projection_is_refused() -> None:
 class Inverted(nn.Module):
     """Of a mobile net: a wide layer, one that runs on each channel by itself, and back."""
 
-    def __init__(self, width: int = 4, *, groups: int = 12, affine: bool = True) -> None:
+    def __init__(self, *, affine: bool) -> None:
         super().__init__()
-        self.up, self.norm = nn.Conv2d(width, 12, 1), nn.BatchNorm2d(12, affine=affine)
-        self.depth, self.norm2 = nn.Conv2d(12, 12, 3, padding=1, groups=groups), nn.BatchNorm2d(12)
-        self.down = nn.Conv2d(12, width, 1)
+        self.up, self.norm = nn.Conv2d(4, 12, 1), nn.BatchNorm2d(12, affine=affine)
+        self.depth, self.norm2 = nn.Conv2d(12, 12, 3, padding=1, groups=12), nn.BatchNorm2d(12)
+        self.down = nn.Conv2d(12, 4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.down(torch.relu(self.norm2(self.depth(torch.relu(self.norm(self.up(x)))))))
@@ -72,28 +72,22 @@ class Inverted(nn.Module):
 
 
 class InvertedLayer(nn.Module):
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, affine: bool = True) -> None:
         super().__init__()
-        self.body = Inverted(**options)
+        self.body = Inverted(affine=affine)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = x + self.body(x)
         return result
 
 
-INVERTED = tuple(Cut(name, 0) for name in ("up", "norm", "depth", "norm2"))
-
-
-def describe_inverted(cuts: tuple[Cut, ...] = INVERTED) -> None:
-    inner = InnerLayers((*cuts, Cut("down", 1, is_output=True)))
-    architectures.register(InvertedLayer, Branch("mlp", body="body", inner=inner))
-
-
 @pytest.mark.usefixtures("own_descriptions")
 @pytest.mark.parametrize("affine", [True, False])
 def test_convolutions_on_each_channel_by_itself_are_cut_with_them(affine: bool) -> None:
     torch.manual_seed(0)
-    describe_inverted()
+    cuts = [Cut(name, 0) for name in ("up", "norm", "depth", "norm2")]
+    inner = InnerLayers((*cuts, Cut("down", 1, is_output=True)))
+    architectures.register(InvertedLayer, Branch("mlp", body="body", inner=inner))
     dense = nn.Sequential(InvertedLayer(affine=affine), InvertedLayer()).double()
     assert len(check_description(dense, torch.randn(2, 4, 5, 5, dtype=torch.float64))) == 4
     narrow: Any = masked(dense, plan_of(dense, "forward", "neuron"), 0)[0][0].body.depth
