@@ -28,10 +28,6 @@ class Block:
     text: str
 
     @property
-    def name(self) -> str:
-        return f"{self.document}:{self.line}"
-
-    @property
     def code(self) -> CodeType:
         """Of Python, or of a diff of Python after the change; with the document's line numbers."""
         lines = self.text.splitlines()

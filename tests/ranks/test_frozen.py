@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import TestCase
 
 import pytest
 import torch
@@ -22,6 +20,7 @@ from tests.helpers.sharded import sharded
 from tests.helpers.training import engine_of, own_batches, sgd
 
 pytestmark = pytest.mark.world(3)
+CHECKS, WARNINGS = TestCase(), ("sdp_deepspeed", "WARNING")
 
 
 class Taught(nn.Module):
@@ -65,20 +64,6 @@ def backward(run: Any, batch: torch.Tensor) -> list[torch.Tensor]:
     return result
 
 
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """Warnings of this package."""
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("sdp_deepspeed")
-    logger.addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logger.removeHandler(handler)
-
-
 @pytest.mark.parametrize(("host", "strategy"), [("deepspeed", "neuron"), ("fsdp2", "block")])
 def test_a_frozen_teacher_is_whole(rank: Rank, host: str, strategy: str) -> None:
     """In training mode, as `train()` of the model leaves it, and in evaluation mode, where nothing is gathered for it.
@@ -97,9 +82,8 @@ def test_a_frozen_teacher_is_whole(rank: Rank, host: str, strategy: str) -> None
     batch = own_batches(rank, 1)[0]
     for evaluates in (False, True):
         model.evaluates, model.targets = evaluates, None
-        with logged() as texts:
+        with CHECKS.assertNoLogs(*WARNINGS):
             backward(run, batch)
-        assert not texts
         assert all(is_subnetwork)
         assert torch.equal(model.targets, whole(batch).logits)
 
@@ -125,12 +109,12 @@ def test_no_gradients_in_training_mode(rank: Rank, host: str) -> None:
     model = Taught()
     run, _ = on(host, model, holders=2)
     batch = own_batches(rank, 1)[0]
-    with logged() as texts:
+    with CHECKS.assertLogs(*WARNINGS) as logged:
         for _ in range(2):
             model.targets = None
             backward(run, batch)
             assert torch.equal(model.targets, model.logits)
-    assert len(texts) == 1
+    assert len(logged.records) == 1
 
 
 class Checkpointed(nn.Module):
@@ -159,8 +143,7 @@ def test_reentrant_checkpoints_are_no_evaluation(rank: Rank) -> None:
         model.inner.train(training)
         gradients = []
         for model.checkpoints in (True, False):
-            with logged() as texts:
+            with CHECKS.assertNoLogs(*WARNINGS):
                 gradients.append(backward(engine, batch))
-            assert not texts
         assert len(gradients[0]) == len(gradients[1])
         assert all(map(torch.equal, *gradients))

@@ -60,11 +60,11 @@ def test_pieces_must_be_equal_in_all_shards(pieces: list[Piece]) -> None:
         shards().local_plan(plan_of(Unit("u", tuple(pieces))))
 
 
-def branch(*, blocks: int = 1, dim: int = 0, num_cells: int = 12) -> LocatedBranch:
+def branch(*, blocks: int = 1, dim: int = 0) -> LocatedBranch:
     inner = InnerLayers((Cut("up", dim, blocks), Cut("down", 1, is_output=True)))
     tensors = (CutTensor(inner.cuts[0], "up", dim, 12, (1,) * blocks), CutTensor(inner.cuts[1], "down", 1, 12))
     pieces = (Piece("norm", None, 0, 4), Piece("up", None, 0, 48), Piece("down", None, 0, 48))
-    return LocatedBranch("layer", Branch("mlp", norm="norm", body="ff", inner=inner), pieces, num_cells, tensors)
+    return LocatedBranch("layer", Branch("mlp", norm="norm", body="ff", inner=inner), pieces, 12, tensors)
 
 
 def test_a_branch_as_a_rank_has_it() -> None:
