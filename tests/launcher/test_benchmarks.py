@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.gpus import ON_THE_CPU
-from tests.helpers.repository import ROOT
+from tests.helpers.programs import launched
 
 pytestmark = pytest.mark.slow
 
@@ -21,15 +19,10 @@ RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 def run(folder: Path, *arguments: str) -> dict[str, Any]:
     output = folder / "raw.json"
-    done = subprocess.run(
-        [sys.executable, *arguments, "--output", str(output)],
-        cwd=ROOT,
-        env=os.environ | ON_THE_CPU | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    command = [sys.executable, *arguments, "--output", str(output)]
+    with launched(command, folder / "log", **ON_THE_CPU) as running:
+        code, said = running.finish()
+    assert code == 0, said[-6000:]
     result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     assert result["provenance"]["versions"]["torch"]
     return result

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.helpers.programs import launched
 from tests.helpers.repository import ROOT
 
 SMALL = {"QUICKSTART_STEPS": "6", "QUICKSTART_WORKERS": "2"}
@@ -25,16 +23,11 @@ def test_the_quickstart_trains_compares_and_samples(tmp_path: Path) -> None:
     (checkout / "launch/_environment.sh").write_text(INSTALLED)
     (tmp_path / "text.txt").write_text("\n".join(f"def square_{n}(x): return {n} * x * x" for n in range(4000)))
     text = f"data.sources=[{{path: text, data_files: {tmp_path / 'text.txt'}}}]"
-    commands = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["bash", str(checkout / "launch/quickstart.sh"), text, "data.vocab_size=512", "data.validation_blocks=8"],
-        env=os.environ | {"PATH": commands, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)} | SMALL,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    said = done.stdout[done.stdout.index("==> 3/4") :]
+    command = ["bash", str(checkout / "launch/quickstart.sh"), text, "data.vocab_size=512", "data.validation_blocks=8"]
+    with launched(command, tmp_path / "log", **SMALL) as running:
+        code, output = running.finish()
+    assert code == 0, output[-8000:]
+    said = output[output.index("==> 3/4") :]
     assert "quickstart_zero1" in said
     assert "\ndef " in said[said.index("==> 4/4") :]
     assert (checkout / "runs/quickstart/hf/model.safetensors").exists()

@@ -24,7 +24,7 @@ sdp_deepspeed.fully_shard(3)
 """
 
 
-def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
+def run(*command: object, cwd: Path | None = None, code: int = 0, **environment: str) -> str:
     done = subprocess.run(
         list(map(str, command)),
         env=os.environ | environment,
@@ -33,7 +33,7 @@ def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
         timeout=900,
         cwd=cwd or "/",
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
 
@@ -97,15 +97,8 @@ def test_a_clean_environment_answers(python: Path, tmp_path: Path) -> None:
 def test_a_users_type_checker_sees_types(python: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "mypy", "--python-executable", python, "--follow-untyped-imports", "script.py"]
-    done = subprocess.run(
-        list(map(str, command)),
-        env=os.environ | {"PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        cwd=tmp_path,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("script.py:")]
+    found = run(*command, cwd=tmp_path, code=1, PYTHONPATH="").splitlines()
+    lines = [line for line in found if line.startswith("script.py:")]
     assert "sdp_deepspeed.plan.plan.Plan" in lines[0]
     assert "def (" in lines[1]
     assert "script.py:5: error" in lines[2]

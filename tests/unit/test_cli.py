@@ -143,7 +143,7 @@ def test_plan_is_printed_saved_and_drawn(capsys: Capture) -> None:
     assert table.num_ranks == 4
     for unit, holders in zip(table.units, table.holders, strict=True):
         assert re.search(rf"{re.escape(unit.name)} +{''.join('.#'[k in holders] for k in range(4))}\n", shown)
-    assert f"hash {table.hash[:16]}" in shown
+    assert re.search(rf"\d times the mean bytes\n  spectral gap 0\.\d+\n  hash {table.hash[:16]}", shown)
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
     assert table.hash[:16] in printed(capsys, "plan", "plan.json")
 
