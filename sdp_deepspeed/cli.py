@@ -139,6 +139,8 @@ def plan(
     elif source is None:
         raise ValueError("expected a recipe, a saved plan, or --model")
     elif source.endswith(".json"):
+        if overrides:
+            raise ValueError(f"a saved plan cannot be changed: remove {' '.join(overrides)}")
         from sdp_deepspeed.plan.plan import Plan
 
         shown = Plan.load(Path(source))

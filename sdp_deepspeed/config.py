@@ -125,7 +125,7 @@ class SubnetworkConfig(BaseModel):
         default="block",
         title='"block", "neuron", or a mapping by branch type such as {"attention": "neuron", "mlp": "block"}',
         description="A unit is a residual branch (`block`), or a group of neurons, heads or channels (`neuron`). "
-        "Branch types missing from a mapping are shared.",
+        "Branch types missing from a mapping are replicated.",
     )
     subnetworks: Literal["auto"] | int = Field(
         default="auto",

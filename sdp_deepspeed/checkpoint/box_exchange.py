@@ -1,8 +1,8 @@
 """Put dense tensors together outside a step: boxes that ranks want, from boxes that ranks offer.
 
-Re-plans and exports use it; each rank receives only the elements that it wants. Dense views, in which all ranks want
-nearly everything, have an all-gather (parallel/dense_gathers.py): here a holder would send a slice once for each rank
-that lacks it, with 64 ranks and blocks at C = 1/2 14 times as many bytes as the all-gather.
+Re-plans and exports of FSDP2 use it; each rank receives only the elements that it wants. Dense views, in which all
+ranks want nearly everything, have an all-gather (parallel/dense_gathers.py): here a holder would send a slice once for
+each rank that lacks it, with 64 ranks and blocks at C = 1/2 14 times as many bytes as the all-gather.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class DenseView:
             return
         if self.is_collective:
             self._barrier.wait(what)
-            average_running_statistics(self.mask, self._groups.data_parallel.process_group, self._device)
+            average_running_statistics(self.mask, self._groups.data_parallel, self._device)
         self.mask.undo()
         if self.mask.plan.regime == "forward":
             self._fetch()

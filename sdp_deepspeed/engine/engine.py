@@ -55,13 +55,13 @@ from sdp_deepspeed.engine.earlier_engines import engines, make_whole
 from sdp_deepspeed.engine.full_access import install_full_access
 from sdp_deepspeed.engine.monitor import StepEvents
 from sdp_deepspeed.engine.optimizer_options import check_bucket_size, loss_scaler, skips_overflow, step_options
+from sdp_deepspeed.engine.plans import Plans
 from sdp_deepspeed.engine.refused_settings import (
     refuse_config,
     refuse_frozen,
     refuse_single_processes,
     refuse_unused,
 )
-from sdp_deepspeed.engine.replanning import Plans
 from sdp_deepspeed.engine.tensor_parallel import (
     DividedEngine,
     check_mpu,
@@ -406,7 +406,7 @@ class SubnetworkEngine(DividedEngine):
         self._core.refuse_dense(call)
         self._core.check_parameters()
         self._core.barrier.wait(call)
-        average_running_statistics(self._core.mask, self.seq_data_parallel_group, self.device)
+        average_running_statistics(self._core.mask, self._core.groups.data_parallel, self.device)
 
     # ---- the dense model ----------------------------------------------------------------------------------------
 

@@ -119,7 +119,7 @@ class ShardedModel:
     def average_statistics(self) -> None:
         """Average running statistics of batch norms if the model was trained since the last time. Collective."""
         if self.has_trained:
-            average_running_statistics(self.mask, self.groups.data_parallel.process_group, self.device)
+            average_running_statistics(self.mask, self.groups.data_parallel, self.device)
             self.has_trained = False
 
 

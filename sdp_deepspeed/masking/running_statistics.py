@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sdp_deepspeed.masking.mask import Mask
+from sdp_deepspeed.parallel.groups import RankGroup
 from sdp_deepspeed.units import Piece
 
 _MEANS, _COUNT = ("running_mean", "running_var"), "num_batches_tracked"
@@ -34,14 +35,17 @@ def running_statistics(mask: Mask) -> list[tuple[Piece, tuple[int, ...]]]:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def average_running_statistics(mask: Mask, group: dist.ProcessGroup | None, device: torch.device) -> None:
+def average_running_statistics(mask: Mask, group: RankGroup, device: torch.device) -> None:
     """Average each running mean and variance over the ranks that run the norm; take the maximum of batch counts.
 
     Two all-reduces over the data-parallel ranks; none without running statistics. The mask must be applied. Sums are in
     fp64, where the mean of equal values is exact, so averaging twice equals averaging once.
+
+    Args:
+        group: the data-parallel ranks.
     """
     statistics = running_statistics(mask)
-    if not statistics:
+    if not statistics or group.size == 1:
         return
     means = [(piece, ranks) for piece, ranks in statistics if not piece.parameter.endswith(_COUNT)]
     counts = [(piece, ranks) for piece, ranks in statistics if piece.parameter.endswith(_COUNT)]
@@ -56,8 +60,8 @@ def average_running_statistics(mask: Mask, group: dist.ProcessGroup | None, devi
     for index, (piece, ranks) in enumerate(counts):
         if mask.rank in ranks:
             largest[index] = mask.view(piece)
-    dist.all_reduce(sums, group=group)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(sums, group=group.process_group)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.process_group)
     divisors = torch.tensor([float(len(ranks)) for _, ranks in means], dtype=torch.float64, device=device)
     sums /= divisors.repeat_interleave(torch.tensor(sizes, device=device))
     for piece, mean in means_of_rank:

@@ -1,6 +1,7 @@
 """Gather slices of the dense model on all data-parallel ranks: dense views, and updated weights in the backward regime.
 
-Re-plans and exports use `checkpoint/box_exchange.py` instead, where each rank receives only the elements that it wants.
+Re-plans and exports of FSDP2 use `checkpoint/box_exchange.py` instead, where each rank receives only the elements that
+it wants.
 """
 
 from __future__ import annotations

@@ -105,6 +105,8 @@ def test_without_arguments_and_version(capsys: Capture) -> None:
         ("estimate run.yaml deepspeed.zero_optimization.stage=3", "zero_optimization.stage: got 3"),
         ("estimate run.yaml deepspeed.optimizer.type=OneBitAdam", "optimizer 'OneBitAdam'"),
         ("estimate run.yaml --ranks-per-node 3", "ranks_per_node: got 3, which does not divide 8 ranks"),
+        ("plan missing.json", "missing.json"),
+        ("plan saved.json sdp.coverage=0.5", "a saved plan cannot be changed: remove sdp.coverage=0.5"),
         ("plan run.yaml sdp=off", f"{KEY} is missing"),
     ],
 )

@@ -17,7 +17,9 @@ from transformers import DynamicCache
 from sdp_deepspeed import architectures, check_description
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers
 from sdp_deepspeed.config import MODES
+from sdp_deepspeed.masking.running_statistics import average_running_statistics
 from sdp_deepspeed.masking.scale import describe_scale
+from sdp_deepspeed.parallel.groups import RankGroup
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Regime
 from tests.helpers import models, more_models
@@ -480,6 +482,19 @@ def test_a_batch_norm_that_a_user_froze_stays(regime: Regime, strategy: str) -> 
     for norm in (module for module in model.train().modules() if isinstance(module, nn.BatchNorm1d)):
         norm.eval()
     model(batch()).square().mean().backward()
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True))
+
+
+def test_statistics_of_one_rank_are_not_exchanged() -> None:
+    """Nor with its tensor-parallel ranks, the default group's others."""
+    describe(Cut("norm", 0))
+    dense = Model(lambda: nn.BatchNorm1d(9))
+    plan = plan_of(dense, "forward", "block")
+    plan = replace(plan, num_subnetworks=1, holders=((0,),) * len(plan.units), subnetwork_of_rank=(0,))
+    model, mask = masked(dense, plan, 0)
+    model(batch())
+    before = deepcopy(model)
+    average_running_statistics(mask, RankGroup((0,), None, 0), torch.device("cpu"))
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True))
 
 

@@ -74,6 +74,26 @@ def test_the_calls_before_start() -> None:
     assert team.shard(Dataset.from_dict({"x": [*range(5)]}))["x"][:] == [3, 4], "as datasets divide"
 
 
+class Layer(nn.Module):
+    """Adds what `body` computes, or its square, which is scaled otherwise."""
+
+    def __init__(self, is_squared: bool = False) -> None:
+        super().__init__()
+        self.body, self.is_squared = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), is_squared
+
+    def forward(self, x: torch.Tensor) -> Any:
+        added = self.body(x)
+        return x + (added * added if self.is_squared else added)
+
+
+def test_layers_without_units_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
+    model = nn.Sequential(Layer(), Layer(), Layer(True))
+    sdp_deepspeed.trace(model, torch.zeros(2, 4))
+    sdp_deepspeed.join(model, BLOCK)
+    assert "layers or types are replicated, such as '" in caplog.text
+
+
 def test_a_model_built_under_init(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both teams have pieces of one model, whose output projections start C times smaller."""
     pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
