@@ -37,7 +37,7 @@ def patch_trainer() -> None:
             logs |= {"coverage": engine.coverage, "phase": engine.phase}
         if is_ours(engine) or team is not None:
             names = _LOSSES | {_NORM: f"subnetwork_{_NORM}"}
-            logs |= {names[name]: logs.pop(name) for name in _of_subnetworks(self) if name in logs}
+            logs |= {names[name]: logs.pop(name) for name in _of_subnetworks(self, logs) if name in logs}
         return log(self, logs, *args, **kwargs)
 
     @wraps(count)
@@ -85,12 +85,13 @@ def _trained_by_subnetworks(engine: Any) -> set[str]:
     return {*_LOSSES} if engine.plan.trains_subnetworks else set()
 
 
-def _of_subnetworks(trainer: Any) -> set[str]:
-    """Names of logs that include a subnetwork's: losses since the last log and over all of training, the last norm."""
+def _of_subnetworks(trainer: Any, logs: Mapping[str, float]) -> set[str]:
+    """Names of logs that include a subnetwork's: losses since they were logged last and over all of training, the last
+    norm."""
     noted: set[str] | None = vars(trainer).get("sdp_of_subnetworks")
     if noted is None:  # a custom training step
         return _trained_by_subnetworks(trainer.model_wrapped)
-    vars(trainer)["sdp_of_subnetworks"] = noted - {"loss"}
+    vars(trainer)["sdp_of_subnetworks"] = noted - ({"loss"} & logs.keys())
     return noted
 
 
