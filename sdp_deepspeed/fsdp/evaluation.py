@@ -24,7 +24,6 @@ def run_dense_in_evaluation(sharded: ShardedModel) -> None:
         if torch.is_grad_enabled() and not model.training:
             sharded.warn()
         sharded.has_trained = True
-        sharded.barrier.record_step()
 
     def after(*_: Any) -> None:
         """FSDP2 keeps the root gathered for backward. Without backward, an optimizer, clipping or the next forward pass

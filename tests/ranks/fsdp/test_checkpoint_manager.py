@@ -215,10 +215,6 @@ def test_what_is_refused(rank: Rank) -> None:
     run.train(rank, 1, first=1)
     call = run.checkpoints.save_checkpoint if rank.rank == 0 else run.checkpoints.load_checkpoint
     refusal(RuntimeError, partial(call, folder), "made different calls")
-    if rank.rank == 0:
-        with pytest.raises(RuntimeError, match="rank 1 continued training"):
-            run.checkpoints.save_checkpoint(folder)
-    loss_of(run.model, next(batches(rank.size, 1))[rank.rank][0])
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
@@ -23,11 +24,11 @@ from sdp_deepspeed.fsdp import (
     sharded_model_of,
 )
 from sdp_deepspeed.init import DeferredWeights
-from tests.helpers.models import TOKENS, VOCABULARY, llama, loss_of
+from tests.helpers.models import TOKENS, VOCABULARY, Diffusing, Wrapped, llama, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import Rank
 from tests.helpers.sharded import check_against_reference, gathered_state, sharded
-from tests.helpers.training import gathered, refusal
+from tests.helpers.training import assert_identical, gathered, refusal
 
 SIZE = 2
 pytestmark = pytest.mark.world(SIZE)
@@ -188,6 +189,18 @@ def test_is_exported(rank: Rank) -> None:
         refusal(RuntimeError, lambda: save_pretrained(model, folder), "no room", "rank 0")
     with torch.no_grad():
         assert torch.equal(model(input_ids=TOKENS).logits, expected)
+
+
+def test_is_exported_without_transformers(rank: Rank) -> None:
+    """With tied weights: a model without `save_pretrained`, and one whose `save_pretrained` takes no state dict."""
+    for kind, name in ((Wrapped, "model"), (Diffusing, "diffusion_pytorch_model")):
+        model, folder = sharded(kind(), ONE), rank.folder / name
+        save_pretrained(model, folder)
+        if rank.rank == 0:
+            assert_identical(load_file(folder / f"{name}.safetensors"), kind().state_dict())
+        with torch.no_grad():
+            expected = kind().eval()(input_ids=TOKENS).logits
+            assert torch.equal(model.eval()(input_ids=TOKENS).logits, expected)
 
 
 def test_generates(rank: Rank) -> None:

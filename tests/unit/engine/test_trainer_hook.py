@@ -12,7 +12,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 import sdp_deepspeed  # noqa: F401  patches both
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.engine.trainer_hook import patch_trainer
+from sdp_deepspeed.engine.trainer_hook import note_step, patch_trainer
 
 FRACTIONS = [{"until": 0.5, "coverage": 0.5}, {"coverage": 1.0}]
 
@@ -61,3 +61,42 @@ def test_teams_cannot_go_back_to_the_best_checkpoint() -> None:
     config = config_of({"coverage": 0.5, "local_steps": {"teams": 2, "every": 2}})
     with pytest.raises(ValueError, match="load_best_model_at_end: got True"):
         config.trainer_config_finalize(SimpleNamespace(load_best_model_at_end=True), None, 7)
+
+
+class SubnetworkEngine:
+    """The name is what it is known by."""
+
+    def __init__(self, trains: bool) -> None:
+        self.plan = SimpleNamespace(trains_subnetworks=trains)
+        self.coverage, self.phase = 0.5, 0
+
+
+def labelled(trainer: Any, *, before: bool | None, after: bool, name: str = "loss") -> bool:
+    """Whether the Trainer says that a loss is a subnetwork's: of a step under one plan, logged under another."""
+    if before is not None:
+        trainer.model_wrapped = SubnetworkEngine(before)
+        note_step(trainer)
+    trainer.model_wrapped, logs = SubnetworkEngine(after), {name: 1.0}
+    transformers.trainer.Trainer.log(trainer, logs)
+    return f"{name.removesuffix('loss')}subnetwork_loss" in logs
+
+
+def a_trainer() -> Any:
+    """As far as its `log` needs it."""
+    control = SimpleNamespace()
+    callbacks = SimpleNamespace(on_log=lambda *_: control)
+    state = SimpleNamespace(epoch=None, num_input_tokens_seen=0, global_step=1, log_history=[])
+    arguments = SimpleNamespace(include_num_input_tokens_seen="no")
+    return SimpleNamespace(args=arguments, state=state, callback_handler=callbacks, control=control)
+
+
+def test_a_loss_is_a_subnetworks_if_that_of_a_step_since_the_last_log_was() -> None:
+    """A step that ends with another plan was made under the one before."""
+    trainer = a_trainer()
+    assert labelled(trainer, before=True, after=True)
+    assert labelled(trainer, before=True, after=False)
+    assert not labelled(trainer, before=False, after=False)
+    assert labelled(trainer, before=False, after=False, name="train_loss"), "the mean of all steps"
+    assert not labelled(trainer, before=False, after=True)
+    for trains in (True, False):
+        assert labelled(a_trainer(), before=None, after=trains) == trains, "a Trainer with steps of its own"

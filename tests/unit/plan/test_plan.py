@@ -111,3 +111,19 @@ def test_files_that_are_not_json(tmp_path: Path, text: str) -> None:
         Plan.load(tmp_path / "plan.json")
     with pytest.raises(ValueError, match="cannot be read"):
         Plan.load(tmp_path)
+
+
+def test_table() -> None:
+    costs = [UnitCost(4, 16, 8), UnitCost(4, 16, 8), UnitCost(4, 16, 24)]
+    text = PLAN.table(costs, details=True)
+    for line in (
+        "layers.0  ##.",
+        "layers.1  .##",
+        "1.20 times the mean",
+        "gap 0.7500",
+        PLAN.hash[:16],
+        "in 2 holder sets",
+    ):
+        assert line in text
+    assert PLAN.table(costs) == "\n".join(text.splitlines()[:-2])
+    assert "1 to 3 holders, 6 in all (coverage 0.6667)" in MIXED.table()
