@@ -21,7 +21,8 @@ from sdp_deepspeed.teams.exchange import Exchange
 from sdp_deepspeed.teams.meeting_point import REMIND, RETRY, MeetingPoint
 from sdp_deepspeed.teams.outside_changes import OutsideChanges
 from sdp_deepspeed.teams.ranks import TeamRanks
-from sdp_deepspeed.teams.shares import Range, buckets, num_elements, shares_of
+from sdp_deepspeed.teams.result import Result, TeamState
+from sdp_deepspeed.teams.shares import buckets, num_elements
 from sdp_deepspeed.teams.weights import TorchHost, Weights
 
 logger = logging.getLogger("sdp_deepspeed")
@@ -40,9 +41,6 @@ class Participant:
 
     Attributes:
         number: of this team, from 0.
-        version: number of meetings that counted; 0 before the first, -1 before `start`.
-        num_steps: optimizer steps of the run so far. A team that comes back goes on with this one, in its data and its
-            learning rate.
         present: numbers of the teams at the last meeting.
         joined: numbers of those that took anchors over at it.
         seconds_waiting, seconds_exchanging: in all meetings so far, the first part of them for other teams.
@@ -62,18 +60,15 @@ class Participant:
         agreed: Mapping[str, Any],
         communication_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.number, self.plan, self.version = mask.rank, plan, NO_STATE
+        self.number, self.plan = mask.rank, plan
         self._mask, self._settings, self._ranks, self._address = mask, settings, ranks, address
         self._agreed = {"ranks": ranks.size, **agreed}
         self._dtype = communication_dtype
         self._tied = tied_names(mask.model)
-        self._shares = shares_of(mask, ranks.rank, ranks.size, ranks.divided)
         self._weights, self._model = Weights(host, mask, ranks), model
         self._changes = OutsideChanges(lambda: [] if self.is_dense else host.local())
-        self._anchors = torch.zeros(num_elements(self._shares))
-        self._momentum = torch.zeros(len(self._anchors) if settings.outer_momentum else 0)
-        self.num_steps = self._steps_since = 0  # the second: since the last meeting
-        self._last = ""  # identity of the meeting that the anchors are of
+        size = num_elements(self._weights.shares)
+        self._state = TeamState(torch.zeros(size), torch.zeros(size if settings.outer_momentum else 0))
         self._pending: Result | None = None  # of a meeting that may count
         self._point: MeetingPoint | None = None
         self._has_left = self._is_back = False  # the second: since the start, no call has been made
@@ -82,6 +77,17 @@ class Participant:
         self.joined: tuple[int, ...] = ()
         self.seconds_waiting = self.seconds_exchanging = 0.0
         self.bytes_sent = 0
+
+    @property
+    def version(self) -> int:
+        """Number of meetings that counted; 0 before the first, -1 before `start`."""
+        return self._state.version
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run so far. A team that comes back goes on with this one, in its data and its learning
+        rate."""
+        return self._state.num_steps
 
     @property
     def has_started(self) -> bool:
@@ -116,10 +122,10 @@ class Participant:
                 continue
             if self._settle(attendance):
                 deltas = None
-            result = Result(self, attendance, deltas)
+            result = self._result(attendance, deltas)
             error, num_bytes = self._try(attendance, result)
             if error is None:
-                result.take_over()
+                self._take_over(result)
                 self._log_meeting(call, attendance, waited, time.monotonic() - begin - waited, num_bytes)
                 if not attendance.only_helps(call):
                     self._is_back = call == START
@@ -147,11 +153,11 @@ class Participant:
                 identity=self._point.identity,
                 team=self.number,
                 version=self.version,
-                last=self._last,
+                last=self._state.last,
                 pending="" if self._pending is None else self._pending.attendance.identity,
                 call=call,
                 num_steps=self.num_steps,
-                steps_since=self._steps_since,
+                steps_since=self._state.steps_since,
                 attempts=self._attempts,
                 group=self._point.group_name,
                 store=self._point.store,
@@ -192,7 +198,7 @@ class Participant:
             group = point.connect(attendance, self._ranks.rank)
             stores_all = self.plan.regime == "backward"
             exchange = Exchange(group, attendance, self.number, stores_all, self._dtype)
-            for bucket in buckets(self._shares):
+            for bucket in buckets(self._weights.shares):
                 result.exchange(exchange, bucket)
         except RuntimeError as error:
             problem = str(error)
@@ -226,8 +232,34 @@ class Participant:
         pending = self._pending
         if pending is None or pending.attendance.identity not in {member.last for member in attendance.members}:
             return False
-        pending.take_over()
+        self._take_over(pending)
         return True
+
+    def _result(self, attendance: Attendance, deltas: torch.Tensor | None) -> Result:
+        """What a meeting will compute. Collective in the team."""
+        if not attendance.averages or self.number not in attendance.current:
+            deltas = None
+        elif deltas is None:
+            deltas = self._deltas()
+        return Result(self._state, attendance, self.number, self._weights.shares, self._settings, deltas)
+
+    def _take_over(self, result: Result) -> None:
+        """Replace the team's state and weights by the result of a meeting that counts. Collective in the team."""
+        state, attendance = self._state, result.attendance
+        if state.version != NO_STATE and result.copies:
+            self._log(
+                f"missed meetings after version {state.version}: takes over version {attendance.next_version}, drops "
+                f"{state.steps_since} steps",
+                is_warning=True,
+            )
+        before = state.anchors
+        result.replace_state()
+        are_new = attendance.averages or not self._ranks.all(torch.equal(state.anchors, before))
+        del before
+        if are_new:
+            self._weights.write(state.anchors)
+            self._changes.note()
+        self._pending = None
 
     def _checked_deltas(self) -> torch.Tensor:
         deltas = self._deltas()
@@ -246,9 +278,9 @@ class Participant:
 
     def _deltas(self) -> torch.Tensor:
         """Anchors minus weights of this rank's shares."""
-        weights = torch.empty_like(self._anchors)
-        self._weights.read(self._shares, weights)
-        return torch.sub(self._anchors, weights, out=weights)
+        weights = torch.empty_like(self._state.anchors)
+        self._weights.read(weights)
+        return torch.sub(self._state.anchors, weights, out=weights)
 
     def _check_started(self, call: str) -> None:
         if self._point is None:
@@ -275,81 +307,6 @@ class Participant:
         self.seconds_waiting += waited
         self.seconds_exchanging += exchanged
         self.bytes_sent += num_bytes
-
-
-class Result:
-    """What a meeting computes, which replaces the team's state if it counts.
-
-    Attributes:
-        dense: of a team that fetches the dense model, the elements of this rank's shares that it does not store.
-    """
-
-    def __init__(self, team: Participant, attendance: Attendance, deltas: torch.Tensor | None) -> None:
-        self._team, self.attendance = team, attendance
-        self._is_current = team.number in attendance.current
-        self._deltas = None
-        if attendance.averages and self._is_current:
-            self._deltas = team._deltas() if deltas is None else deltas
-        self._means = torch.zeros_like(team._anchors) if attendance.averages else None
-        holders = {share.holders for share in team._shares if share.offset is not None}
-        self._copies = any(attendance.copies(team.number, of) for of in holders)
-        self._anchors = team._anchors.clone() if self._copies else team._anchors
-        self._momentum = team._momentum.clone() if self._copies else team._momentum
-        is_receiver = team.number in attendance.receivers
-        self.dense = torch.zeros(sum(share.length for share in team._shares) if is_receiver else 0)
-
-    def exchange(self, exchange: Exchange, bucket: list[Range]) -> None:
-        """Average a bucket, copy it to teams that lack it, and send it to those that fetch the dense model."""
-        if self._means is not None:
-            exchange.average(bucket, self._deltas, self._means)
-        exchange.copy(bucket, lambda r: self._new(r)[0], self._anchors)
-        if len(self._team._momentum):
-            exchange.copy(bucket, lambda r: self._new(r)[1], self._momentum)
-        receivers = self.attendance.receivers
-        wanted = [
-            [r for r in bucket if team in receivers and not exchange.stores(team, r.holders)]
-            for team in self.attendance.teams
-        ]
-        for r, values in exchange.send(wanted, lambda r: self._new(r)[0]):
-            self.dense[r.dense_offset : r.dense_offset + r.length] = values
-
-    def take_over(self) -> None:
-        """Replace the team's anchors, momentum, version and weights."""
-        team = self._team
-        if self._means is not None and self._is_current:
-            for r in (r for bucket in buckets(team._shares) for r in bucket if r.offset is not None):
-                for vector, values in zip((self._anchors, self._momentum), self._new(r), strict=True):
-                    if len(vector):
-                        r.of(vector).copy_(values)
-        if team.version != NO_STATE and self._copies:
-            team._log(
-                f"missed meetings after version {team.version}: takes over version {self.attendance.next_version}, "
-                f"drops {team._steps_since} steps",
-                is_warning=True,
-            )
-        are_new = self.attendance.averages or not team._ranks.all(torch.equal(self._anchors, team._anchors))
-        team._anchors, team._momentum = self._anchors, self._momentum
-        if are_new:
-            team._weights.write(team._shares, team._anchors)
-            team._changes.note()
-        if self.attendance.averages or self.attendance.follows(team.number):
-            team.num_steps, team._steps_since = self.attendance.next_steps
-        team.version = self.attendance.next_version
-        team._last, team._pending = self.attendance.next_last, None
-
-    def _new(self, r: Range) -> tuple[torch.Tensor, torch.Tensor]:
-        """New anchors and momentum of a range at its source, of buffers the means: torch's SGD with Nesterov."""
-        team, mu = self._team, self._team._settings.outer_momentum
-        anchors, momentum = r.of(team._anchors), r.of(team._momentum) if mu else team._momentum
-        if self._means is None or not self._is_current:
-            return anchors, momentum
-        step = r.of(self._means)
-        if r.is_buffer:
-            return anchors - step, momentum
-        if mu:
-            momentum = momentum * mu + step
-            step = step + mu * momentum
-        return anchors - team._settings.outer_lr * step, momentum
 
 
 def _describe(error: str) -> str:

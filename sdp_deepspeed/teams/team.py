@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,13 @@ class Team(Participant):
         """
         if self.has_started:
             raise RuntimeError(f"team {self.number} has started already; call start() once")
-        state = (self.version, self._last, self.num_steps, self._steps_since)
-        if not self._ranks.all(self._ranks.broadcast(state) == state):
+        state = self._state
+        facts = (state.version, state.last, state.num_steps, state.steps_since)
+        if not self._ranks.all(self._ranks.broadcast(facts) == facts):
             self.drop_state("ranks have different states, or none")
-        if self.version == NO_STATE:
-            self._weights.read(self._shares, self._anchors)
-        self._check_finite([self._anchors, self._momentum], "its first weights are not finite; the other teams go on")
+        if state.version == NO_STATE:
+            self._weights.read(state.anchors)
+        self._check_finite([state.anchors, state.momentum], "its first weights are not finite; the other teams go on")
         self._agreed["frozen weights"] = self._sum_of_frozen()
         is_first, timeout = self._ranks.rank == 0, self._settings.exchange_timeout
         self._point = MeetingPoint(self._address, self.number, is_first=is_first, exchange_timeout=timeout)
@@ -55,7 +57,7 @@ class Team(Participant):
 
     def _sum_of_frozen(self) -> str:
         """Checksum of the weights that no meeting changes; collective in the team."""
-        of_names, checksum = shares_by_name(self._shares), 0
+        of_names, checksum = shares_by_name(self._weights.shares), 0
         for name in self._mask.parameters:
             if name not in of_names:
                 values = self._weights.whole(name).contiguous().flatten().view(torch.uint8).cpu()
@@ -75,9 +77,9 @@ class Team(Participant):
         """
         self._check_started("step")
         self._changes.note()
-        self.num_steps += 1
-        self._steps_since += 1
-        if self._steps_since < self._settings.every:
+        self._state.num_steps += 1
+        self._state.steps_since += 1
+        if self._state.steps_since < self._settings.every:
             return False
         self._take_part(STEP)
         return True
@@ -164,7 +166,7 @@ class Team(Participant):
         result = self._take_part(call)
         if self.number not in result.attendance.receivers:
             return
-        of_names = shares_by_name(self._shares)
+        of_names = shares_by_name(self._weights.shares)
         for name in self._mask.shapes:
             if name not in of_names and name in self._mask.parameters:  # frozen on all teams
                 yield name, self._weights.whole(name)
@@ -174,7 +176,7 @@ class Team(Participant):
             for share in of_names[name]:
                 values = result.dense[share.dense_offset : share.dense_offset + share.length]
                 if share.offset is not None:
-                    values = self._anchors[share.offset : share.offset + share.length]
+                    values = self._state.anchors[share.offset : share.offset + share.length]
                 whole = self._ranks.join(name, values, torch.Size(share.shape).numel()).view(share.shape)
                 share.piece.narrow(dense).copy_(whole)
             yield name, dense
@@ -185,19 +187,14 @@ class Team(Participant):
             "team": self.number,
             "rank": self._ranks.rank,
             "agreed": self._agreed,
-            "version": self.version,
-            "last": self._last,
-            "num_steps": self.num_steps,
-            "steps_since": self._steps_since,
-            "anchors": self._anchors.clone(),
-            "momentum": self._momentum.clone(),
+            **deepcopy(vars(self._state)),
         }
 
     def drop_state(self, reason: str) -> None:
         """Start without a state, in place of `load_state_dict`, and log why."""
         self._log(f"{reason}: takes over the weights of the others", is_warning=True)
-        self.version, self._last, self.num_steps, self._steps_since = NO_STATE, "", 0, 0
-        self._momentum.zero_()
+        self._state.version, self._state.last, self._state.num_steps, self._state.steps_since = NO_STATE, "", 0, 0
+        self._state.momentum.zero_()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state of the same rank, before `start`. H, the outer optimizer, the dtype of communication and the
@@ -217,8 +214,9 @@ class Team(Participant):
             raise ValueError(f"load_state_dict: the state has {text}")
         if different:
             self._log(f"load_state_dict: the state has {text}", is_warning=True)
-        self._anchors.copy_(state["anchors"])
-        if len(self._momentum) and len(state["momentum"]):  # the outer optimizer may have had none
-            self._momentum.copy_(state["momentum"])
-        self.version, self._last = state["version"], state["last"]
-        self.num_steps, self._steps_since = state["num_steps"], state["steps_since"]
+        mine = self._state
+        mine.anchors.copy_(state["anchors"])
+        if len(mine.momentum) and len(state["momentum"]):  # the outer optimizer may have had none
+            mine.momentum.copy_(state["momentum"])
+        mine.version, mine.last = state["version"], state["last"]
+        mine.num_steps, mine.steps_since = state["num_steps"], state["steps_since"]

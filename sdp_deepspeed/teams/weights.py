@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.teams.dense_modules import like
 from sdp_deepspeed.teams.ranks import TeamRanks
-from sdp_deepspeed.teams.shares import Share, shares_by_name
+from sdp_deepspeed.teams.shares import Share, shares_by_name, shares_of
 
 
 class TorchHost:
@@ -81,24 +81,30 @@ class Weights:
     Args:
         host: reads and writes whole tensors of the team.
         mask: applied.
+
+    Attributes:
+        shares: this rank's, of all dense tensors.
     """
 
     def __init__(self, host: TorchHost, mask: Mask, ranks: TeamRanks) -> None:
         self._host, self._mask, self._ranks = host, mask, ranks
+        self.shares = shares_of(mask, ranks.rank, ranks.size, ranks.divided)
+        stored = [share for share in self.shares if share.offset is not None]
+        self._stored = shares_by_name(stored)
 
     @torch.no_grad()
-    def read(self, shares: Iterable[Share], target: torch.Tensor) -> None:
+    def read(self, target: torch.Tensor) -> None:
         """Read this rank's shares, fp32, into a vector; collective in the team."""
         self._host.prepare()
-        for share, values in self._pieces(shares):
+        for share, values in self._pieces():
             assert share.offset is not None
             target[share.offset : share.offset + share.length] = share.of(values)
 
     @torch.no_grad()
-    def write(self, shares: Iterable[Share], source: torch.Tensor) -> None:
+    def write(self, source: torch.Tensor) -> None:
         """Set weights to this rank's shares in a vector; collective in the team."""
         self._host.prepare()
-        for name, of_name in shares_by_name(_stored(shares)).items():
+        for name, of_name in self._stored.items():
             pieces = {share.piece: self._whole(share, source) for share in of_name}
             if name in self._mask.buffers:
                 buffer = self._mask.model.get_buffer(name)
@@ -121,8 +127,8 @@ class Weights:
         self._host.prepare()
         return self._host.read(name)
 
-    def _pieces(self, shares: Iterable[Share]) -> Iterator[tuple[Share, torch.Tensor]]:
-        for name, of_name in shares_by_name(_stored(shares)).items():
+    def _pieces(self) -> Iterator[tuple[Share, torch.Tensor]]:
+        for name, of_name in self._stored.items():
             if name in self._mask.buffers:
                 buffer = self._ranks.mean(self._mask.model.get_buffer(name))  # each rank has its own statistics
                 yield from ((share, self._mask.view_in(share.piece, buffer)) for share in of_name)
@@ -137,10 +143,6 @@ class Weights:
         count = int(torch.Size(share.shape).numel())
         values = source[share.offset : share.offset + share.length]
         return self._ranks.join(share.piece.parameter, values, count).view(share.shape)
-
-
-def _stored(shares: Iterable[Share]) -> list[Share]:
-    return [share for share in shares if share.offset is not None]
 
 
 def hide_absent(mask: Mask) -> None:
