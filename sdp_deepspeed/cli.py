@@ -171,13 +171,13 @@ def _planned(source: Path, overrides: Sequence[str], ranks: int) -> tuple[Plan, 
 def _plan_of(
     model: nn.Module, block: SubnetworkConfig, ranks: int
 ) -> tuple[Plan, Sequence[UnitCost], Sequence[str], Sequence[LocatedBranch]]:
-    from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
+    from sdp_deepspeed.masking.proof import proven_branches
     from sdp_deepspeed.plan.strategies import unit_costs
     from sdp_deepspeed.planner import plan_model
 
     branches = proven_branches(model, block.strategy)
     shown, warnings = plan_model(model, block, ranks, branches=branches)
-    return shown, unit_costs(model, shown.units), [*warnings, *replicated_layers(model)], branches
+    return shown, unit_costs(model, shown.units), warnings, branches
 
 
 def _list(branches: Sequence[LocatedBranch]) -> str:

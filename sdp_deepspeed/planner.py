@@ -78,7 +78,7 @@ def plan_model(
     check_pieces(plan.units, lambda piece: shapes.get((piece.kind, piece.parameter)))
     uncut = uncut_branches(branches, plan.strategy)
     shared = [f"{len(uncut)} branches are replicated, such as {b.name!r}: {b.uncuttable_reason}" for b in uncut[:1]]
-    return plan, shared + _warnings(plan)
+    return plan, [*shared, *_warnings(plan), *replicated_layers(model)]
 
 
 def plan_and_mask(
@@ -108,7 +108,7 @@ def announce_plan(model: nn.Module, plan: Plan, mask: Mask, warnings: Sequence[s
     Args:
         model: dense, in the mask's coordinates.
     """
-    for warning in [*warnings, *replicated_layers(model)]:
+    for warning in warnings:
         logger.warning("%s: %s", KEY, warning)
     announce(f"{KEY}\n{plan.table(unit_costs(model, mask.plan.units))}", logger)
 

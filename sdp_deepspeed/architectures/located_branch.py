@@ -109,6 +109,15 @@ def locate_branches(model: nn.Module) -> list[LocatedBranch]:
     return branches
 
 
+def trained_layers(branches: Sequence[LocatedBranch]) -> set[str]:
+    """Names of the layers with a trained branch, and of all modules that contain one."""
+    names = {""}
+    for branch in branches:
+        path = branch.layer.split(".") if branch.is_trained else []
+        names |= {".".join(path[:end]) for end in range(1, len(path) + 1)}
+    return names
+
+
 def _described(model: nn.Module) -> list[LocatedBranch]:
     branches = []
     for name, module in model.named_modules():

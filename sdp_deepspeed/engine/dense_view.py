@@ -19,7 +19,8 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from sdp_deepspeed.masking.check import is_checkpointed, trained_layers
+from sdp_deepspeed.architectures.located_branch import trained_layers
+from sdp_deepspeed.masking.check import is_checkpointed
 from sdp_deepspeed.masking.mask import is_masked, partial_tensors
 from sdp_deepspeed.masking.placeholders import PartialTensor
 from sdp_deepspeed.masking.running_statistics import average_running_statistics, running_statistics

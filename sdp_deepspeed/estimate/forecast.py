@@ -6,7 +6,8 @@ The model is reduced to a rank's subnetwork by the mask that the engine applies,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -119,27 +120,25 @@ def forecast(
     with model.fake:
         tensors = dense_tensors(model.module)
         inputs = model.inputs(micro)
-        mask, coverage, warnings = _reduce(model.module, block, num_ranks, rank)
-    plan, rank = mask.plan, mask.rank
-    memory: dict[str, Any] = {"ignored": mask.tensors(), "parameters": mask.parameters}
-    first = 0 if ranks_per_node is None else rank // ranks_per_node * ranks_per_node
-    node = range(first, first + (ranks_per_node or num_ranks))
-    if fsdp2 is not None:
-        parts = list(fsdp2_tensors(plan, tensors, mask.branches))
-        estimate = fsdp2_estimate(parts, fsdp2, rank)
-        step = micro_step(model, inputs, **memory, watched=names_in_units(parts))
-        peak = _fsdp2_peak(estimate, step, accumulation)
-        out_of_node = fsdp2_sent_out_of(node, parts, fsdp2)
-    else:
-        run = DeepSpeedRun(plan, tensors, deepspeed)
-        estimate = run.estimate(rank)
-        step = micro_step(model, inputs, **memory, reductions=_reductions(run, rank))
-        in_backward = step.peak + (estimate.gradients if accumulation > 1 else 0)
-        in_backward += run.reduce_buffers(rank) if deepspeed.stage == 2 else 0
-        peak = estimate.peak(in_backward, estimate.gradients + estimate.step_gradients + estimate.buffers)
-        out_of_node = run.sent_out_of(node)
-    with model.fake:
-        mask.undo()
+    with _reduced(model, block, num_ranks, rank) as (mask, coverage, warnings):
+        plan, rank = mask.plan, mask.rank
+        memory: dict[str, Any] = {"ignored": mask.tensors(), "parameters": mask.parameters}
+        first = 0 if ranks_per_node is None else rank // ranks_per_node * ranks_per_node
+        node = range(first, first + (ranks_per_node or num_ranks))
+        if fsdp2 is not None:
+            parts = list(fsdp2_tensors(plan, tensors, mask.branches))
+            estimate = fsdp2_estimate(parts, fsdp2, rank)
+            step = micro_step(model, inputs, **memory, watched=names_in_units(parts))
+            peak = _fsdp2_peak(estimate, step, accumulation)
+            out_of_node = fsdp2_sent_out_of(node, parts, fsdp2)
+        else:
+            run = DeepSpeedRun(plan, tensors, deepspeed)
+            estimate = run.estimate(rank)
+            step = micro_step(model, inputs, **memory, reductions=_reductions(run, rank))
+            in_backward = step.peak + (estimate.gradients if accumulation > 1 else 0)
+            in_backward += run.reduce_buffers(rank) if deepspeed.stage == 2 else 0
+            peak = estimate.peak(in_backward, estimate.gradients + estimate.step_gradients + estimate.buffers)
+            out_of_node = run.sent_out_of(node)
     return Forecast(
         num_parameters=sum(prod(info.shape) for info in tensors),
         items_per_step=micro * accumulation * num_ranks * (model.sequence_length or 1),
@@ -153,17 +152,25 @@ def forecast(
     )
 
 
-def _reduce(
-    model: nn.Module, block: SubnetworkConfig, num_ranks: int, rank: int | None
-) -> tuple[Mask, float, list[str]]:
-    """Reduce a model to the subnetwork of a rank, by default the busiest; with coverage by FLOPs, and warnings."""
-    branches = proven_branches(model, block.strategy)
-    plan, warnings = plan_model(model, block, num_ranks, branches=branches)
-    coverage = plan.coverage_by_flops(unit_costs(model, plan.units))
-    rank = busiest_rank(plan, model) if rank is None else rank
-    mask = Mask(model, plan, rank, branches, is_scaled=block.is_scaled)
-    mask.apply()
-    return mask, coverage, warnings
+@contextmanager
+def _reduced(
+    model: Model, block: SubnetworkConfig, num_ranks: int, rank: int | None
+) -> Iterator[tuple[Mask, float, list[str]]]:
+    """Context in which a model is the subnetwork of a rank, by default the busiest; with coverage by FLOPs, and
+    warnings."""
+    module = model.module
+    with model.fake:
+        branches = proven_branches(module, block.strategy)
+        plan, warnings = plan_model(module, block, num_ranks, branches=branches)
+        coverage = plan.coverage_by_flops(unit_costs(module, plan.units))
+        rank = busiest_rank(plan, module) if rank is None else rank
+        mask = Mask(module, plan, rank, branches, is_scaled=block.is_scaled)
+        mask.apply()
+    try:
+        yield mask, coverage, warnings
+    finally:
+        with model.fake:
+            mask.undo()
 
 
 def _reductions(run: DeepSpeedRun, rank: int) -> list[Reduction]:
@@ -201,7 +208,7 @@ def _forecast_of_team(
     """A rank of a team, which is a plain job on the subnetwork of one of K workers."""
     with model.fake:
         dense = _PlainModel.of(model, num_ranks)
-        mask, coverage, warnings = _reduce(model.module, block, steps.teams, team)
+    with _reduced(model, block, steps.teams, team) as (mask, coverage, warnings):
         stored, tensors = {}, []
         for name, parameter in mask.parameters.items():
             if mask.stored_pieces(name):
@@ -210,11 +217,10 @@ def _forecast_of_team(
             for piece in mask.stored_pieces(name):
                 if piece.dim is not None and not mask.is_held(piece):  # backward regime: beside the parameter
                     tensors.append(tensor_info(f"{name}, frozen", mask.view(piece)))
-    subnetwork = replace(dense, tensors=tensors, parameters=stored, ignored=mask.tensors())
-    columns = _plain_forecasts(model, config, subnetwork, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
-    settings, shares = read_settings(config), shares_of(mask, 0, num_ranks)
-    with model.fake:
-        mask.undo()
+        subnetwork = replace(dense, tensors=tensors, parameters=stored, ignored=mask.tensors())
+        columns = _plain_forecasts(model, config, subnetwork, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+        shares = shares_of(mask, 0, num_ranks)
+    settings = read_settings(config)
     wire = torch.bfloat16 if settings.communication_data_type == "bf16" else torch.float32
     column = columns[f"ZeRO-{settings.zero_optimization.stage}"]
     return replace(

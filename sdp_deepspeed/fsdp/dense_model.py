@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
+from sdp_deepspeed.architectures.located_branch import trained_layers
 from sdp_deepspeed.fsdp.dtensors import ReplacedDTensors
 from sdp_deepspeed.fsdp.parts import Part, copy_without_hooks
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.check import trained_layers
 from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward
 from sdp_deepspeed.parallel.dense_gathers import Segment, gather_segments
 from sdp_deepspeed.parallel.groups import Groups

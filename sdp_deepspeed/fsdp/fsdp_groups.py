@@ -13,9 +13,9 @@ from torch import nn
 from sdp_deepspeed.architectures import CROSS_ATTENTION, LocatedBranch
 from sdp_deepspeed.fsdp.parts import Part, split_branch
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.check import blocks_of_units
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.strategies import blocks_of_units
 from sdp_deepspeed.plan.tensors import TensorInfo, pieces_by_tensor
 from sdp_deepspeed.units import Holders
 

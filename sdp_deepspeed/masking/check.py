@@ -13,7 +13,7 @@ from torch.autograd.function import FunctionCtx
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.messages import KEY, quoted
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.strategies import branches_of_units, constrained_branches
+from sdp_deepspeed.plan.strategies import blocks_of_units, branches_of_units, constrained_branches
 from sdp_deepspeed.units import Unit
 
 
@@ -39,35 +39,6 @@ def check_plan(model: nn.Module, plan: Plan, branches: Sequence[LocatedBranch]) 
         _refuse_synchronized_norms(model, plan)
 
 
-def blocks_of_units(plan: Plan, branches: Sequence[LocatedBranch]) -> dict[int, list[LocatedBranch]]:
-    """Branches of each block unit, by index of the unit.
-
-    Raises:
-        ValueError: a unit consists neither of whole branches, nor of neurons or heads.
-    """
-    return {
-        index: _members(plan.units[index], branches)
-        for index, name in enumerate(branches_of_units(plan.units, branches))
-        if name is None
-    }
-
-
-def _members(unit: Unit, branches: Sequence[LocatedBranch]) -> list[LocatedBranch]:
-    whole = {(piece.kind, piece.parameter) for piece in unit.pieces if piece.dim is None}
-    members = [
-        branch
-        for branch in branches
-        if branch.is_bypassed and branch.pieces and whole.issuperset((p.kind, p.parameter) for p in branch.pieces)
-    ]
-    left_over = {p.parameter for p in unit.pieces} - {p.parameter for branch in members for p in branch.pieces}
-    if left_over or not members:
-        raise ValueError(
-            f"plan: unit {unit.name!r} is neither whole branches bypassed by an identity, nor neurons or heads of one "
-            f"(left over: {quoted(sorted(left_over))})"
-        )
-    return members
-
-
 def _check_cells(unit: Unit, branch: LocatedBranch) -> None:
     output = next(tensor for tensor in branch.cut_tensors if tensor.cut.is_output)
     width = output.size // branch.num_cells
@@ -89,15 +60,6 @@ def _refuse_synchronized_norms(model: nn.Module, plan: Plan) -> None:
         for name in {piece.parameter.rpartition(".")[0] for piece in unit.pieces}:
             if plan.coverage_of(index) < 1 and isinstance(model.get_submodule(name), nn.SyncBatchNorm):
                 raise ValueError(f"{KEY}: {name} is a SyncBatchNorm in the unit {unit.name!r}; use BatchNorm there")
-
-
-def trained_layers(branches: Sequence[LocatedBranch]) -> set[str]:
-    """Names of the layers with a trained branch, and of all modules that contain one."""
-    names = {""}
-    for branch in branches:
-        path = branch.layer.split(".") if branch.is_trained else []
-        names |= {".".join(path[:end]) for end in range(1, len(path) + 1)}
-    return names
 
 
 def is_checkpointed() -> bool:

@@ -14,9 +14,9 @@ from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.architectures.derivation import flops_per_element, last_derivation
-from sdp_deepspeed.masking.check import blocks_of_units
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.strategies import blocks_of_units
 
 _FLAG = "output_router_logits"
 _BYTES = 16

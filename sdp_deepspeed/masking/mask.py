@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.masking.absent_blocks import skip_branch
-from sdp_deepspeed.masking.check import blocks_of_units, check_plan, refuse_cache
+from sdp_deepspeed.masking.check import check_plan, refuse_cache
 from sdp_deepspeed.masking.experts import check_experts, router_refusal
 from sdp_deepspeed.masking.forwards import restore_forward, set_data
 from sdp_deepspeed.masking.head_arguments import select_heads
@@ -21,6 +21,7 @@ from sdp_deepspeed.masking.scale import coverage_of_branches, scale_block, scale
 from sdp_deepspeed.masking.size_attributes import Sizes
 from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, parent_in_branch, set_sizes, split_layer
 from sdp_deepspeed.plan.plan import Plan
+from sdp_deepspeed.plan.strategies import blocks_of_units
 from sdp_deepspeed.plan.tensors import PiecesOfTensor, TensorInfo, dense_tensors, pieces_by_tensor
 from sdp_deepspeed.units import Piece
 

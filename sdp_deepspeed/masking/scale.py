@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
-from sdp_deepspeed.masking.check import blocks_of_units
 from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward, run_with
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.strategies import branches_of_units
+from sdp_deepspeed.plan.strategies import blocks_of_units, branches_of_units
 
 if TYPE_CHECKING:
     from sdp_deepspeed.masking.mask import Mask

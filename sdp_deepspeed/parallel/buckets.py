@@ -58,14 +58,14 @@ class Bucket:
         self.average: torch.Tensor | None = None
         self.offloaded: OffloadedShard | None = None
 
-    def allocate_weights(self, *, reuse_gradients: bool = False) -> None:
-        """Allocate `weights`, unless they are allocated.
+    def allocate_weights(self, *, reuse_gradients: bool = False) -> torch.Tensor:
+        """Allocate and return `weights`, unless they are allocated.
 
         Args:
             reuse_gradients: whether to reuse the memory of the gradients, which must no longer be needed.
         """
         if self.weights is not None:
-            return
+            return self.weights
         dtype, size = self.layout.dtype, self.layout.size
         if reuse_gradients and self.gradients is not None and self.gradients.nbytes >= size * dtype.itemsize:
             self.allocate_gradients(None)
@@ -76,6 +76,7 @@ class Bucket:
         else:
             self.weights = torch.empty(size, dtype=dtype, device=self.device)
             self.weight_views = self._views(self.weights)
+        return self.weights
 
     def drop_weights(self) -> None:
         """Release `weights` of cut tensors."""
@@ -130,9 +131,7 @@ class Bucket:
 
     def weights_from_module(self, view: Callable[[Piece], torch.Tensor]) -> None:
         """Copy the module's tensors to `weights`."""
-        self.allocate_weights()
-        assert self.weights is not None
-        self.weights[self.layout.num_elements :].zero_()
+        self.allocate_weights()[self.layout.num_elements :].zero_()
         torch._foreach_copy_(self.weight_views, [view(item.piece) for item in self.layout.slices])
 
     def make_shard(self, *, offload: bool = False, pin_memory: bool = False) -> None:
@@ -186,14 +185,16 @@ class Bucket:
             values = self.shard_of(self.weights).to(shard.device)
             shard.copy_(torch.where(shard.to(values.dtype) == values, shard, values.to(shard.dtype)))
 
-    def shard_to_weights(self) -> None:
-        """Round `shard` into `weights`."""
+    def shard_to_weights(self) -> torch.Tensor:
+        """Round `shard` into `weights`; returns this rank's shard of these."""
         assert self.shard is not None
         assert self.weights is not None
+        rounded = self.shard_of(self.weights)
         if self.offloaded is not None:
-            self.offloaded.send_weights(self.shard_of(self.weights))
+            self.offloaded.send_weights(rounded)
         elif not self.steps_in_place:
-            self.shard_of(self.weights).copy_(self.shard.detach())
+            rounded.copy_(self.shard.detach())
+        return rounded
 
     def restore_views(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Make whole tensors views of `weights`, with their current values, unless they are. Users may replace

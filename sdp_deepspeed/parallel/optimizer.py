@@ -231,14 +231,11 @@ class ShardedOptimizer:
             sizes += [(owner, bucket.layout.size // len(owners)) for owner in owners]
             if group.position in owners:
                 bucket.allocate_weights(reuse_gradients=reuse_gradients)
-                bucket.shard_to_weights()
-                assert bucket.weights is not None
-                mine.append(bucket.shard_of(bucket.weights))
+                mine.append(bucket.shard_to_weights())
         received = iter(gather_flat(sizes, mine, group, buckets[0].layout.dtype, self._device))
         for bucket in buckets:
-            bucket.allocate_weights(reuse_gradients=reuse_gradients)
-            assert bucket.weights is not None
-            shards = bucket.weights.view(len(bucket.layout.owners), -1).unbind()
+            weights = bucket.allocate_weights(reuse_gradients=reuse_gradients)
+            shards = weights.view(len(bucket.layout.owners), -1).unbind()
             torch._foreach_copy_(shards, [*itertools.islice(received, len(shards))])
             if bucket.layout.is_cut:  # whole tensors are views of the weights
                 tensors = [self.mask.view(item.piece) for item in bucket.layout.slices]
@@ -250,13 +247,8 @@ class ShardedOptimizer:
         views: dict[str, Sequence[torch.Tensor]] = {}  # of cut parameters: their held slices
         for together in sent_together(self.held, self.options.bucket_size, gathers=True):
             groups = [bucket.shard_group for bucket in together]
-            flats, shards = [], []
-            for bucket in together:
-                bucket.allocate_weights(reuse_gradients=reuse_gradients)
-                bucket.shard_to_weights()
-                assert bucket.weights is not None
-                flats.append(bucket.weights)
-                shards.append(bucket.shard_of(bucket.weights))
+            flats = [bucket.allocate_weights(reuse_gradients=reuse_gradients) for bucket in together]
+            shards = [bucket.shard_to_weights() for bucket in together]
             stepping_position = together[0].layout.stepping_position
             if stepping_position is not None:
                 broadcast(flats[0], groups[0], stepping_position)

@@ -12,7 +12,8 @@ from torch import nn
 
 from sdp_deepspeed.architectures.derivation import flops_per_element
 from sdp_deepspeed.architectures.located_branch import LocatedBranch
-from sdp_deepspeed.messages import KEY
+from sdp_deepspeed.messages import KEY, quoted
+from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Unit, UnitCost
 
 
@@ -119,6 +120,35 @@ def branches_of_units(units: Sequence[Unit], branches: Sequence[LocatedBranch]) 
         cut = next((piece for piece in unit.pieces if piece.dim is not None), None)
         of_units.append(None if cut is None else names.get(cut.parameter))
     return of_units
+
+
+def blocks_of_units(plan: Plan, branches: Sequence[LocatedBranch]) -> dict[int, list[LocatedBranch]]:
+    """Branches of each block unit, by index of the unit.
+
+    Raises:
+        ValueError: a unit consists neither of whole branches, nor of neurons or heads.
+    """
+    return {
+        index: _members(plan.units[index], branches)
+        for index, name in enumerate(branches_of_units(plan.units, branches))
+        if name is None
+    }
+
+
+def _members(unit: Unit, branches: Sequence[LocatedBranch]) -> list[LocatedBranch]:
+    whole = {(piece.kind, piece.parameter) for piece in unit.pieces if piece.dim is None}
+    members = [
+        branch
+        for branch in branches
+        if branch.is_bypassed and branch.pieces and whole.issuperset((p.kind, p.parameter) for p in branch.pieces)
+    ]
+    left_over = {p.parameter for p in unit.pieces} - {p.parameter for branch in members for p in branch.pieces}
+    if left_over or not members:
+        raise ValueError(
+            f"plan: unit {unit.name!r} is neither whole branches bypassed by an identity, nor neurons or heads of one "
+            f"(left over: {quoted(sorted(left_over))})"
+        )
+    return members
 
 
 def _strategy_of_parts(branches: Sequence[LocatedBranch], strategy: str | Mapping[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.config import SubnetworkConfig, parse_block
 from sdp_deepspeed.init import DeferredWeights, device_type, has_meta_tensors
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.messages import KEY, announce
 from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
@@ -105,7 +105,7 @@ def make_team(
     hide_absent(mask)
     dense.keep_changed()
     if ranks.rank == 0:
-        for warning in [*warnings, *replicated_layers(model)]:
+        for warning in warnings:
             logger.warning("%s: %s", KEY, warning.replace(" subnetworks", " teams"))
         if mask.scaled:
             announce(describe_scale(mask, by_init=deferred is not None).replace(" subnetworks", " teams"), logger)

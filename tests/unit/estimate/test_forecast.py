@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -48,11 +49,14 @@ def test_nothing_is_allocated() -> None:
     assert of({}, giant).num_parameters > 10**11
 
 
-def test_a_model_is_whole_again_after_a_forecast() -> None:
+def test_a_model_is_whole_again_after_a_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     configs = [{KEY: {"coverage": 0.5, "regime": r, "strategy": s}} for r, s in MODES]
     model = model_of(SHAPE, BATCH | configs[0], sequence_length=LENGTH)
     for config in [*configs, *configs]:
         assert forecast(model, BATCH | config, num_ranks=RANKS) == of(config)
+        with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+            patched.setattr("sdp_deepspeed.estimate.forecast.micro_step", lambda *_, **__: 1 / 0)
+            forecast(model, BATCH | config, num_ranks=RANKS)
     whole = forecast(model, BATCH | {KEY: {"coverage": 1.0}}, num_ranks=RANKS)
     assert whole.flops == of({}).flops
 
