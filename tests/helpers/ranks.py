@@ -17,6 +17,7 @@ interpreters, as CUDA may not be forked.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver
@@ -122,7 +124,7 @@ def _until_one_fails(
         for rank in range(size):
             reader, writer = context.Pipe(duplex=False)
             process = context.Process(target=_rank_main, args=(rank, size, folder, checks, writer, place.backend))
-            with mock.patch.dict(os.environ, place.environment or {}):
+            with nullcontext() if place.environment is None else mock.patch.dict(os.environ, place.environment):
                 process.start()
             writer.close()  # the rank's own copy is the only one: it closes with the rank
             processes.append(process)
@@ -206,8 +208,12 @@ def _end(processes: Sequence[Any]) -> None:
             process.join()
 
 
+@functools.cache
 def forkserver_context() -> Any:
-    """The context whose processes are forked from a server of this process; started when it is first asked for."""
+    """The context whose processes are forked from a server of this process; started when it is first asked for.
+
+    Only then is the environment set: threads of a lighthouse in this process may be reading it later.
+    """
     from tests.helpers.more_models import ALL_SPECIMENS
 
     context = multiprocessing.get_context("forkserver")

@@ -116,6 +116,7 @@ def teams(folder: Path, address: str | None = None, *, heartbeats: float = MISSE
     """A lighthouse, unless there is one; what still runs at the end is killed."""
     if importlib.util.find_spec("torchft") is None:
         pytest.skip("torchft is not installed; it has wheels for Python 3.11 to 3.13")
+    forkserver_context()
     light = None if address is not None else lighthouse(heartbeats=heartbeats)
     run = Teams(address or address_of(light), folder)
     try:
