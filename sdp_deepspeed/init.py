@@ -4,7 +4,7 @@ Under `Init` tensors are on the meta device, and the operations of constructors,
 `_init_weights` are recorded. Later, a rank computes each tensor that it holds, even in part, from the recording, as a
 whole and on the CPU, and keeps its slices. So weights depend on the constructors and the seed only, and are the same on
 every rank, in every layout, mode and host; but output projections of branches that subnetworks multiply by 1 / C start
-C times smaller. Tables that constructors compute are bit-identical to those without `Init`.
+multiplied by C. Tables that constructors compute are bit-identical to those without `Init`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Init:
 
     `deepspeed.initialize`, `fully_shard` or `join` then initializes the weights that each rank holds, as the model's
     constructors would. Parameters have the same distribution as without this context, but other random numbers, derived
-    from PyTorch's seed on rank 0; with `branch_scale: "training"`, output projections start C times smaller.
+    from PyTorch's seed on rank 0; with `branch_scale: "training"`, output projections start multiplied by C.
 
     Raises:
         RuntimeError: inside, if a constructor needs the value of a tensor, by a nested `Init`, and by

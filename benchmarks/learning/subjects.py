@@ -52,7 +52,7 @@ class Subject:
         branch_dropout: share of the rows for which each branch is dropped (stochastic depth), without a block.
         dropout: share of the elements of what each branch adds that are zero.
         rows: of a worker in a step; None for the study's.
-        small_outputs: whether weights of output projections start C times smaller.
+        small_outputs: whether weights of output projections start multiplied by C.
     """
 
     size: Size = REFERENCE
@@ -97,7 +97,7 @@ def _unscaled() -> dict[str, Subject]:
 
 
 def _scaled() -> dict[str, Subject]:
-    """Each branch times 1/C in training, and output projections that start C times smaller; all but the first two with
+    """Each branch times 1/C in training, and output projections that start multiplied by C; all but the first two with
     one thing changed."""
     half, quarter = ({"coverage": _whole_ends(coverage)} for coverage in (0.5, 0.25))
     blocks: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """A loop with Accelerate: `accelerate launch --use_deepspeed --num_processes 4 launch/examples/with_accelerate.py hf/`.
 
-`torchrun` and `deepspeed` work as well. Without the import and the block it is an ordinary script.
+`torchrun` and `deepspeed` work as well. Without `Init` and the block it is an ordinary script.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from accelerate import Accelerator, DeepSpeedPlugin
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import sdp_deepspeed  # noqa: F401  (the import)
+import sdp_deepspeed
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -37,9 +37,9 @@ def main() -> None:
     tokens = torch.tensor(list(Path(argparse.__file__).read_bytes()))  # some text, byte by byte
     rows = TensorDataset(tokens[: len(tokens) // 64 * 64].view(-1, 64))
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4)
-    )
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    with sdp_deepspeed.Init():  # weights of this rank only, with output projections that start smaller
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape))
     optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr=3e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=8, shuffle=True))
     for (batch,) in islice(cycle(loader), options.steps):

@@ -1,6 +1,6 @@
 """A plain DeepSpeed loop: `deepspeed --num_gpus 4 launch/examples/with_deepspeed.py runs/deepspeed`.
 
-`torchrun` works as well. Without the import and the block it is an ordinary script.
+`torchrun` works as well. Without `Init` and the block it is an ordinary script.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import sdp_deepspeed  # noqa: F401  (the import)
+import sdp_deepspeed
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 8,
@@ -33,7 +33,8 @@ def main() -> None:
     options = parser.parse_args()
     deepspeed.init_distributed()
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SHAPE))
+    with sdp_deepspeed.Init():  # weights of this rank only, with output projections that start smaller
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SHAPE))
     engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
     rank, size = dist.get_rank(), dist.get_world_size()
     resumed, _ = engine.load_checkpoint(str(options.output))

@@ -29,7 +29,8 @@ def main() -> None:
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SHAPE)).to(device)
+    with sdp_deepspeed.Init():  # weights of this rank only, with output projections that start smaller
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SHAPE))
     block = {"coverage": [{"coverage": 0.5, "whole_ends": 1}]}
     sdp_deepspeed.fully_shard(model, init_device_mesh(device.type, (size,)), block)
     optimizer = torch.optim.AdamW(param_groups(model), lr=3e-3)

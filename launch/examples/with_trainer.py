@@ -1,6 +1,6 @@
 """Transformers' Trainer with subnetworks: `deepspeed --num_gpus 4 launch/examples/with_trainer.py runs/trainer`.
 
-`torchrun` and `accelerate launch` work as well. Without the import and the block it is an ordinary script.
+`torchrun` and `accelerate launch` work as well. Without `Init` and the block it is an ordinary script.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-import sdp_deepspeed  # noqa: F401  (the import)
+import sdp_deepspeed
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -46,9 +46,9 @@ def main() -> None:
         use_cpu=not torch.cuda.is_available(),
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4)
-    )
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    with sdp_deepspeed.Init():  # weights of this rank only, with output projections that start smaller
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape))
     trainer = Trainer(model, arguments, train_dataset=rows[:-64], eval_dataset=rows[-64:])
     trainer.train()
     loss = trainer.evaluate()["eval_loss"]  # on all ranks; of the dense model, not of a subnetwork

@@ -86,7 +86,7 @@ def describe_scale(mask: Mask, *, by_init: bool) -> str:
     branches, scaled = mask.branches, mask.scaled
     factors = sorted({f"{1 / coverage:.3g}" for coverage in scaled.values()}, key=float)
     smaller = sum(branch.name in scaled and starts_smaller(mask.model, branch) for branch in branches)
-    start = f"output projections of {smaller} start C times smaller" if by_init else "weights start as given"
+    start = f"output projections of {smaller} start multiplied by C" if by_init else "weights start as given"
     ends = {branches[0].layer, branches[-1].layer}
     hint = ""
     if any(branch.name in scaled for branch in branches if branch.layer in ends):

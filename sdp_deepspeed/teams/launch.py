@@ -8,13 +8,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
+import torch
+
 from sdp_deepspeed.teams.join import LIGHTHOUSE, NUMBER, check_torchft
 
+_DEVICES = "CUDA_VISIBLE_DEVICES"
 _POLL = 0.1  # seconds
 _GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 
@@ -68,7 +71,9 @@ def run_teams(num_teams: int, num_ranks: int, command: Sequence[str]) -> int:
     address = f"http://127.0.0.1:{urlsplit(lighthouse.address()).port}"
     print(f"sdp teams: {LIGHTHOUSE}={address}, {num_teams} teams of {num_ranks} ranks", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the teams, too
-    running, failed = [_start(number, num_ranks, address, command) for number in range(num_teams)], False
+    visible = _visible_devices(num_teams, num_ranks)
+    running = [_start(number, num_ranks, address, command, visible[number]) for number in range(num_teams)]
+    failed = False
     try:
         while running:
             for team in list(running):
@@ -84,13 +89,25 @@ def run_teams(num_teams: int, num_ranks: int, command: Sequence[str]) -> int:
     return int(failed)
 
 
-def _start(number: int, num_ranks: int, address: str, command: Sequence[str]) -> _LocalTeam:
+def _visible_devices(num_teams: int, num_ranks: int) -> list[dict[str, str]]:
+    """The variable that gives each team GPUs of its own; none if there are too few for all ranks."""
+    count = torch.cuda.device_count()
+    if count < num_teams * num_ranks:
+        return [{}] * num_teams
+    devices = [name for name in os.environ.get(_DEVICES, "").split(",") if name] or [str(n) for n in range(count)]
+    return [{_DEVICES: ",".join(devices[n * num_ranks : (n + 1) * num_ranks])} for n in range(num_teams)]
+
+
+def _start(
+    number: int, num_ranks: int, address: str, command: Sequence[str], environment: Mapping[str, str]
+) -> _LocalTeam:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "OMP_NUM_THREADS": "1",  # as torchrun: all ranks share the cores of this machine
         **os.environ,
+        **environment,
         NUMBER: str(number),
         LIGHTHOUSE: address,
         "WORLD_SIZE": str(num_ranks),

@@ -60,12 +60,13 @@ def loader() -> Any:
 def packages() -> dict[str, Any]:
     """What a reader's program has imported, where a block does not."""
     import deepspeed
-    from transformers import Trainer, TrainingArguments
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     import sdp_deepspeed
 
     modules = {"torch": torch, "deepspeed": deepspeed, "sdp_deepspeed": sdp_deepspeed}
-    return modules | {"Trainer": Trainer, "TrainingArguments": TrainingArguments}
+    classes = AutoModelForCausalLM, Trainer, TrainingArguments
+    return modules | {kind.__name__: kind for kind in classes}
 
 
 class Reader(dict[str, Any]):

@@ -95,7 +95,7 @@ def test_layers_without_units_are_named(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_model_built_under_init(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both teams have pieces of one model, whose output projections start C times smaller."""
+    """Both teams have pieces of one model, whose output projections start multiplied by C."""
     pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
     weights = DeferredWeights(deferred_llama())
     for number in ("0", "1"):

@@ -1,0 +1,30 @@
+"""What `sdp teams` gives to each team."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sdp_deepspeed.teams.launch import run_teams
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_ranks", "expected"),
+    [(None, 2, {"0,1", "2,3"}), ("7,GPU-b,5,4", 1, {"7", "GPU-b"}), ("", 3, {"none"})],
+    ids=["all", "some", "too few"],
+)
+def test_teams_have_gpus_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    devices: str | None,
+    num_ranks: int,
+    expected: set[str],
+) -> None:
+    pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if devices:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    shows = "import os; print('has', os.environ.get('CUDA_VISIBLE_DEVICES', 'none'))"
+    assert run_teams(2, num_ranks, ["-c", shows]) == 0
+    assert {line.partition("has ")[2] for line in capsys.readouterr().out.splitlines() if "has " in line} == expected
