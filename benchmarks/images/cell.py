@@ -16,7 +16,7 @@ from benchmarks.common.workers import Workers, costs_of_step, plans_of_steps
 from benchmarks.images.dropping import StochasticDepth, add_dropout
 from benchmarks.images.pictures import NUM_CLASSES, SIZE, Augmented, Examples
 from benchmarks.images.subjects import DEEP, Subject
-from sdp_deepspeed.masking.running_statistics import estimate_statistics, write_statistics
+from sdp_deepspeed.batch_norm import estimate_statistics, write_statistics
 from sdp_deepspeed.small_image_resnet import (
     SmallImageResNetConfig,
     SmallImageResNetForImageClassification,

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.architectures.located_branch import trained_layers
+from sdp_deepspeed.batch_norm import average_running_statistics, running_statistics
 from sdp_deepspeed.masking.check import is_checkpointed
 from sdp_deepspeed.masking.mask import is_masked, partial_tensors
 from sdp_deepspeed.masking.placeholders import PartialTensor
-from sdp_deepspeed.masking.running_statistics import average_running_statistics, running_statistics
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.consistency import CallBarrier
 from sdp_deepspeed.parallel.dense_gathers import Segment, gather_segments

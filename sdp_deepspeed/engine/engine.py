@@ -44,6 +44,7 @@ from deepspeed.runtime.engine import ZERO_OPTIMIZATION
 from deepspeed.utils import log_dist
 from torch import nn
 
+from sdp_deepspeed.batch_norm import average_running_statistics, estimate_on_all_ranks, tracking_norms
 from sdp_deepspeed.checkpoint.atomic_folder import output_folder
 from sdp_deepspeed.checkpoint.export_and_import import load_pretrained
 from sdp_deepspeed.checkpoint.hf_folder import save_pretrained
@@ -69,14 +70,8 @@ from sdp_deepspeed.engine.tensor_parallel import (
 )
 from sdp_deepspeed.engine.zero_optimizer import SubnetworkOptimizer
 from sdp_deepspeed.init import DeferredWeights, has_meta_tensors
-from sdp_deepspeed.masking.running_statistics import (
-    average_running_statistics,
-    estimate_statistics,
-    tracking_norms,
-    write_statistics,
-)
 from sdp_deepspeed.masking.wrappers import compile_in_place
-from sdp_deepspeed.parallel.consistency import check_same_parameters, first_batches, run_on_all_ranks
+from sdp_deepspeed.parallel.consistency import check_same_parameters, run_on_all_ranks
 from sdp_deepspeed.parallel.groups import control_group
 from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.plan.plan import Plan
@@ -464,9 +459,7 @@ class SubnetworkEngine(DividedEngine):
         if not (norms := tracking_norms(self.module)):
             return 0
         with unchanged_random_state(), self._core.dense_view.resident("reestimate_batch_norm"):  # may draw numbers
-            taken = first_batches(batches, num_batches, self._control)
-            statistics = run_on_all_ranks(lambda: estimate_statistics(self.module, taken), self._control)
-            write_statistics(statistics, self.seq_data_parallel_group)
+            estimate_on_all_ranks(self.module, batches, num_batches, self._core.groups)
         return len(norms)
 
     def release(self) -> frozenset[str]:

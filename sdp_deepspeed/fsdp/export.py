@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sdp_deepspeed.batch_norm import estimate_on_all_ranks, tracking_norms
 from sdp_deepspeed.checkpoint import hf_folder
 from sdp_deepspeed.checkpoint.atomic_folder import output_folder
 from sdp_deepspeed.checkpoint.export_and_import import dense_state_dict
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.fsdp.checkpoint_manager import state_of
 from sdp_deepspeed.fsdp.sharded_model import sharded_model_of
-from sdp_deepspeed.masking.running_statistics import estimate_statistics, tracking_norms, write_statistics
 from sdp_deepspeed.parallel.boxes import local_of
-from sdp_deepspeed.parallel.consistency import first_batches, run_on_all_ranks
+from sdp_deepspeed.parallel.consistency import run_on_all_ranks
 
 logger = logging.getLogger("sdp_deepspeed")
 
@@ -86,18 +86,16 @@ def save_pretrained(module: nn.Module, folder: str | Path, tokenizer: Any = None
 def reestimate_batch_norm(module: nn.Module, batches: Iterable[Any], *, num_batches: int) -> int:
     """See `sdp_deepspeed.reestimate_batch_norm`."""
     sharded = sharded_model_of(module)
-    control, copied = sharded.groups.control, sharded.dense.module
+    copied = sharded.dense.module
     if not (norms := tracking_norms(copied)):
         return 0
     with unchanged_random_state():  # batches and models may draw random numbers
-        taken = first_batches(batches, num_batches, control)
         was_training = module.training
         module.training = False
         sharded.begin_evaluation("reestimate_batch_norm")
         try:
             with sharded.dense.estimating():
-                statistics = run_on_all_ranks(lambda: estimate_statistics(copied, taken, run=module), control)
-                write_statistics(statistics, sharded.groups.data_parallel.process_group)
+                estimate_on_all_ranks(copied, batches, num_batches, sharded.groups, run=module)
                 sharded.dense.return_buffers()
         finally:
             module.training = was_training

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from sdp_deepspeed.batch_norm import average_running_statistics
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.fsdp.dense_model import DenseModel
 from sdp_deepspeed.fsdp.dtensors import ReplacedDTensors
 from sdp_deepspeed.fsdp.parts import Part
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.running_statistics import average_running_statistics
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.boxes import local_of
 from sdp_deepspeed.parallel.consistency import CallBarrier

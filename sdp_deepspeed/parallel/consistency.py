@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -58,27 +58,6 @@ def gather_results(work: Callable[[], T], group: dist.ProcessGroup | None = None
     of_ranks = gather_objects((_report(error), result), group)
     _raise_first([report for report, _ in of_ranks], error, group)
     return [result for _, result in of_ranks]
-
-
-def first_batches(batches: Iterable[Any], num_batches: int, group: dist.ProcessGroup | None) -> list[Any]:
-    """Take the first batches of this rank; collective.
-
-    Raises:
-        ValueError: on all ranks, if a rank has fewer batches, or `num_batches` differs.
-    """
-
-    def take() -> list[Any]:
-        taken = list(itertools.islice(batches, num_batches))
-        if len(taken) < num_batches or num_batches < 1:
-            raise ValueError(
-                f"num_batches: got {num_batches}, but found {len(taken)} batches; pass at most that many, at least 1"
-            )
-        return taken
-
-    taken = run_on_all_ranks(take, group)
-    if len(set(numbers := gather_objects(num_batches, group))) > 1:
-        raise ValueError(f"num_batches: got {listed(numbers)} on the ranks; pass the same number on all")
-    return taken
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import sdp_deepspeed
+from sdp_deepspeed.batch_norm import tracking_norms
 from sdp_deepspeed.fsdp import clip_grad_norm_, full_state_dict, param_groups, sharded_model_of
-from sdp_deepspeed.masking.running_statistics import tracking_norms
 from tests.helpers.models import batches, inputs_of, loss_of, two_groups
 from tests.helpers.oracle import from_rank_0, make_optimizer
 from tests.helpers.ranks import Rank

@@ -16,8 +16,8 @@ from transformers import DynamicCache
 
 from sdp_deepspeed import architectures, check_description
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers
+from sdp_deepspeed.batch_norm import average_running_statistics
 from sdp_deepspeed.config import MODES
-from sdp_deepspeed.masking.running_statistics import average_running_statistics
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.parallel.groups import RankGroup
 from sdp_deepspeed.plan.plan import Plan
