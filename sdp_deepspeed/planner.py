@@ -77,8 +77,10 @@ def plan_model(
         shapes[kind, name] = tuple(tensor.shape) if division is None else division.shape
     check_pieces(plan.units, lambda piece: shapes.get((piece.kind, piece.parameter)))
     uncut = uncut_branches(branches, plan.strategy)
-    shared = [f"{len(uncut)} branches are replicated, such as {b.name!r}: {b.uncuttable_reason}" for b in uncut[:1]]
-    return plan, [*shared, *_warnings(plan), *replicated_layers(model)]
+    uncut_warning = [
+        f"{len(uncut)} branches are replicated, such as {b.name!r}: {b.uncuttable_reason}" for b in uncut[:1]
+    ]
+    return plan, [*uncut_warning, *_warnings(plan), *replicated_layers(model)]
 
 
 def plan_and_mask(

@@ -9,7 +9,8 @@ Order of construction:
 
 Order of a training step; methods with an underscore, and `allreduce_gradients`, are called by DeepSpeed:
 
-1. `forward` runs the masked module: absent blocks return zeros, cut layers have fewer rows or columns (masking/).
+1. `forward` runs the masked module (masking/): absent blocks return zeros (absent_blocks.py), others multiply what they
+   add by 1 / C (scale.py), cut layers have fewer rows or columns (split_layers.py).
 2. `backward` calls DeepSpeed's, which multiplies the loss by the loss scale. `_backward_prologue` tells the reducer
    whether this is the last micro-step. Hooks of the reducer then receive each gradient (`Reducer._on_gradient`).
    `allreduce_gradients`, or under `no_sync` `_backward_epilogue`, ends the pass (`Reducer.finish_backward`, which

@@ -1,10 +1,12 @@
-"""Gradients: accumulation, and their average over the holders of each bucket, during backward or in the step.
+"""Gradients: accumulation, and their average over the holders of each bucket.
 
-The reducer owns what a step is waiting for: which tensors have a gradient, which buckets are complete, and the next one
-to be reduced. Hooks on accumulated gradients detect when a bucket is complete. Buckets are reduced in the order of
-collectives (optimizer.py); one that is complete early waits for its turn. At the end of a backward pass the remaining
-buckets are reduced, with zeros for missing gradients (experts without tokens, skipped branches). The time at which a
-bucket is reduced may differ between ranks, since only the order matters.
+At stage 1 backward passes only collect gradients, and `finish_step` reduces all buckets; with overlap, the pass of the
+last micro-step reduces those that are complete, and at its end the rest. At stage 2 every pass does. Gradients that are
+missing (experts without tokens, skipped branches) are zeros.
+
+Hooks on accumulated gradients detect when a bucket is complete. Buckets are reduced in the order of collectives
+(optimizer.py); one that is complete early waits for its turn. When that is may differ between ranks, since only the
+order matters.
 """
 
 from __future__ import annotations

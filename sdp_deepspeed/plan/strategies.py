@@ -41,24 +41,24 @@ def units_of_branches(
             of a type that can be cut, more groups than neurons, groups without an effect, or a pattern that matches no
             unit or only a fraction of one.
     """
-    by_part = _strategy_of_parts(branches, strategy)
-    trained = [branch for branch in branches if branch.is_trained and branch.description.name in by_part]
-    if by_part and not trained:
+    by_type = _strategy_of_types(branches, strategy)
+    trained = [branch for branch in branches if branch.is_trained and branch.description.name in by_type]
+    if by_type and not trained:
         raise ValueError(
-            f"{KEY}: all branches of the types {', '.join(map(repr, by_part))} are frozen, so there is nothing to "
+            f"{KEY}: all branches of the types {', '.join(map(repr, by_type))} are frozen, so there is nothing to "
             "divide; unfreeze some before this call, or remove the block"
         )
-    _check_groups([branch for branch in trained if by_part[branch.description.name] == "neuron"], neuron_groups)
+    _check_groups([branch for branch in trained if by_type[branch.description.name] == "neuron"], neuron_groups)
     grouped: dict[str, list[Piece]] = {}
     for branch in trained:
-        match by_part[branch.description.name]:
+        match by_type[branch.description.name]:
             case "block" if branch.is_bypassed:
                 grouped.setdefault(branch.name if granularity == "sublayer" else branch.layer, []).extend(branch.pieces)
             case "neuron" if not branch.uncuttable_reason:
                 for name, cells in _cells_of_units(branch, neuron_groups or num_subnetworks).items():
                     grouped[name] = list(branch.pieces_of_cells(cells))
     units = [Unit(name, tuple(pieces)) for name, pieces in grouped.items()]
-    if by_part and not units:
+    if by_type and not units:
         raise ValueError(
             f"{KEY}.strategy: no branch of the model can be a block, since no skip connection is an identity; use "
             '"neuron", or a model with more layers'
@@ -75,8 +75,8 @@ def units_of_branches(
 
 def uncut_branches(branches: Sequence[LocatedBranch], strategy: str | Mapping[str, str]) -> list[LocatedBranch]:
     """Branches that are shared because they cannot be cut, unlike others of their type."""
-    by_part = _strategy_of_parts(branches, strategy)
-    return [b for b in branches if b.is_trained and b.uncuttable_reason and by_part.get(b.description.name) == "neuron"]
+    by_type = _strategy_of_types(branches, strategy)
+    return [b for b in branches if b.is_trained and b.uncuttable_reason and by_type.get(b.description.name) == "neuron"]
 
 
 def constrained_branches(units: Sequence[Unit], branches: Sequence[LocatedBranch]) -> list[str | None]:
@@ -151,7 +151,7 @@ def _members(unit: Unit, branches: Sequence[LocatedBranch]) -> list[LocatedBranc
     return members
 
 
-def _strategy_of_parts(branches: Sequence[LocatedBranch], strategy: str | Mapping[str, str]) -> dict[str, str]:
+def _strategy_of_types(branches: Sequence[LocatedBranch], strategy: str | Mapping[str, str]) -> dict[str, str]:
     types = list(dict.fromkeys(branch.description.name for branch in branches))
     if isinstance(strategy, str):
         return dict.fromkeys(types, strategy)
