@@ -76,11 +76,11 @@ def plan_model(
         division = shards.divisions.get(name)
         shapes[kind, name] = tuple(tensor.shape) if division is None else division.shape
     check_pieces(plan.units, lambda piece: shapes.get((piece.kind, piece.parameter)))
-    uncut = uncut_branches(branches, plan.strategy)
-    uncut_warning = [
-        f"{len(uncut)} branches are replicated, such as {b.name!r}: {b.uncuttable_reason}" for b in uncut[:1]
-    ]
-    return plan, [*uncut_warning, *_warnings(plan), *replicated_layers(model)]
+    warnings = [*_warnings(plan), *replicated_layers(model)]
+    if uncut := uncut_branches(branches, plan.strategy):
+        reason = uncut[0].uncuttable_reason
+        warnings.insert(0, f"{len(uncut)} branches are replicated, such as {uncut[0].name!r}: {reason}")
+    return plan, warnings
 
 
 def plan_and_mask(

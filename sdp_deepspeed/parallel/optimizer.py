@@ -14,7 +14,7 @@ A step (`ShardedOptimizer.step`), for every bucket (buckets.py) that this rank h
    whole model, so for each depth range and dtype there is one all-gather over all data-parallel ranks
    (`_gather_range`), to which each rank contributes all of its shards, padded to the largest share.
 
-Memory of cut tensors: the first gradient allocates a bucket's flat gradients; at stage 1 the average is a view of these;
+Memory of cut tensors: the first gradient allocates a bucket's flat gradients; at stage 1 the average is a view of them;
 weights are gathered into the same memory, copied to the parameters, and it is freed. Whole tensors and their gradients
 are views of flat buffers, and are not copied.
 
