@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
@@ -30,6 +29,7 @@ from sdp_deepspeed.masking.scale import starts_smaller
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.tensors import named_tensors
 from sdp_deepspeed.recording import Recording, Ref, is_meta
+from sdp_deepspeed.tensor_data import move_in_place
 
 _GET_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
@@ -187,20 +187,7 @@ def _defer_all(modules: Iterable[nn.Module], recording: Recording, seed: int) ->
                 _defer(tensor, (recording, seed, recording.ref(tensor)))
 
 
-def move_in_place(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Move a tensor object to another device, keeping its identity. `swap_tensors` refuses tensors with weak
-    references, and `.data` refuses a different device."""
-    torch._C._swap_tensor_impl(tensor, value.requires_grad_(tensor.requires_grad))
-
-
 # ---- what the hosts call ----------------------------------------------------------------------------------------
-
-
-def device_type() -> str:
-    """Device type on which ranks train by default: the accelerator, or "cpu" without one or with gloo."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    is_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
-    return "cpu" if accelerator is None or is_gloo else accelerator.type
 
 
 def has_meta_tensors(model: nn.Module) -> bool:

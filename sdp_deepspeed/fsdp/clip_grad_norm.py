@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from sdp_deepspeed.fsdp.meshes import OF_SHARED, OF_UNITS
 from sdp_deepspeed.fsdp.sharded_model import is_sharded, sharded_model_of
-from sdp_deepspeed.init import device_type
+from sdp_deepspeed.parallel.groups import device_type
 from sdp_deepspeed.parallel.norm import gradient_norm, scale_gradients
 
 

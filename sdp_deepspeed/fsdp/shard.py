@@ -39,9 +39,8 @@ from sdp_deepspeed.fsdp.order import CollectiveOrder
 from sdp_deepspeed.fsdp.parts import parts_of
 from sdp_deepspeed.fsdp.refused_arguments import check_call, check_same_settings, check_tensors
 from sdp_deepspeed.fsdp.sharded_model import ShardedModel, attach
-from sdp_deepspeed.init import DeferredWeights, device_type, move_in_place
+from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.masking import Mask
-from sdp_deepspeed.masking.forwards import set_data
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.masking.wrappers import compile_in_place, without_wrappers
@@ -54,12 +53,13 @@ from sdp_deepspeed.parallel.consistency import (
     gather_objects,
     run_on_all_ranks,
 )
-from sdp_deepspeed.parallel.groups import Groups, control_group
+from sdp_deepspeed.parallel.groups import Groups, control_group, device_type
 from sdp_deepspeed.parallel.refused_models import refuse_model
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import unit_costs
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
 from sdp_deepspeed.planner import announce_plan, plan_model
+from sdp_deepspeed.tensor_data import move_in_place, set_data
 
 logger = logging.getLogger("sdp_deepspeed")
 T = TypeVar("T", bound=nn.Module)

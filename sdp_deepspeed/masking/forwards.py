@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 
@@ -63,17 +62,3 @@ def run_with(forward: ReplacedForward, values: Mapping[str, Any], *args: Any, **
                 attributes[name] = before[name]
             else:
                 del attributes[name]
-
-
-def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Set data of a different shape, and drop the gradient, which has the old shape.
-
-    If a graph is still alive (a user keeps the last loss), it holds the tensor's AccumulateGrad node, which expects the
-    old shape and would fail in the next backward pass. Changing the dtype in between makes autograd drop the node.
-    """
-    if tensor.requires_grad:
-        tensor.grad = None
-    if tensor.is_floating_point():
-        other = torch.float32 if tensor.dtype == torch.float64 else torch.float64
-        tensor.data = torch.empty(0, dtype=other, device=tensor.device)
-    tensor.data = data

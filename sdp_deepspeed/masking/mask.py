@@ -15,7 +15,7 @@ from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.masking.absent_blocks import skip_branch
 from sdp_deepspeed.masking.check import check_plan, refuse_cache
 from sdp_deepspeed.masking.experts import check_experts, router_refusal
-from sdp_deepspeed.masking.forwards import restore_forward, set_data
+from sdp_deepspeed.masking.forwards import restore_forward
 from sdp_deepspeed.masking.head_arguments import select_heads
 from sdp_deepspeed.masking.scale import coverage_of_branches, scale_block, scale_outputs
 from sdp_deepspeed.masking.size_attributes import Sizes
@@ -23,6 +23,7 @@ from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, parent_in
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import blocks_of_units
 from sdp_deepspeed.plan.tensors import PiecesOfTensor, TensorInfo, dense_tensors, pieces_by_tensor
+from sdp_deepspeed.tensor_data import set_data
 from sdp_deepspeed.units import Piece
 
 # Attribute of the modules of a masked model, and of their copies: dense names of partial tensors, by their name there.

@@ -180,6 +180,13 @@ def default_group_timeout() -> timedelta | None:
     return None if options is None else options._timeout  # fake backends have none
 
 
+def device_type() -> str:
+    """Device type on which ranks train by default: the accelerator, or "cpu" without one or with gloo."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    is_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
+    return "cpu" if accelerator is None or is_gloo else accelerator.type
+
+
 class Messages(NamedTuple):
     """Tensors that a rank receives from each position of its group, and sends to it; none at its own position."""
 

@@ -15,11 +15,12 @@ from torch import nn
 
 from sdp_deepspeed.architectures import LocatedBranch
 from sdp_deepspeed.config import SubnetworkConfig, parse_block
-from sdp_deepspeed.init import DeferredWeights, device_type, has_meta_tensors
+from sdp_deepspeed.init import DeferredWeights, has_meta_tensors
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.messages import KEY, announce
+from sdp_deepspeed.parallel.groups import device_type
 from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
 from sdp_deepspeed.planner import plan_and_mask
 from sdp_deepspeed.teams.dense_modules import DenseModules
