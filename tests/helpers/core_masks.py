@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -46,17 +47,21 @@ def families(names: Iterable[str], in_short: Collection[str] = IN_SHORT) -> list
     return [pytest.param(name, marks=() if name in in_short else pytest.mark.slow) for name in names]
 
 
-def build(name: str) -> Any:
-    """No bias is zero and no norm is one, so that a forgotten one is seen."""
-    return deepcopy(_built(name))
+def build(name: str, **options: Any) -> Any:
+    """No bias is zero and no norm is one, so that a forgotten one is seen.
+
+    Args:
+        options: of the config, beside those of the specimen.
+    """
+    if name in mixtures.MIXTURES:
+        return mixtures.mixture(name, **options)
+    return deepcopy(_built(name, tuple(sorted(options.items()))))
 
 
 @cache
-def _built(name: str) -> nn.Module:
-    if name in mixtures.MIXTURES:
-        model: nn.Module = mixtures.mixture(name)
-    else:
-        model = models.scrambled(more_models.ALL_SPECIMENS[name].build())
+def _built(name: str, options: tuple[tuple[str, Any], ...]) -> nn.Module:
+    specimen = more_models.ALL_SPECIMENS[name]
+    model = models.scrambled(replace(specimen, options={**specimen.options, **dict(options)}).build())
     # Batch norms over a few pixels blow rounding up, to a percent of the loss in fp32.
     return (model.double() if "resnet" in name else model).train()
 

@@ -86,16 +86,31 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm; the others differ in their forward."""
+    """Pre-norm; the others differ in their modules or their forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, attn: nn.Module | None = None, mlp: nn.Module | None = None) -> None:
         super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(WIDTH), Attention()
-        self.ln_2, self.mlp = nn.LayerNorm(WIDTH), Mlp()
+        self.ln_1, self.attn = nn.LayerNorm(WIDTH), attn or Attention()
+        self.ln_2, self.mlp = nn.LayerNorm(WIDTH), mlp or Mlp()
 
     def forward(self, x: Tensor) -> Any:
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
+
+
+class Adds(nn.Module):
+    """Adds what its modules make of its input, one after the other."""
+
+    def __init__(self, **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added = x
+        for module in self.children():
+            added = module(added)
+        return x + added
 
 
 PRE_NORM: tuple[Names, ...] = (("ln_1", "attn"), ("ln_2", "mlp"))
@@ -115,8 +130,8 @@ class Stack(nn.Module):
         return self.head(self.ln_f(x))
 
 
-def traced(*layers: nn.Module) -> Stack:
-    model = Stack(*layers)
+def traced(*layers: nn.Module, stack: type[nn.Module] = Stack) -> Any:
+    model = stack(*layers)
     sdp_deepspeed.trace(model, *stream())
     return model
 
@@ -242,12 +257,6 @@ class Mixture(nn.Module):
         return out.view_as(x) + self.shared_expert(x)
 
 
-class MixtureLayer(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mixture()  # type: ignore[assignment]
-
-
 class StochasticDepth(Layer):
     """A training forward skips each branch by chance: one pass need not see all of them."""
 
@@ -262,9 +271,8 @@ class Recurrent(Stack):
     """One layer that runs three times: absent, it adds nothing in all of them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            for layer in self.h:
-                x = layer(x)
+        for layer in [*self.h] * 3:
+            x = layer(x)
         return self.head(self.ln_f(x))
 
 
@@ -313,7 +321,7 @@ HAND_WRITTEN: dict[str, HandWritten] = {
     "layer_scale": stacked(LayerScale, *_SCALED),
     "deep_norm": stacked(DeepNorm, ("attn",), ("mlp",)),
     "raw_parameters": stacked(RawParameters),
-    "mixture": stacked(MixtureLayer, *PRE_NORM),
+    "mixture": stacked(lambda: Layer(mlp=Mixture()), *PRE_NORM),
     "stochastic_depth": stacked(StochasticDepth, *PRE_NORM),
     "recurrent": HandWritten(lambda: Recurrent(Layer()), stream, in_each(*PRE_NORM, layers=1)),
     "dicts": HandWritten(lambda: StackOfDicts(*(InDict() for _ in range(3))), stream, in_each(*PRE_NORM)),

@@ -16,27 +16,27 @@ from PIL import Image
 from scipy.io import savemat
 
 CLASSES = ("plane", "cat", "ship")
+Split = tuple[np.ndarray, np.ndarray]
+"""Images, uint8, and their labels."""
 
 
-def rows(num: int, *, size: int = 8, width: int | None = None, seed: int = 0) -> dict[str, list[Any]]:
-    """Images of noise, `size` high; the label is the position modulo 3, and in the first pixel."""
-    generator = np.random.default_rng(seed)
-    pixels = generator.integers(0, 256, (num, size, width or size, 3), dtype=np.uint8)
+def rows(num: int, size: int = 8) -> dict[str, list[Any]]:
+    """Images of noise; the label is the position modulo 3, and in the first pixel."""
+    pixels = np.random.default_rng(0).integers(0, 256, (num, size, size, 3), dtype=np.uint8)
     labels = [index % len(CLASSES) for index in range(num)]
     pixels[:, 0, 0, 0] = labels
     return {"img": [Image.fromarray(image) for image in pixels], "label": labels}
 
 
-def dataset(num: int, **shape: int) -> Any:
-    found = rows(num, **shape)
+def dataset(num: int, size: int) -> Any:
     features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=list(CLASSES))})
-    return datasets.Dataset.from_dict(found, features=features)
+    return datasets.Dataset.from_dict(rows(num, size), features=features)
 
 
-def write_folders(folder: Path, num_train: int = 12, num_test: int = 7, **shape: int) -> Path:
+def write_folders(folder: Path, num_train: int, num_test: int) -> Path:
     """One folder for each class."""
     for name, num in (("train", num_train), ("test", num_test)):
-        found = rows(num, **shape)
+        found = rows(num)
         for index, (image, label) in enumerate(zip(found["img"], found["label"], strict=True)):
             place = folder / name / CLASSES[label]
             place.mkdir(parents=True, exist_ok=True)
@@ -44,12 +44,9 @@ def write_folders(folder: Path, num_train: int = 12, num_test: int = 7, **shape:
     return folder
 
 
-def write_fashion_mnist(
-    folder: Path, num_train: int = 12, num_test: int = 7
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """The published files, compressed ones for training; the images of a split, uint8, with labels."""
-    folder.mkdir(parents=True, exist_ok=True)
-    splits = {"train": arrays(num_train, (28, 28)), "test": arrays(num_test, (28, 28), seed=1)}
+def write_fashion_mnist(folder: Path, num_train: int = 12, num_test: int = 7) -> dict[str, Split]:
+    """The published files, compressed ones for training."""
+    splits = _splits((28, 28), num_train, num_test)
     for (pixels, labels), prefix in zip(splits.values(), ("train", "t10k"), strict=True):
         for array, name in ((pixels, "images-idx3-ubyte"), (labels, "labels-idx1-ubyte")):
             header = struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
@@ -61,9 +58,9 @@ def write_fashion_mnist(
     return splits
 
 
-def write_cifar10(folder: Path, num_train: int = 15, num_test: int = 7) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def write_cifar10(folder: Path) -> dict[str, Split]:
     """The unpacked archive for Python."""
-    splits = {"train": arrays(num_train, (32, 32, 3)), "test": arrays(num_test, (32, 32, 3), seed=1)}
+    splits = _splits((32, 32, 3))
     files = {
         "batches.meta": {"label_names": [f"class {label}" for label in range(10)]},
         "test_batch": _batch(*splits["test"]),
@@ -78,10 +75,9 @@ def write_cifar10(folder: Path, num_train: int = 15, num_test: int = 7) -> dict[
     return splits
 
 
-def write_cifar100(folder: Path, num_train: int = 15, num_test: int = 7) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def write_cifar100(folder: Path) -> dict[str, Split]:
     """The archive for Python."""
-    folder.mkdir(parents=True, exist_ok=True)
-    splits = {"train": arrays(num_train, (32, 32, 3)), "test": arrays(num_test, (32, 32, 3), seed=1)}
+    splits = _splits((32, 32, 3))
     files = {split: _batch(*found, key="fine_labels") for split, found in splits.items()}
     files["meta"] = {"fine_label_names": [f"class {label}" for label in range(100)]}
     with tarfile.open(folder / "cifar-100-python.tar.gz", "w:gz") as archive:
@@ -93,22 +89,24 @@ def write_cifar100(folder: Path, num_train: int = 15, num_test: int = 7) -> dict
     return splits
 
 
-def write_svhn(folder: Path, num_train: int = 12, num_test: int = 7) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def write_svhn(folder: Path) -> dict[str, Split]:
     """MATLAB files, in which the digit 0 is 10."""
-    folder.mkdir(parents=True, exist_ok=True)
-    splits = {"train": arrays(num_train, (32, 32, 3)), "test": arrays(num_test, (32, 32, 3), seed=1)}
+    splits = _splits((32, 32, 3))
     for split, (pixels, labels) in splits.items():
         digits = np.where(labels == 0, 10, labels)[:, None].astype(np.uint8)
         savemat(folder / f"{split}_32x32.mat", {"X": pixels.transpose(1, 2, 3, 0), "y": digits}, do_compression=True)
     return splits
 
 
-def arrays(num: int, shape: tuple[int, ...], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Images of noise, uint8, with the labels 0 to 9 in turn, which are also their first pixels."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (num, *shape), dtype=np.uint8)
-    labels = np.arange(num) % 10
-    pixels.reshape(num, -1)[:, 0] = labels
-    return pixels, labels
+def _splits(shape: tuple[int, ...], num_train: int = 15, num_test: int = 7) -> dict[str, Split]:
+    """Images of noise, with the labels 0 to 9 in turn, which are also their first pixels."""
+    splits = {}
+    for seed, (name, num) in enumerate((("train", num_train), ("test", num_test))):
+        pixels = np.random.default_rng(seed).integers(0, 256, (num, *shape), dtype=np.uint8)
+        labels = np.arange(num) % 10
+        pixels.reshape(num, -1)[:, 0] = labels
+        splits[name] = pixels, labels
+    return splits
 
 
 def _batch(pixels: np.ndarray, labels: np.ndarray, key: str = "labels") -> dict[str, Any]:

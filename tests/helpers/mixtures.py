@@ -8,44 +8,22 @@ from functools import cache
 from typing import Any
 
 import torch
+import transformers as hf
 from torch import nn
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
 
-from tests.helpers.models import VOCABULARY, Specimen, scrambled
+from tests.helpers.models import LLAMA_LIKE, Specimen, scrambled
 
 _SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 32,
-    "num_experts_per_tok": 2,
-    "initializer_range": 0.1,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    **LLAMA_LIKE,
+    **{"num_hidden_layers": 3, "num_experts_per_tok": 2, "initializer_range": 0.1},
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
 }
 MIXTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "mixtral": (MixtralForCausalLM, MixtralConfig, {**_SHAPE, "intermediate_size": 12, "num_local_experts": 4}),
+    "mixtral": (hf.MixtralForCausalLM, hf.MixtralConfig, {**_SHAPE, "intermediate_size": 12, "num_local_experts": 4}),
     # Neurons of a shared expert are no multiple of a routed one's; the first layer has an MLP.
     "qwen2_moe": (
-        Qwen2MoeForCausalLM,
-        Qwen2MoeConfig,
+        hf.Qwen2MoeForCausalLM,
+        hf.Qwen2MoeConfig,
         {
             **_SHAPE,
             "intermediate_size": 20,
@@ -57,8 +35,8 @@ MIXTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     # Heads of three sizes; the first layer has an MLP, two shared experts have as many neurons each as a routed one.
     "deepseek_v3": (
-        DeepseekV3ForCausalLM,
-        DeepseekV3Config,
+        hf.DeepseekV3ForCausalLM,
+        hf.DeepseekV3Config,
         {
             **{name: size for name, size in _SHAPE.items() if name not in ("num_key_value_heads", "head_dim")},
             **{"q_lora_rank": 8, "kv_lora_rank": 6, "attention_bias": True},
@@ -68,20 +46,20 @@ MIXTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
     "gpt_oss": (
-        GptOssForCausalLM,
-        GptOssConfig,
+        hf.GptOssForCausalLM,
+        hf.GptOssConfig,
         {**_SHAPE, "intermediate_size": 12, "num_local_experts": 4, "sliding_window": 4},
     ),
     # The first layer has an MLP.
     "llama4": (
-        Llama4ForCausalLM,
-        Llama4TextConfig,
+        hf.Llama4ForCausalLM,
+        hf.Llama4TextConfig,
         {**_SHAPE, "intermediate_size": 12, "intermediate_size_mlp": 20, "num_local_experts": 4, "moe_layers": [1, 2]},
     ),
     # Linear attention, then full attention; the first layer has an MLP.
     "qwen3_next": (
-        Qwen3NextForCausalLM,
-        Qwen3NextConfig,
+        hf.Qwen3NextForCausalLM,
+        hf.Qwen3NextConfig,
         {
             **_SHAPE,
             **{"intermediate_size": 20, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 18},
@@ -119,5 +97,4 @@ class Mixture(Specimen):
         return cls(model, config, num_heads=heads, num_layers=options["num_hidden_layers"], name=name)
 
     def build(self) -> nn.Module:
-        model: nn.Module = mixture(self.name, **self.options)
-        return model
+        return mixture(self.name, **self.options)

@@ -7,21 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers as hf
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from safetensors.torch import save_file
 from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
 
@@ -30,7 +19,7 @@ VOCABULARY = 61  # a prime: divides by nothing
 LENGTH = 8
 TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH) * 5 % VOCABULARY  # where any will do
 
-_LLAMA_LIKE: dict[str, Any] = {
+LLAMA_LIKE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -43,7 +32,7 @@ _LLAMA_LIKE: dict[str, Any] = {
 
 def llama(num_layers: int = 2, *, tied: bool = False, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**_LLAMA_LIKE, num_hidden_layers=num_layers, tie_word_embeddings=tied))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA_LIKE, num_hidden_layers=num_layers, tie_word_embeddings=tied))
 
 
 class Wrapped(nn.Module):
@@ -109,7 +98,7 @@ def scrambled(model: nn.Module) -> nn.Module:
 
 
 # Odd sizes on purpose: 27 and 29 neurons divide into no number of groups but their own factors.
-_GROUPED: dict[str, Any] = _LLAMA_LIKE | {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2}
+_GROUPED: dict[str, Any] = LLAMA_LIKE | {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2}
 _NEOX: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -119,11 +108,11 @@ _NEOX: dict[str, Any] = {
     "max_position_embeddings": 32,
 }
 _SIZES: dict[type[Any], dict[str, Any]] = {
-    LlamaConfig: _GROUPED,
-    Qwen2Config: _GROUPED,
-    Qwen3Config: _GROUPED,
-    GPTNeoXConfig: _NEOX,
-    GPT2Config: {
+    hf.LlamaConfig: _GROUPED,
+    hf.Qwen2Config: _GROUPED,
+    hf.Qwen3Config: _GROUPED,
+    hf.GPTNeoXConfig: _NEOX,
+    hf.GPT2Config: {
         "vocab_size": VOCABULARY,
         "n_embd": 16,
         "n_head": 4,
@@ -135,15 +124,15 @@ _SIZES: dict[type[Any], dict[str, Any]] = {
 }
 _ODD = {"hidden_size": 18, "intermediate_size": 29, "num_attention_heads": 6, "num_key_value_heads": 3}
 SPECIMENS: dict[str, Specimen] = {
-    "llama": Specimen(LlamaForCausalLM, LlamaConfig),
-    "llama_tied": Specimen(LlamaForCausalLM, LlamaConfig, options={"tie_word_embeddings": True}),
-    "llama_biases": Specimen(LlamaForCausalLM, LlamaConfig, options={"attention_bias": True, "mlp_bias": True}),
-    "llama_odd": Specimen(LlamaForCausalLM, LlamaConfig, num_heads=3, options=_ODD),
-    "llama_one_layer": Specimen(LlamaForCausalLM, LlamaConfig, num_layers=1, options={"num_hidden_layers": 1}),
-    "qwen2": Specimen(Qwen2ForCausalLM, Qwen2Config),
-    "qwen3": Specimen(Qwen3ForCausalLM, Qwen3Config),
-    "gpt2": Specimen(GPT2LMHeadModel, GPT2Config),
-    "gpt_neox_parallel": Specimen(GPTNeoXForCausalLM, GPTNeoXConfig, options={"use_parallel_residual": True}),
+    "llama": Specimen(hf.LlamaForCausalLM, hf.LlamaConfig),
+    "llama_tied": Specimen(hf.LlamaForCausalLM, hf.LlamaConfig, options={"tie_word_embeddings": True}),
+    "llama_biases": Specimen(hf.LlamaForCausalLM, hf.LlamaConfig, options={"attention_bias": True, "mlp_bias": True}),
+    "llama_odd": Specimen(hf.LlamaForCausalLM, hf.LlamaConfig, num_heads=3, options=_ODD),
+    "llama_one_layer": Specimen(hf.LlamaForCausalLM, hf.LlamaConfig, num_layers=1, options={"num_hidden_layers": 1}),
+    "qwen2": Specimen(hf.Qwen2ForCausalLM, hf.Qwen2Config),
+    "qwen3": Specimen(hf.Qwen3ForCausalLM, hf.Qwen3Config),
+    "gpt2": Specimen(hf.GPT2LMHeadModel, hf.GPT2Config),
+    "gpt_neox_parallel": Specimen(hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, options={"use_parallel_residual": True}),
 }
 
 

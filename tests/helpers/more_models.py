@@ -98,13 +98,7 @@ _QWEN3_VL: dict[str, Any] = {
 
 
 def _whole_heads(
-    model: Any,
-    config: Any,
-    sizes: dict[str, Any],
-    *,
-    num_heads: int = 6,
-    num_blocks: int | None = None,
-    **options: Any,
+    model: Any, config: Any, sizes: dict[str, Any], *, num_heads: int = 6, num_blocks: int | None = None, **options: Any
 ) -> Specimen:
     return Specimen(model, config, num_heads=num_heads, num_blocks=num_blocks, options=sizes | options)
 

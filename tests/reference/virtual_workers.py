@@ -46,12 +46,8 @@ def zero_absent(model: nn.Module, plan: Plan, subnetwork: int) -> None:
 
 def divisors(model: nn.Module, plan: Plan, ranks: Sequence[int] = ()) -> dict[str, torch.Tensor]:
     """Number of `ranks` that hold each element, at least 1, in the shape of each parameter; empty for all ranks."""
-    ranks = ranks or plan.all_ranks
-    counts = {name: torch.full_like(p, float(len(ranks)), dtype=torch.float32) for name, p in model.named_parameters()}
-    for piece, holders in pieces_with_holders(plan, "parameter"):
-        num_holders = sum(plan.subnetwork_of_rank[rank] in holders for rank in ranks)
-        piece.narrow(counts[piece.parameter]).fill_(float(max(num_holders, 1)))
-    return counts
+    masks = [held_mask(model, plan, plan.subnetwork_of_rank[rank]) for rank in ranks or plan.all_ranks]
+    return {name: torch.stack([mask[name] for mask in masks]).sum(0).clamp(min=1) for name in masks[0]}
 
 
 def held_mask(model: nn.Module, plan: Plan, subnetwork: int) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from importlib.metadata import version
 from pathlib import Path
@@ -153,7 +154,7 @@ def test_plan_is_printed_saved_and_drawn(capsys: Capture) -> None:
 def test_plan_takes_overrides_and_shows_warnings(capsys: Capture) -> None:
     shown = printed(capsys, "plan", "run.yaml", "sdp={holders: 1}", "--ranks", "4")
     assert "1 holders each" in shown
-    assert f"warning: {KEY}: " in shown or "warning: " in shown
+    assert "warning: " in shown
 
 
 def test_the_plan_of_a_config(capsys: Capture, tmp_path: Path) -> None:
@@ -191,13 +192,18 @@ def test_the_hub_is_asked_once(capsys: Capture, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_estimate_stands_beside_the_others(capsys: Capture) -> None:
-    found = columns(printed(capsys, "estimate", "run.yaml", "--ranks", "4"))
+    """The DeepSpeed config may be a file."""
+    whole = printed(capsys, "estimate", "run.yaml", "--ranks", "4")
+    found = columns(whole)
     assert [*found] == ["SDP", "ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2"]
     sdp, dense = found["SDP"], found["ZeRO-1"]
     for row in ("weights", "gradients", "activations", "peak", "sent per step", "compute per step"):
         assert 0 < sdp[row] < dense[row], row
     assert found["ZeRO-2"]["gradients"] < dense["gradients"] / 3
     assert found["ZeRO-3"]["weights"] == pytest.approx(dense["weights"] / 4, abs=0.01)
+    Path("ds.json").write_text(json.dumps(CONFIG))
+    write(deepspeed="ds.json")
+    assert printed(capsys, "estimate", "run.yaml", "--ranks", "4") == whole
 
 
 def test_estimate_reads_what_training_says(capsys: Capture) -> None:
@@ -221,13 +227,6 @@ def test_estimate_shows_bytes_between_nodes(capsys: Capture) -> None:
     write(**{KEY: {"coverage": 0.5}})
     fsdp2 = columns(printed(capsys, "estimate", "run.yaml", "--ranks", "4", "--ranks-per-node", "1"))["SDP"]
     assert fsdp2["out of its node per step"] == fsdp2["sent per step"]
-
-
-def test_the_deepspeed_config_may_be_a_file(capsys: Capture) -> None:
-    whole = printed(capsys, "estimate", "run.yaml")
-    Path("ds.json").write_text(json.dumps(CONFIG))
-    write(deepspeed="ds.json")
-    assert printed(capsys, "estimate", "run.yaml") == whole
 
 
 def test_each_phase_of_a_schedule_is_estimated(capsys: Capture) -> None:
@@ -277,3 +276,14 @@ def test_env_names_versions(capsys: Capture) -> None:
     shown = printed(capsys, "env")
     assert f"sdp_deepspeed  {sdp_deepspeed.__version__}\n" in shown
     assert re.search(rf"^torch +{re.escape(version('torch'))}$", shown, re.MULTILINE)
+
+
+def test_env_names_locks(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a killed run leaves where DeepSpeed compiles its Adam."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "cpu_adam/lock"
+    lock.parent.mkdir()
+    lock.touch()
+    assert f"cpu_adam: no process here has {lock} open" in printed(capsys, "env")
+    with lock.open():
+        assert f"cpu_adam: process {os.getpid()} compiles it" in printed(capsys, "env")

@@ -1,4 +1,5 @@
-"""What a config is in each step: phases, shares of all steps, new draws, and what is wrong with them."""
+"""What a config is in each step: phases, shares of all steps, new draws, and what is wrong with them; and what a
+program's number of steps is written into."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.schedule import Schedule
+from sdp_deepspeed.schedule import Schedule, fill_total_steps
 
 GROWING: list[dict[str, Any]] = [{"until_step": 4, "coverage": 0.5}, {"until_step": 6, "holders": 3}, {"coverage": 1.0}]
 
@@ -30,11 +31,13 @@ def message(phases: Any = None, **block: Any) -> str:
     return str(caught.value)
 
 
-def test_without_a_schedule_nothing_changes() -> None:
+def test_without_a_schedule_or_switched_off_nothing_changes() -> None:
     assert Schedule.of(config(coverage=0.5)) is None
+    assert parse(config(GROWING, enabled=False)) is None
 
 
 def test_each_step_has_the_config_of_its_phase() -> None:
+    """The block by itself that of the first."""
     found = schedule(GROWING, strategy="neuron", coverage=0.25, seed=3)
     same = {"strategy": "neuron", "seed": 3}
     assert [found.phase_after(steps) for steps in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
@@ -42,20 +45,13 @@ def test_each_step_has_the_config_of_its_phase() -> None:
     assert found.config_after(4)[KEY] == {**same, "holders": 3}
     assert found.config_after(6)[KEY] == found.config_after(1000)[KEY] == {**same, "coverage": 1.0}
     assert [(phase.first_step, phase.until_step) for phase in found.phases] == [(1, 4), (5, 6), (7, None)]
+    assert parse(config(GROWING, coverage=1.0)) == parse(config(coverage=0.5))
 
 
 def test_a_phase_that_does_not_say_it_has_what_the_block_says_and_not_the_phase_before() -> None:
     found = schedule([{"until_step": 1, "regime": "backward", "stage": 2}, {"seed": 1}], coverage=0.5)
-    assert found.config_after(0) == {
-        KEY: {"coverage": 0.5, "regime": "backward"},
-        "zero_optimization": {"stage": 2},
-    }
+    assert found.config_after(0) == {KEY: {"coverage": 0.5, "regime": "backward"}, "zero_optimization": {"stage": 2}}
     assert found.config_after(1) == {KEY: {"coverage": 0.5, "seed": 1}}
-
-
-def test_the_block_of_a_config_is_that_of_its_first_phase() -> None:
-    first = parse(config(GROWING, coverage=1.0))
-    assert first == parse(config(coverage=0.5))
 
 
 @pytest.mark.parametrize(
@@ -97,16 +93,12 @@ def test_shares_of_an_unknown_number_are_refused() -> None:
 
 
 def test_draws_change_the_seed() -> None:
+    """What is tried out at start is each phase, and a draw."""
     found = schedule(redraw_interval=3, coverage=0.5, seed=5)
     assert [found.config_after(steps)[KEY].get("seed") for steps in (0, 2, 3, 5, 6)] == [5, 5, 6, 6, 7]
     grown = schedule(GROWING, redraw_interval=5)
     assert [(grown.phase_after(s), grown.draw_after(s)) for s in (3, 4, 5, 6)] == [(0, 0), (1, 0), (1, 1), (2, 1)]
-
-
-def test_what_is_tried_out_at_start() -> None:
-    """Each phase, and a draw."""
-    assert schedule(GROWING).turns == [0, 4, 6]
-    assert schedule(GROWING, redraw_interval=5).turns == [0, 4, 5, 6]
+    assert (grown.turns, schedule(GROWING).turns) == ([0, 4, 5, 6], [0, 4, 6])
 
 
 def test_the_first_phase_begins_with_what_the_config_has() -> None:
@@ -143,5 +135,40 @@ def test_wrong_schedules(phases: Any, expected: str) -> None:
     assert expected in message(phases)
 
 
-def test_a_switched_off_block_has_no_schedule() -> None:
-    assert parse(config(GROWING, enabled=False)) is None
+# ---- a program's number of steps ------------------------------------------------------------------------------------
+
+
+FRACTIONS = [{"until": 0.5, "coverage": 0.5}, {"coverage": 1.0}]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"schedule": [{"until_step": 5, "coverage": 0.5}, {"coverage": 1.0}]},
+        {"schedule": [{"until_step": 5, "coverage": 0.5}, {"coverage": 1.0}], "total_steps": "auto"},
+        {"schedule": FRACTIONS, "total_steps": 9},
+        {"schedule": FRACTIONS, "enabled": False},
+        {"schedule": [{"until": None, "until_step": 5}, {"coverage": 1.0}]},
+        {"coverage": 0.5},
+        # Mistakes are for the parser.
+        {"schedule": "soon"},
+        {"schedule": [3, None]},
+        [],
+        None,
+    ],
+)
+def test_what_is_left_alone(block: Any) -> None:
+    config = {KEY: block}
+    assert not fill_total_steps(config, 7)
+    assert config == {KEY: block}
+    assert config[KEY] is block
+    assert not fill_total_steps({}, 7)
+
+
+@pytest.mark.parametrize("given", [{}, {"total_steps": "auto"}, {"total_steps": None}])
+def test_fractions_get_their_steps_and_the_users_block_stays(given: dict[str, Any]) -> None:
+    block = {"schedule": FRACTIONS} | given
+    config = {KEY: block}
+    assert fill_total_steps(config, 7)
+    assert config == {KEY: {"schedule": FRACTIONS, "total_steps": 7}}
+    assert block == {"schedule": FRACTIONS} | given

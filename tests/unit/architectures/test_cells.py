@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,9 @@ def test_init_makes_output_projections_smaller(name: str) -> None:
 class Heads(nn.Module):
     """Attention with one key/value head for two query heads, in one matrix; the forward reads a number of heads."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_heads: int = 4, head_dim: int = 3) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = 4, 3
+        self.num_heads, self.head_dim = num_heads, head_dim
         self.qkv, self.out = nn.Linear(WIDTH, 24), nn.Linear(12, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,17 +93,9 @@ class Heads(nn.Module):
         return self.out(attended.transpose(1, 2).reshape(*x.shape[:2], width))
 
 
-class LayerWithHeads(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = Heads()  # type: ignore[assignment]
-
-
 def test_counts_that_a_forward_reads_are_found() -> None:
     """In each layer by itself."""
-    other = LayerWithHeads()
-    other.attn.num_heads, other.attn.head_dim = 2, 6  # type: ignore[assignment]
-    found = derived(traced(LayerWithHeads(), other))
+    found = derived(traced(Layer(Heads()), Layer(Heads(2, 6))))
     assert found["h.1.attention"].num_cells == 0
     branch = found["h.0.attention"]
     assert branch.description.inner is not None
@@ -123,19 +116,9 @@ def test_experts_that_no_token_used_are_cut_like_the_others() -> None:
     assert sorted(outputs) == [f"h.0.mlp.{name}.c_proj.weight" for name in names]
 
 
-class NormOverNeurons(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 8), nn.RMSNorm(8), nn.Linear(8, WIDTH))  # type: ignore[assignment]
-
-
-class NormBetween(Layer):
-    """The norm makes each neuron depend on all rows before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        norm = nn.LayerNorm(8, elementwise_affine=False)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 8), norm, nn.Linear(8, WIDTH))  # type: ignore[assignment]
+def with_norm(norm: nn.Module) -> Layer:
+    """Over the neurons: each depends on all rows before."""
+    return Layer(mlp=nn.Sequential(nn.Linear(WIDTH, 8), norm, nn.Linear(8, WIDTH)))
 
 
 class Reversed(nn.Module):
@@ -149,22 +132,16 @@ class Reversed(nn.Module):
         return self.down(self.up(x).flip(-1).tanh())
 
 
-class InReverse(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Reversed()  # type: ignore[assignment]
-
-
 @pytest.mark.parametrize(
     ("layer", "kind", "reason"),
     [
-        (InReverse, "mlp", "indices of up.weight are not in blocks"),
-        (NormBetween, "mlp", "the inputs of 2 depend on each other"),
-        (NormOverNeurons, "mlp", "with fewer neurons or heads its forward fails"),
+        (lambda: Layer(mlp=Reversed()), "mlp", "indices of up.weight are not in blocks"),
+        (lambda: with_norm(nn.LayerNorm(8, elementwise_affine=False)), "mlp", "the inputs of 2 depend on each other"),
+        (lambda: with_norm(nn.RMSNorm(8)), "mlp", "with fewer neurons or heads its forward fails"),
         (Layer, "attention", "with fewer neurons or heads its forward fails"),  # its number of heads is a constant
     ],
 )
-def test_what_cannot_be_proven_is_refused_with_the_reason(layer: type[Layer], kind: str, reason: str) -> None:
+def test_what_cannot_be_proven_is_refused_with_the_reason(layer: Callable[[], Layer], kind: str, reason: str) -> None:
     model = traced(layer(), layer())
     branches = proven_branches(model, {kind: "neuron"})
     with pytest.raises(ValueError, match=rf"'h\.0\.{kind}' cannot be cut: {reason}.*Use \"block\""):
@@ -202,6 +179,4 @@ class Rounded(nn.Module):
 
 def test_gradients_that_differ_in_single_precision_only() -> None:
     for dtypes, is_cut in (((torch.float32,), True), ((torch.float32, torch.float64), False)):
-        layer = Layer()
-        layer.add_module("mlp", Rounded(*dtypes))
-        assert bool(derived(traced(layer))["h.0.mlp"].cut_tensors) == is_cut
+        assert bool(derived(traced(Layer(mlp=Rounded(*dtypes))))["h.0.mlp"].cut_tensors) == is_cut

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.strategies import units_of_branches
 from sdp_deepspeed.units import Unit
 from tests.helpers.core_masks import masked, plan_of
+from tests.helpers.hand_written import Adds
 
 KINDS = ("basic", "bottleneck")
 BLOCKS = [f"resnet.encoder.stages.{stage}.layers.{layer}.convolution" for stage, layer in ((0, 1), (1, 1), (1, 2))]
@@ -57,28 +59,12 @@ def test_a_plan_whose_block_is_bypassed_by_a_projection_is_refused() -> None:
         Mask(dense, replace(plan, units=(Unit("stem", branches[0].pieces), *plan.units[1:])), 0, branches)
 
 
-class Inverted(nn.Module):
+def inverted(*, affine: bool = True) -> Adds:
     """Of a mobile net: a wide layer, one that runs on each channel by itself, and back."""
-
-    def __init__(self, *, affine: bool) -> None:
-        super().__init__()
-        self.up, self.norm = nn.Conv2d(4, 12, 1), nn.BatchNorm2d(12, affine=affine)
-        self.depth, self.norm2 = nn.Conv2d(12, 12, 3, padding=1, groups=12), nn.BatchNorm2d(12)
-        self.down = nn.Conv2d(12, 4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.down(torch.relu(self.norm2(self.depth(torch.relu(self.norm(self.up(x)))))))
-        return result
-
-
-class InvertedLayer(nn.Module):
-    def __init__(self, *, affine: bool = True) -> None:
-        super().__init__()
-        self.body = Inverted(affine=affine)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + self.body(x)
-        return result
+    up, down = nn.Conv2d(4, 12, 1), nn.Conv2d(12, 4, 1)
+    first = OrderedDict(up=up, norm=nn.BatchNorm2d(12, affine=affine), relu=nn.ReLU())
+    depth = OrderedDict(depth=nn.Conv2d(12, 12, 3, padding=1, groups=12), norm2=nn.BatchNorm2d(12), relu2=nn.ReLU())
+    return Adds(body=nn.Sequential(OrderedDict(**first, **depth, down=down)))
 
 
 @pytest.mark.usefixtures("own_descriptions")
@@ -87,8 +73,8 @@ def test_convolutions_on_each_channel_by_itself_are_cut_with_them(affine: bool) 
     torch.manual_seed(0)
     cuts = [Cut(name, 0) for name in ("up", "norm", "depth", "norm2")]
     inner = InnerLayers((*cuts, Cut("down", 1, is_output=True)))
-    architectures.register(InvertedLayer, Branch("mlp", body="body", inner=inner))
-    dense = nn.Sequential(InvertedLayer(affine=affine), InvertedLayer()).double()
+    architectures.register(Adds, Branch("mlp", body="body", inner=inner))
+    dense = nn.Sequential(inverted(affine=affine), inverted()).double()
     assert len(check_description(dense, torch.randn(2, 4, 5, 5, dtype=torch.float64))) == 4
     narrow: Any = masked(dense, plan_of(dense, "forward", "neuron"), 0)[0][0].body.depth
     assert narrow.groups == narrow.in_channels == narrow.out_channels == len(narrow.weight) < 12

@@ -18,7 +18,7 @@ from sdp_deepspeed.architectures.likeness import likeness
 from sdp_deepspeed.masking import replayed_layer
 from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
 from tests.helpers.core_masks import expected_of, mask_of, masked, plan_of
-from tests.helpers.hand_written import HAND_WRITTEN, TOKENS, WIDTH, Layer, Stack, stream, traced
+from tests.helpers.hand_written import HAND_WRITTEN, TOKENS, WIDTH, Layer, Stack, traced
 from tests.helpers.models import VOCABULARY
 from tests.helpers.oracle_grid import MODELS
 
@@ -83,15 +83,17 @@ class AddsProduct(Layer):
 @pytest.mark.parametrize(
     ("build", "types"),
     [
-        (EncoderAndDecoder, ["attention", "mlp"] * 2 + ["attention", "cross_attention", "mlp"] * 2),
-        (lambda: nn.Sequential(Convolution(), Convolution()), ["convolution"] * 2),  # over a sequence, no attention
-        (lambda: Stack(AddsProduct(), AddsProduct()), ["attention", "mlp"] * 2),
+        (
+            lambda: traced(stack=EncoderAndDecoder),
+            ["attention", "mlp"] * 2 + ["attention", "cross_attention", "mlp"] * 2,
+        ),
+        # Over a sequence, no attention.
+        (lambda: traced(Convolution(), Convolution(), stack=nn.Sequential), ["convolution"] * 2),
+        (lambda: traced(AddsProduct(), AddsProduct()), ["attention", "mlp"] * 2),
     ],
 )
 def test_types_of_branches(build: Any, types: list[str]) -> None:
-    model = build()
-    sdp_deepspeed.trace(model, *stream())
-    assert [branch.description.name for branch in proven_branches(model)] == types
+    assert [branch.description.name for branch in proven_branches(build())] == types
 
 
 @pytest.mark.parametrize(
@@ -118,25 +120,23 @@ def test_an_example_that_does_not_fit_is_an_error() -> None:
 
 
 class Shifted(nn.Linear):
-    """Without weights it still returns something."""
+    """Without weights it still returns something, unless the shift is 0: the same modules and shapes."""
+
+    def __init__(self, shift: float = 1.0) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.shift = shift
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + 1
+        return super().forward(x) + self.shift
 
 
-class AddsConstant(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Shifted(WIDTH, WIDTH)  # type: ignore[assignment]
-
-
-class OnlyConstant(AddsConstant):
+class OnlyMlp(Layer):
     def forward(self, x: torch.Tensor) -> Any:
         return x + self.mlp(self.ln_2(x))
 
 
 def test_a_model_without_a_proven_branch_is_refused() -> None:
-    model = traced(OnlyConstant(), OnlyConstant())
+    model = traced(OnlyMlp(mlp=Shifted()), OnlyMlp(mlp=Shifted()))
     with pytest.raises(ValueError, match=r"no residual branch can be left out: 'h\.0\.mlp': without mlp it differs"):
         proven_branches(model)
 
@@ -183,22 +183,6 @@ class ActivatedInTraining(Layer):
         return x + self.attn(self.ln_1(x)) + (torch.tanh(added) if self.training else added)
 
 
-class ByConstant(nn.Linear):
-    """The same modules and shapes, but another result."""
-
-    shift = 0.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.shift
-
-
-class FormByConstant(Layer):
-    def __init__(self, shift: float) -> None:
-        super().__init__()
-        self.mlp = ByConstant(WIDTH, WIDTH)  # type: ignore[assignment]
-        self.mlp.shift = shift  # type: ignore[assignment]
-
-
 class Calls(Stack):
     """Calls its layers twice, in different modes."""
 
@@ -225,13 +209,7 @@ class WithLoss(Stack):
         return x, loss
 
 
-class Remembers(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = RemembersOutput(WIDTH, WIDTH)  # type: ignore[assignment]
-
-
-class RemembersOutput(nn.Linear):
+class Remembers(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.added = super().forward(x)
         return self.added
@@ -262,10 +240,6 @@ class WithWeights(nn.Linear):
 class NeedsOneOfTwo(Layer):
     """What its branches return beside their outputs is used by nobody, but one of them has to return something."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn, self.mlp = WithWeights(WIDTH, WIDTH), WithWeights(WIDTH, WIDTH)  # type: ignore[assignment]
-
     def forward(self, x: torch.Tensor) -> Any:
         first, of_first = self.attn(self.ln_1(x))
         second, of_second = self.mlp(self.ln_2(x))
@@ -276,32 +250,36 @@ class NeedsOneOfTwo(Layer):
 ALL_BUT_ONE = ["h.0.attention", "h.0.mlp", "h.1.attention"]
 UNFIT = {
     "not_zero": (
-        lambda: Stack(Layer(), AddsConstant()),
+        lambda: traced(Layer(), Layer(mlp=Shifted())),
         "'h.1.mlp': without mlp it differs from the layer with zero parameters there",
         ALL_BUT_ONE,
     ),
-    "activated_after": (lambda: Stack(ActivatedAfter(), ActivatedAfter()), "tanh", ["h.0.mlp", "h.1.mlp"]),
+    "activated_after": (lambda: traced(ActivatedAfter(), ActivatedAfter()), "tanh", ["h.0.mlp", "h.1.mlp"]),
     "handed_on": (
-        lambda: StackThatHandsOn(HandsOn(), HandsOn()),
+        lambda: traced(HandsOn(), HandsOn(), stack=StackThatHandsOn),
         "'h.1' uses a result of 'h.0.attn.c_proj'",
         ["h.0.mlp", "h.1.attention", "h.1.mlp"],
     ),
     "one_of_two": (
-        lambda: Stack(NeedsOneOfTwo(), Layer()),
+        lambda: traced(NeedsOneOfTwo(WithWeights(WIDTH, WIDTH), WithWeights(WIDTH, WIDTH)), Layer()),
         "without mlp, mlp_2 it could not be run",
         ["h.1.attention", "h.1.mlp"],
     ),
-    "left_out": (lambda: Stack(Layer(), LeftOut()), "computes the same on the example", ALL_BUT_ONE[:2]),
-    "blend": (lambda: Stack(Layer(), Blends()), "what 'h.1.mlp.c_fc' computes is not only added", ALL_BUT_ONE),
-    "squared": (lambda: Stack(Layer(), Squared()), "what mlp adds is not multiplied", ALL_BUT_ONE),
-    "bias": (lambda: Stack(Layer(), AddsBias()), "add in 'h.1'", ALL_BUT_ONE),
-    "activated": (lambda: Stack(Layer(), ActivatedInTraining()), "in training mode: tanh", ALL_BUT_ONE),
+    "left_out": (lambda: traced(Layer(), LeftOut()), "computes the same on the example", ALL_BUT_ONE[:2]),
+    "blend": (lambda: traced(Layer(), Blends()), "what 'h.1.mlp.c_fc' computes is not only added", ALL_BUT_ONE),
+    "squared": (lambda: traced(Layer(), Squared()), "what mlp adds is not multiplied", ALL_BUT_ONE),
+    "bias": (lambda: traced(Layer(), AddsBias()), "add in 'h.1'", ALL_BUT_ONE),
+    "activated": (lambda: traced(Layer(), ActivatedInTraining()), "in training mode: tanh", ALL_BUT_ONE),
     "constant": (
-        lambda: Stack(FormByConstant(0.0), FormByConstant(1.0)),
+        lambda: traced(Layer(mlp=Shifted(0.0)), Layer(mlp=Shifted())),
         "differs from the layer with zero parameters",
         ALL_BUT_ONE,
     ),
-    "loss": (lambda: WithLoss(Remembers(), Remembers()), "in training mode: ", ["h.0.attention", "h.1.attention"]),
+    "loss": (
+        lambda: traced(*(Layer(mlp=Remembers(WIDTH, WIDTH)) for _ in range(2)), stack=WithLoss),
+        "in training mode: ",
+        ["h.0.attention", "h.1.attention"],
+    ),
 }
 
 
@@ -310,14 +288,12 @@ def test_a_branch_that_would_be_wrong_is_shared(name: str) -> None:
     """If it were absent, alone or with others, or scaled, in another layer of its class, or in training mode."""
     build, reason, expected = UNFIT[name]
     model = build()
-    sdp_deepspeed.trace(model, *stream())
     assert [branch.name for branch in proven_branches(model)] == expected
     assert reason in replicated_layers(model)[0]
 
 
 def test_a_layer_that_is_called_in_several_ways_is_refused() -> None:
-    model = Calls(Called(), Called())
-    sdp_deepspeed.trace(model, *stream())
+    model = traced(Called(), Called(), stack=Calls)
     with pytest.raises(ValueError, match="its calls in one pass differ"):
         proven_branches(model)
 
@@ -342,10 +318,6 @@ class ReadsMemory(nn.Module):
 
 
 class Reads(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = ReadsMemory()  # type: ignore[assignment]
-
     def forward(self, x: torch.Tensor, memory: torch.Tensor) -> Any:  # type: ignore[override]
         x = x + self.attn(None, memory, self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
@@ -362,7 +334,7 @@ class StackThatReads(Stack):
     ("build", "shapes"),
     [
         (lambda: Stack(MultipliesSum(), MultipliesSum()), [(3, 4, WIDTH)]),
-        (lambda: StackThatReads(Reads(), Reads()), [(3, 1, WIDTH), (3, 6, WIDTH)]),
+        (lambda: StackThatReads(Reads(ReadsMemory()), Reads(ReadsMemory())), [(3, 1, WIDTH), (3, 6, WIDTH)]),
     ],
 )
 def test_subnetworks_on_other_shapes_than_the_example(build: Any, shapes: list[tuple[int, ...]]) -> None:
@@ -398,8 +370,7 @@ class Keeps(Convolution):
 
 
 def test_the_model_and_the_random_state_are_unchanged() -> None:
-    model = nn.Sequential(Keeps(), Keeps())
-    sdp_deepspeed.trace(model, *stream())
+    model = traced(Keeps(), Keeps(), stack=nn.Sequential)
     model[0].eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state, of_python = torch.get_rng_state(), random.getstate()
@@ -432,7 +403,7 @@ class PassesSizes(Layer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attn, self.second = ReturnsSizes(WIDTH, WIDTH), ReturnsNone(WIDTH, WIDTH)  # type: ignore[assignment]
+        self.attn, self.second = ReturnsSizes(WIDTH, WIDTH), ReturnsNone(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> Any:
         found, sizes = self.attn(self.ln_1(x), [*x.shape[:2]])
@@ -474,9 +445,9 @@ DIFFERENCES: dict[str, Callable[[Any, float], object]] = {
 
 
 def test_a_class_that_has_another_forward_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    models = [traced(FormByConstant(0.0), FormByConstant(0.0)) for _ in range(2)]
+    models = [traced(Layer(mlp=Shifted(0.0)), Layer(mlp=Shifted(0.0))) for _ in range(2)]
     assert len(proven_branches(models[0])) == 4
-    monkeypatch.setattr(ByConstant, "forward", lambda module, x: nn.Linear.forward(module, x) + 1)
+    monkeypatch.setattr(Shifted, "forward", lambda module, x: nn.Linear.forward(module, x) + 1)
     for model in models:
         assert [branch.name for branch in proven_branches(model)] == ["h.0.attention", "h.1.attention"]
 

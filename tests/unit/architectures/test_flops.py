@@ -17,9 +17,12 @@ import sdp_deepspeed
 from sdp_deepspeed.architectures import locate_branches
 from sdp_deepspeed.architectures.derivation import flops_per_element
 from sdp_deepspeed.architectures.examples import image_shape
+from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.strategies import unit_costs, units_of_branches
 from sdp_deepspeed.units import Piece, Unit
+from tests.helpers.core_masks import families
 from tests.helpers.hand_written import HAND_WRITTEN, WIDTH
+from tests.helpers.mixtures import MIXTURES, mixture
 from tests.helpers.more_models import ALL_SPECIMENS
 
 
@@ -102,6 +105,31 @@ def test_a_token_costs_the_experts_that_it_uses() -> None:
     assert of_experts == {5}
 
 
+@pytest.mark.parametrize("name", families(MIXTURES, ("qwen2_moe", "llama4", "gpt_oss")))
+def test_costs_count_the_experts_that_a_token_uses(name: str) -> None:
+    """Of routed experts half of the FLOPs (2 of 4), and all of the bytes. Llama 4 runs them all."""
+    model = mixture(name)
+    tensors = dict(model.named_parameters())
+    units = units_of_branches(proven_branches(model, "neuron"), granularity="sublayer")
+    for unit, cost in zip(units, unit_costs(model, units), strict=True):
+        own = {piece.parameter: tensors[piece.parameter] for piece in unit.pieces if piece.kind == "parameter"}
+        routed = {key: tensor for key, tensor in own.items() if ".experts." in key}
+        matrices = sum(t.numel() for key, t in own.items() if t.dim() >= 2 and key not in routed)
+        num_used = 2 if name == "llama4" else 1
+        assert cost.flops == 2 * matrices + num_used * sum(t.numel() for t in routed.values() if t.dim() == 3)
+        assert cost.num_parameters == sum(t.numel() for t in own.values())
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_costs_do_not_depend_on_how_experts_are_computed(implementation: str) -> None:
+    costs = []
+    for name in ("grouped_mm", implementation):
+        model = mixture("mixtral")
+        model.set_experts_implementation(name)
+        costs.append(unit_costs(model, units_of_branches(proven_branches(model))))
+    assert costs[0] == costs[1]
+
+
 def test_an_image_and_its_caption_cost_the_same_per_position() -> None:
     """Their lengths in the example, 17 patches and 8 tokens, say nothing about those in training."""
     encoder = hf.ViTConfig(**SMALL, image_size=16, patch_size=4)
@@ -109,9 +137,6 @@ def test_an_image_and_its_caption_cost_the_same_per_position() -> None:
     config = hf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
     found = flops_per_element(hf.VisionEncoderDecoderModel(config))
     assert [found[name] for name in found if name.endswith(("fc1.weight", "intermediate.dense.weight"))] == [2, 2]
-
-
-# The model and its weights
 
 
 def test_weights_that_are_used_twice_or_changed_first() -> None:
@@ -144,9 +169,6 @@ def test_weights_that_are_used_twice_or_changed_first() -> None:
         **{"stem.weight": 16, "first.weight": 32, "again.weight": 32, "cast.weight": 16, "centered.weight": 16},
         **{"attention.in_proj_weight": 16, "attention.out_proj.weight": 16, "left": 1, "position": 0},
     }
-
-
-# What cannot be run
 
 
 class Collective(Convolutions):

@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-from functools import cache
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-from tests.helpers import models
 from tests.helpers.core_masks import (
     assert_close,
     assert_gradients,
     assert_masked,
+    build,
     expected_of,
     masked,
     plan_of,
     run,
     tokens,
 )
-from tests.helpers.more_models import SPECIMENS
-
-# Of `more_models`, with stochastic depth.
-DROPS = ("convnext", "dinov2", "swin", "swinv2")
-# By name: what its drop path is not a module of any branch.
-COMMON = ("dinov2", "swinv2")
+from tests.helpers.models import inputs_of
 
 
-def build(name: str, **options: Any) -> Any:
-    return deepcopy(_built(name, tuple(sorted(options.items()))))
-
-
-@cache
-def _built(name: str, options: tuple[tuple[str, Any], ...]) -> nn.Module:
-    specimen = SPECIMENS[name]
-    return models.scrambled(specimen.model(specimen.config(**{**specimen.options, **dict(options)})))
-
-
-@pytest.mark.parametrize("name", DROPS)
+@pytest.mark.parametrize("name", ["convnext", "dinov2", "swin", "swinv2"])
 def test_drop_path_drops_of_what_is_held_as_in_the_dense_model(name: str) -> None:
     """A absent branch's own does not draw, a common one does."""
-    dense = build(name, drop_path_rate=0.6).train()
+    dense = build(name, drop_path_rate=0.6)
     for granularity in ("sublayer", "layer"):
         plan = plan_of(dense, "forward", "block", granularity=granularity)
         model, mask = masked(dense, plan, 0)
@@ -70,7 +51,7 @@ def test_channels_last_stays() -> None:
         layer.register_forward_hook(
             lambda *args: formats.append(args[2].is_contiguous(memory_format=torch.channels_last))
         )
-    inputs = models.inputs_of(model, tokens())
+    inputs = inputs_of(model, tokens())
     inputs["pixel_values"] = inputs["pixel_values"].contiguous(memory_format=torch.channels_last)
     model(**inputs)
     assert formats == [True] * 3

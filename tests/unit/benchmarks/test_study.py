@@ -20,6 +20,7 @@ from benchmarks.learning.text import Corpus
 from benchmarks.quality import LABELS, tuned_rate
 from benchmarks.study import cells, parse_arguments, run_cell
 from sdp_deepspeed.estimate.flop_counter import FlopCounter
+from tests.helpers.models import two_groups
 from tests.reference.virtual_workers import Reference
 
 SIZE = Size(width=64, depth=2, length=16)  # as many heads as a quarter of four workers needs
@@ -43,29 +44,31 @@ def training_of(block: dict[str, Any] | None, **options: Any) -> Training:
 
 @pytest.mark.parametrize(
     "block",
-    [{"coverage": 0.5, "branch_scale": "none"}, {"strategy": "neuron", "coverage": 0.5, "subnetworks": 2}],
-    ids=["block", "neuron"],
+    [None, {"coverage": 0.5, "branch_scale": "none"}, {"strategy": "neuron", "coverage": 0.5, "subnetworks": 2}],
+    ids=["dense", "block", "neuron"],
 )
-def test_a_step_is_that_of_the_reference(block: dict[str, Any]) -> None:
+def test_a_step_is_that_of_the_reference_and_costs_what_is_counted(block: dict[str, Any] | None) -> None:
     training = training_of(block)
     config, plan = next(training.planner.plans(training.num_steps))
     model = deepcopy(training.model).requires_grad_(True)
-    reference = Reference(model, plan, adamw, mean_loss, clip=STUDY.clip, is_scaled=config.is_scaled)
+    reference = Reference(
+        model,
+        plan,
+        lambda named: torch.optim.AdamW(two_groups(named), betas=STUDY.betas),
+        mean_loss,
+        clip=STUDY.clip,
+        is_scaled=config.is_scaled,
+    )
     reference.model.zero_grad()
     for group in reference.optimizer.param_groups:
         group["lr"] = 1e-2
     rows = text.training_rows(CORPUS.train, 0, 0, 8, SIZE.length)
     reference.step([[own] for own in rows.chunk(4)])
-    training.train_step(0, plan)
+    with FlopCounter() as counter:
+        training.train_step(0, plan)
+    assert counter.total == pytest.approx(STUDY.tokens() * training.planner.step_flops(plan), rel=1e-12)
     for name, parameter in training.model.named_parameters():
         torch.testing.assert_close(parameter, model.get_parameter(name), rtol=1e-5, atol=1e-5, msg=name)
-
-
-def adamw(named: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
-    matrices = [parameter for parameter in named.values() if parameter.dim() > 1]
-    vectors = [parameter for parameter in named.values() if parameter.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=STUDY.betas)
 
 
 def test_dropped_rows_add_nothing_and_the_others_more() -> None:
@@ -99,15 +102,6 @@ def test_dropout_of_everything_leaves_the_stream() -> None:
         for name in branch.outputs:
             model.get_parameter(name).zero_()
     assert losses == pytest.approx([float(mean_loss(model, own)) for own in rows.chunk(4)], rel=1e-5)
-
-
-@pytest.mark.parametrize("block", [None, {"coverage": 0.5}], ids=["dense", "block"])
-def test_a_step_costs_the_operations_that_are_counted(block: dict[str, Any] | None) -> None:
-    training = training_of(block)
-    _, plan = next(training.planner.plans(training.num_steps))
-    with FlopCounter() as counter:
-        training.train_step(0, plan)
-    assert counter.total == pytest.approx(STUDY.tokens() * training.planner.step_flops(plan), rel=1e-12)
 
 
 def test_outputs_are_scaled_by_their_coverage() -> None:

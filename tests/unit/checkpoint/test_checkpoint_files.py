@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from sdp_deepspeed.checkpoint import atomic_folder, files
 from sdp_deepspeed.checkpoint.dcp_planners import Boxes, LoadPlanner, add_box
-from tests.helpers.kills import kill_at
 
 
 def save(folder: Path, tag: str, content: str, **options: Any) -> None:
@@ -42,6 +42,19 @@ def content_of(folder: Path) -> str:
     assert set(found) == {"data.distcp", files.INDEX}
     assert [files.problem_of(path / name, expected) for name, expected in found.items()] == [None, None]
     return (path / "data.distcp").read_text()
+
+
+def kill_at(number: int) -> None:
+    """Kill this process before the `number`th time that it changes the disk, from 1."""
+    counter = itertools.count(1)
+    changes = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate")  # and opening to write
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        is_change = event in changes or (event == "open" and "w" in str(arguments[1]))
+        if is_change and next(counter) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
 
 
 @pytest.mark.parametrize("tags", [("a", "b", "c"), ("a", "a", "a"), ("a", "b", "a")])

@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 
 from sdp_deepspeed.config import KEY
-from sdp_deepspeed.estimate.deepspeed_config import (
-    Settings,
-    deepspeed_setup,
-    fsdp2_setup,
-    read_settings,
-    without_auto,
-)
+from sdp_deepspeed.estimate.deepspeed_config import Settings, deepspeed_setup, fsdp2_setup, read_settings, without_auto
 from sdp_deepspeed.estimate.fsdp2_bytes import FSDP2Setup
 
 

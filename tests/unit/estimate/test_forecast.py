@@ -11,17 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sdp_deepspeed.config import KEY
 from sdp_deepspeed.estimate.forecast import Forecast, forecast, model_of
 from sdp_deepspeed.estimate.micro_step import classifies_images
+from tests.helpers.models import LLAMA_LIKE
 
-SHAPE: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32,
-}
+SHAPE = LLAMA_LIKE | {"model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 4}
 MICRO, ACCUMULATION, RANKS, LENGTH = 2, 3, 2, 8
 BATCH = {"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": ACCUMULATION}
 

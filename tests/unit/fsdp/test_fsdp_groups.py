@@ -38,6 +38,11 @@ def planned(
     return plan, together
 
 
+def layers_of(together: dict[str, set[str]]) -> list[str]:
+    """Numbers of the layers of each name."""
+    return ["".join(sorted({branch.split(".")[2] for branch in branches})) for branches in together.values()]
+
+
 @pytest.mark.parametrize(
     ("block", "expected"),
     [
@@ -49,8 +54,7 @@ def planned(
 )
 def test_neurons_of_so_many_layers_as_are_one_whole_layer(block: dict[str, Any], expected: list[str]) -> None:
     _, together = planned(llama(6), {"strategy": "neuron", **block}, 4)
-    found = [sorted({branch.split(".")[2] for branch in branches}) for branches in together.values()]
-    assert ["".join(layers) for layers in found] == expected
+    assert layers_of(together) == expected
 
 
 def test_layers_of_another_dtype_are_apart() -> None:
@@ -58,11 +62,7 @@ def test_layers_of_another_dtype_are_apart() -> None:
     model: Any = llama(4)
     model.model.layers[1].bfloat16()
     _, together = planned(model, NEURON, 4)
-    assert [sorted({name.split(".")[2] for name in branches}) for branches in together.values()] == [
-        ["0"],
-        ["1"],
-        ["2", "3"],
-    ]
+    assert layers_of(together) == ["0", "1", "23"]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -82,11 +82,7 @@ def test_the_rank_that_holds_most_decides() -> None:
     """Whatever ranks hold on average."""
     holders = {f"model.layers.{layer}": rank for layer, rank in enumerate((0, 0, 1, 1))}
     _, together = planned(llama(4), {"holders": 1}, 2, holders)
-    assert [sorted({name.split(".")[2] for name in of_range}) for of_range in together.values()] == [
-        ["0"],
-        ["1", "2"],
-        ["3"],
-    ]
+    assert layers_of(together) == ["0", "12", "3"]
     _, together = planned(SPECIMENS["gpt_neox_parallel"].build(), {**NEURON, "neuron_groups": 6}, 4)
     assert len(together) == 2, "some rank holds more than half of a layer"
 

@@ -3,7 +3,6 @@ computes (backward regime), for every family; and the dense model comes back."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from benchmarks.common.held_bytes import storage_bytes
 from sdp_deepspeed.config import MODES
 from sdp_deepspeed.units import Regime
-from tests.helpers import models
 from tests.helpers.core_masks import (
     NAMES,
     absent_pieces,
@@ -69,7 +67,6 @@ def test_parts_may_be_neurons_blocks_or_shared(name: str, regime: Regime) -> Non
 
 @pytest.mark.parametrize("option", ["reorder_and_upcast_attn", "scale_attn_by_inverse_layer_idx"])
 def test_other_forms_of_gpt2_attention(option: str) -> None:
-    specimen = models.SPECIMENS["gpt2"]
-    dense: Any = models.scrambled(replace(specimen, options={**specimen.options, option: True}).build())
+    dense = build("gpt2", **{option: True})
     dense.set_attn_implementation("eager")
     assert_masked(dense, plan_of(dense, "forward", "neuron"), 1)

@@ -22,7 +22,7 @@ from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.parallel.groups import RankGroup
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Regime
-from tests.helpers import models, more_models
+from tests.helpers import models
 from tests.helpers.core_masks import (
     assert_close,
     assert_gradients,
@@ -37,6 +37,7 @@ from tests.helpers.core_masks import (
     strategy_of,
     tokens,
 )
+from tests.helpers.hand_written import Adds
 
 pytestmark = pytest.mark.usefixtures("own_descriptions")
 modes = pytest.mark.parametrize(("regime", "strategy"), MODES)
@@ -176,8 +177,7 @@ def test_generation_is_of_the_dense_model() -> None:
 )
 def test_the_backward_regime_draws_what_the_dense_model_draws(name: str, rates: dict[str, float]) -> None:
     """Dropout in and after bodies, of whole branches: with the same random numbers it has the same loss."""
-    specimen = more_models.ALL_SPECIMENS[name]
-    dense = models.scrambled(replace(specimen, options={**specimen.options, **rates}).build()).train()
+    dense = build(name, **rates)
     expected = run(deepcopy(dense))
     assert not torch.isclose(expected[0], models.loss_of(deepcopy(dense), tokens()))
     for strategy in ("block", "neuron"):
@@ -198,8 +198,7 @@ def test_a_masked_model_is_not_masked_again() -> None:
 
 
 def test_cut_ends_are_pointed_out() -> None:
-    llama = models.SPECIMENS["llama"]
-    dense = replace(llama, options={**llama.options, "num_hidden_layers": 3}).build()
+    dense = build("llama", num_hidden_layers=3)
     for cut, is_hinted in ((r"\.0\.", True), (r"\.1\.", False)):
         plan = plan_of(dense, "forward", "block", shared=(rf"^(?!.*{cut})",))
         mask = mask_of(dense, plan, 0, is_scaled=True)
@@ -288,21 +287,20 @@ def test_layers_with_adapters(strategy: Any) -> None:
 
 
 class Body(nn.Module):
-    def __init__(self, width: int, norm: nn.Module) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(width, 9), norm, nn.Linear(9, width)
+        self.up, self.norm, self.down = nn.Linear(5, 9), norm, nn.Linear(9, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.down(self.norm(self.up(x)).relu())
-        return result
+        return self.down(self.norm(self.up(x)).relu())
 
 
 class Layer(nn.Module):
     """Writes to what its body returns."""
 
-    def __init__(self, width: int, norm: nn.Module) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.body = Body(width, norm)
+        self.body = Body(norm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.body(x)
@@ -315,7 +313,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.stem = nn.Linear(5, 5)
-        self.layers = nn.ModuleList(Layer(5, norm()) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(norm()) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
@@ -394,8 +392,7 @@ class Heads(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.qkv(x).split(self.width, -1)
         q, k, v = (part.view(len(x), self.config.n_head, -1).transpose(0, 1) for part in parts)
-        result: torch.Tensor = self.proj(((q @ k.mT).softmax(-1) @ v).transpose(0, 1).flatten(1))
-        return result
+        return self.proj(((q @ k.mT).softmax(-1) @ v).transpose(0, 1).flatten(1))
 
 
 def test_numbers_of_heads_and_other_sizes_are_scaled() -> None:
@@ -416,12 +413,11 @@ def test_numbers_of_heads_and_other_sizes_are_scaled() -> None:
 class NormedStream(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.body = nn.LayerNorm(5), Body(5, nn.Identity())
+        self.norm, self.body = nn.LayerNorm(5), Body(nn.Identity())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(x)
-        result: torch.Tensor = x + self.body(x)
-        return result
+        return x + self.body(x)
 
 
 def test_a_description_that_is_not_true_is_found() -> None:
@@ -447,8 +443,7 @@ class UnpacksBody(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         added, _ = self.body(self.norm(x))
-        result: torch.Tensor = x + self.gate(added)
-        return result
+        return x + self.gate(added)
 
 
 def test_a_tuple_that_is_described_as_a_tensor_is_found() -> None:
@@ -498,23 +493,13 @@ def test_statistics_of_one_rank_are_not_exchanged() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True))
 
 
-class NormAfterBody(nn.Module):
-    """Normalizes what its body returns, before the addition."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(8, 12), nn.Linear(12, 8, bias=False), nn.RMSNorm(8, eps=1e-6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.norm(self.down(self.up(x).relu()))
-
-
 @pytest.mark.parametrize("is_named", [True, False])
 def test_a_norm_between_body_and_addition_must_be_named(is_named: bool) -> None:
     inner = InnerLayers((Cut("up", 0), Cut("down", 1, is_output=True)), tail=("norm",) if is_named else ())
     after = ("norm",) if is_named else ()
-    architectures.register(NormAfterBody, Branch("mlp", body=("up", "down"), after=after, inner=inner))
-    model = nn.Sequential(NormAfterBody(), NormAfterBody())
+    architectures.register(Adds, Branch("mlp", body=("up", "relu", "down"), after=after, inner=inner))
+    layer = Adds(up=nn.Linear(8, 12), relu=nn.ReLU(), down=nn.Linear(12, 8, bias=False), norm=nn.RMSNorm(8, eps=1e-6))
+    model = nn.Sequential(layer, deepcopy(layer))
     if is_named:
         assert len(check_description(model, torch.randn(2, 5, 8))) == 4
         return

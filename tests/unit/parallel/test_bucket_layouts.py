@@ -17,10 +17,10 @@ DTYPES = {name: torch.bfloat16 if "norm" in name else torch.float32 for name in 
 GROUPS = {name: int(len(shape) == 1) for name, shape in SHAPES.items()}
 
 
-def layouts(num_ranks: int, bucket_size: int, *, tp_replicated: Any = (), **block: Any) -> list[BucketLayout]:
+def layouts(num_ranks: int, bucket_size: int, **block: Any) -> list[BucketLayout]:
     model, config = llama(4), parsed(holders=max(1, num_ranks - 1), **block)
     pieces = pieces_by_tensor(dense_tensors(model), plan_model(model, config, num_ranks)[0])
-    return plan_buckets(pieces, SHAPES, DTYPES, GROUPS, bucket_size=bucket_size, tp_replicated=tp_replicated)
+    return plan_buckets(pieces, SHAPES, DTYPES, GROUPS, bucket_size=bucket_size, tp_replicated=())
 
 
 def test_no_rank_holds_more_than_the_bucket_size_in_a_depth_range() -> None:

@@ -1,4 +1,4 @@
-"""Assignment: cyclic translates of flat base blocks, balance, connection, seeds."""
+"""Assignment: cyclic translates of flat base blocks, balance, connection, seeds; and the spectral gap."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ def loads(holders: Sequence[Subnetworks], costs: Sequence[UnitCost], k: int) -> 
 
 def bound(k: int, p: int) -> float:
     return k * (p - 1) / (p * (k - 1))
+
+
+def test_gap_by_hand() -> None:
+    """Three subnetworks, each pair shares one unit: W = (2 I + (J - I)) / 4 has eigenvalues 1, 1/4, 1/4. Unequal units:
+    both hold one of weight 1, the first alone one of weight 2: eigenvalues 1 and 1/3. Different p: 1, 1/2, 0."""
+    assert spectral_gap(((0, 1), (1, 2), (0, 2)), [1] * 3, 3) == pytest.approx(0.75)
+    assert spectral_gap(((0, 1), (0,)), [1, 2], 2) == pytest.approx(2 / 3)
+    assert spectral_gap(((0, 1, 2), (0, 1), (2,)), [1] * 3, 3) == pytest.approx(0.5)
+    assert spectral_gap(((0, 1, 2),) * 4, [1] * 4, 3) == pytest.approx(1.0)
+    assert spectral_gap(((0,),), [1], 1) == 1.0
+    for holders, weights in ((((0, 1), (2, 3)), [1, 1]), (((0, 1), (1, 2), (2, 3)), [1, 0, 1])):
+        assert spectral_gap(holders, weights, 4) == 0.0
 
 
 @pytest.mark.parametrize(("k", "p"), [(k, p) for k in range(3, 17) for p in range(3, k)])

@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
@@ -19,7 +18,9 @@ from sdp_deepspeed.plan.strategies import branches_of_units, units_of_branches
 from sdp_deepspeed.units import Unit, check_pieces
 from tests.helpers import models
 from tests.helpers.core_masks import families
+from tests.helpers.hand_written import Adds
 from tests.helpers.mixtures import MIXTURES, mixture
+from tests.helpers.more_models import ALL_SPECIMENS, UNCUT
 
 
 def units_of(name: str, **choice: Any) -> dict[str, Unit]:
@@ -97,6 +98,17 @@ def test_parts_that_a_mapping_leaves_out_are_shared() -> None:
     assert list(units_of("gpt2", strategy={"attention": "block"}, neuron_groups=None)) == ["attention"]
 
 
+def test_shared_patterns() -> None:
+    model = models.llama(3)
+    patterns = (r"layers\.0\.", r"layers\.2\.(mlp|post_attention)")
+    units = units_of_branches(proven_branches(model, "neuron"), shared=patterns)
+    assert [unit.name for unit in units] == [
+        "model.layers.1.attention",
+        "model.layers.1.mlp",
+        "model.layers.2.attention",
+    ]
+
+
 def test_groups_are_one_per_subnetwork_unless_asked_for() -> None:
     def num_groups(**choice: Any) -> int:
         return sum("group" in name for name in units_of("llama", **choice))
@@ -128,10 +140,7 @@ def test_groups_are_alike_and_begin_where_matrix_units_like_it(num_cells: int, c
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        (
-            {"strategy": {"mlps": "neuron"}},
-            r"strategy: 'mlps' is not a branch type of .* 'attention', 'mlp'",
-        ),
+        ({"strategy": {"mlps": "neuron"}}, r"strategy: 'mlps' is not a branch type of .* 'attention', 'mlp'"),
         ({"neuron_groups": 25}, r"neuron_groups: got 25, but a branch has 24 neurons; use fewer"),
         ({"strategy": {"attention": "neuron"}}, r"neuron_groups: got 2, but only heads are cut here; remove it"),
         ({"shared": (r"head_7",)}, r"shared: 'head_7' matches no parameter of any unit.*head_0"),
@@ -145,25 +154,23 @@ def test_what_a_strategy_cannot_be_asked_for(choice: dict[str, Any], words: str)
         units_of("llama", **choice)
 
 
-class OwnLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.ff = nn.LayerNorm(5), nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + self.ff(self.norm(x))
-        return result
+@pytest.mark.parametrize("name", UNCUT)
+def test_heads_that_cannot_be_cut_are_refused_with_the_line_that_works(name: str) -> None:
+    words = r'attention.* cannot be cut: .*"strategy": \{"attention": "block", "mlp": "neuron"\}'
+    with pytest.raises(ValueError, match=words):
+        units_of_branches(proven_branches(ALL_SPECIMENS[name].build(), "neuron"), strategy="neuron")
 
 
 @pytest.mark.usefixtures("own_descriptions")
 def test_descriptions_that_do_not_fit() -> None:
-    model = nn.Sequential(OwnLayer(), OwnLayer())
-    architectures.register(OwnLayer, Branch("mlp", norm="norm", body="ff"))
+    layers = (Adds(norm=nn.LayerNorm(5), ff=nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))) for _ in range(2))
+    model = nn.Sequential(*layers)
+    architectures.register(Adds, Branch("mlp", norm="norm", body="ff"))
     words = r"'0\.mlp' cannot be cut: .* no neurons or heads .*InnerLayers.*block.*'mlp'"
     with pytest.raises(ValueError, match=words):
         units_of_branches(proven_branches(model, "neuron"), strategy="neuron")
     uneven = InnerLayers((Cut("0", dim=0, blocks=3), Cut("1", dim=1, is_output=True)))
-    architectures.register(OwnLayer, Branch("mlp", norm="norm", body="ff", inner=uneven))
+    architectures.register(Adds, Branch("mlp", norm="norm", body="ff", inner=uneven))
     assert len(units_of_branches(proven_branches(model, "neuron"))) == 2, "no concern of blocks"
     words = r"0\.ff\.0\.weight has 7 indices along dim 0.* not divide into 3 blocks of 7.*block"
     with pytest.raises(ValueError, match=words):

@@ -19,11 +19,10 @@ from tests.helpers.models import llama, parsed
 
 UP = Division((12, 4), 0, (6, 6))
 DOWN = Division((4, 12), 1, (6, 6))
-BOTH = {"up": UP, "down": DOWN}
 
 
-def shards(index: int = 0, size: int = 2) -> TensorParallelShards:
-    return TensorParallelShards(index, size, BOTH)
+def shards(index: int = 0) -> TensorParallelShards:
+    return TensorParallelShards(index, 2, {"up": UP, "down": DOWN})
 
 
 def plan_of(*units: Unit) -> Plan:

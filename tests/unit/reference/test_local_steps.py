@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
@@ -16,34 +16,30 @@ from torch import nn
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Regime, Unit
 from tests.reference.local_steps import LocalReference, LocalSteps
-from tests.reference.virtual_workers import Reference
+from tests.reference.virtual_workers import LossFunction, Reference
+from tests.unit.reference.test_virtual_workers import A, B, S, TwoLayers, loss_of, sgd
 
-A, B, S = 2.0, 3.0, 5.0
 NUM_WORKERS, EVERY, NUM_STEPS = 3, 3, 9
 INNER: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 
 
-class Sums(nn.Module):
+class Sums(TwoLayers):
     """`(a + b + s) x`: the gradient of each weight is x."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.tensor([A]))
-        self.b = nn.Parameter(torch.tensor([B]))
-        self.s = nn.Parameter(torch.tensor([S]))
 
     def forward(self, x: float) -> torch.Tensor:
         return ((self.a + self.b + self.s) * x).sum()
 
 
 def reference_of(
-    plan: Plan, local_steps: LocalSteps, model: nn.Module, *, clip: float = 0.0, weight_decay: float = 0.0
+    plan: Plan,
+    local_steps: LocalSteps,
+    model: nn.Module,
+    make_optimizer: Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer] = sgd,
+    loss_of: LossFunction = loss_of,
+    clip: float = 0.0,
 ) -> LocalReference:
-    def sgd(named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(named.values(), lr=0.1, weight_decay=weight_decay)
-
     def make_team(model: nn.Module, ranks: Sequence[int]) -> Reference:
-        return Reference(model, plan, sgd, lambda model, x: model(x), clip, is_scaled=False, ranks=ranks)
+        return Reference(model, plan, make_optimizer, loss_of, clip, is_scaled=False, ranks=ranks)
 
     return LocalReference(model, plan, local_steps, make_team)
 
@@ -118,16 +114,13 @@ def test_full_coverage_is_the_diloco_of_torchft(outer: tuple[float, float]) -> N
         of_torchft = running[0].result()
     unit = Unit("first", (Piece("0.weight", None, 0, 12), Piece("0.bias", None, 0, 4)))
     plan = Plan("forward", "block", NUM_WORKERS, 0, (unit,), (everyone,), everyone)
-
-    def adamw(named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(named.values(), **INNER)
-
-    def make_team(model: nn.Module, ranks: Sequence[int]) -> Reference:
-        return Reference(
-            model, plan, adamw, lambda model, rows: model(rows).square().mean(), is_scaled=False, ranks=ranks
-        )
-
-    reference = LocalReference(model, plan, local_steps, make_team)
+    reference = reference_of(
+        plan,
+        local_steps,
+        model,
+        lambda named: torch.optim.AdamW(named.values(), **INNER),
+        lambda model, rows: model(rows).square().mean(),
+    )
     for step, rows in enumerate(inputs, start=1):
         reference.step([[own] for own in rows])
         if step % EVERY == 0:

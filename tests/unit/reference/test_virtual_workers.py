@@ -12,11 +12,9 @@ from torch import nn
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, register
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Regime, Unit
+from tests.helpers.hand_written import Adds
 from tests.reference import virtual_workers
-from tests.reference.virtual_workers import (
-    divisors,
-    masked_average,
-)
+from tests.reference.virtual_workers import divisors, masked_average
 
 A, B, S = 2.0, 3.0, 5.0
 # Most models here have no described branches to scale.
@@ -56,6 +54,10 @@ def loss_of(model: nn.Module, batch: float) -> torch.Tensor:
     return model(batch)
 
 
+def sgd(named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named.values(), lr=0.1)
+
+
 def plan_of(
     units: tuple[Unit, ...], holders: tuple[tuple[int, ...], ...], *, regime: Regime = "forward", k: int = 3, r: int = 1
 ) -> Plan:
@@ -69,10 +71,8 @@ def two_layers(regime: Regime) -> Plan:
     return plan_of(units, ((0, 1), (1, 2)), regime=regime)
 
 
-def neurons() -> Plan:
-    """k = 3, p = 2: neuron 0 on workers 0 and 1, neuron 1 on 1 and 2, neuron 2 on 0 and 2."""
-    units = tuple(Unit(f"neuron{j}", (Piece("v", 0, j, 1), Piece("u", 1, j, 1))) for j in range(3))
-    return plan_of(units, ((0, 1), (1, 2), (0, 2)))
+def neurons(row: str, column: str, num: int) -> tuple[Unit, ...]:
+    return tuple(Unit(f"neuron{j}", (Piece(row, 0, j, 1), Piece(column, 1, j, 1))) for j in range(num))
 
 
 def average_of(model: nn.Module, plan: Plan, batches: tuple[float, ...]) -> dict[str, torch.Tensor]:
@@ -97,10 +97,7 @@ LOSSES = {"forward": [15.0, 120.0, 80.0], "backward": [60.0, 120.0, 240.0]}
 @pytest.mark.parametrize("clip", [0.0, 10.0])
 def test_one_step_of_sgd(regime: Regime, clip: float) -> None:
     model = TwoLayers()
-    reference = Reference(
-        model, two_layers(regime), lambda named: torch.optim.SGD(named.values(), lr=0.1), loss_of, clip
-    )
-    losses, total = reference.step([[1.0], [2.0], [4.0]])
+    losses, total = Reference(model, two_layers(regime), sgd, loss_of, clip).step([[1.0], [2.0], [4.0]])
     assert [own[0] for own in losses] == LOSSES[regime]
     size = math.sqrt(sum(value**2 for value in EXPECTED[regime].values()))
     assert total == pytest.approx(size, rel=1e-6)
@@ -110,11 +107,12 @@ def test_one_step_of_sgd(regime: Regime, clip: float) -> None:
 
 
 def test_neurons_as_rows_and_columns() -> None:
-    """du_j = v_j x and dv_j = u_j x, averaged over the two holders of neuron j; dc = 1 on all three.
+    """k = 3, p = 2: du_j = v_j x and dv_j = u_j x, averaged over the two holders of neuron j; dc = 1 on all three.
 
     x = 1, 3, 8: means over holders (0, 1), (1, 2), (0, 2) are 2, 5.5, 4.5.
     """
-    average = average_of(Neurons(), neurons(), (1.0, 3.0, 8.0))
+    plan = plan_of(neurons("v", "u", 3), ((0, 1), (1, 2), (0, 2)))
+    average = average_of(Neurons(), plan, (1.0, 3.0, 8.0))
     assert average["u"].tolist() == [[1 * 2.0, 2 * 5.5, 4 * 4.5]]
     assert average["v"].tolist() == [[3 * 2.0], [5 * 5.5], [7 * 4.5]]
     assert average["c"].item() == 1.0
@@ -122,8 +120,7 @@ def test_neurons_as_rows_and_columns() -> None:
 
 def test_replicas_count_as_holders() -> None:
     """k = 2, r = 2: each neuron of worker 0 is on ranks 0 and 1, so its divisor is p r = 2, the shared one's 4."""
-    units = tuple(Unit(f"neuron{j}", (Piece("v", 0, j, 1), Piece("u", 1, j, 1))) for j in range(2))
-    plan = plan_of(units, ((0,), (1,)), k=2, r=2)
+    plan = plan_of(neurons("v", "u", 2), ((0,), (1,)), k=2, r=2)
     counts = divisors(Neurons(), plan)
     assert counts["u"].tolist() == [[2.0, 2.0, 4.0]]
     # neuron 0 from x = 1, 3; neuron 1 from x = 5, 7; neuron 2 is in no unit, so shared by 1, 3, 5, 7
@@ -131,17 +128,7 @@ def test_replicas_count_as_holders() -> None:
     assert average["u"].tolist() == [[1 * 2.0, 2 * 6.0, 4 * 4.0]]
 
 
-class Layer(nn.Module):
-    """`x + v u x + c`: two neurons, whose output projection has a bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(2, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.body(x)
-
-
+@pytest.mark.usefixtures("own_descriptions")
 @pytest.mark.parametrize(
     ("strategy", "loss", "gradients"),
     [
@@ -154,8 +141,10 @@ class Layer(nn.Module):
 def test_what_a_unit_adds_is_divided_by_its_coverage(strategy: str, loss: float, gradients: dict[str, float]) -> None:
     """x = 2, C = 1/2; neuron 0 is `u = 5`, `v = 3`. As a block both neurons are there, of which the other is 0."""
     cuts = (Cut("0", dim=0), Cut("1", dim=1, is_output=True))
-    register(Layer, Branch("mlp", body="body", inner=InnerLayers(cuts)))
-    model = nn.Sequential(Layer(), Layer())
+    register(Adds, Branch("mlp", body="body", inner=InnerLayers(cuts)))
+    # `x + v u x + c`: two neurons, whose output projection has a bias.
+    layers = (Adds(body=nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(2, 1))) for _ in range(2))
+    model = nn.Sequential(*layers)
     values = {"0.body.0.weight": [[5.0], [0.0]], "0.body.1.weight": [[3.0, 0.0]], "0.body.1.bias": [1.0]}
     values |= {"1.body.1.weight": [[0.0, 0.0]], "1.body.1.bias": [0.0]}
     model.load_state_dict({name: torch.tensor(value) for name, value in values.items()}, strict=False)
@@ -166,9 +155,7 @@ def test_what_a_unit_adds_is_divided_by_its_coverage(strategy: str, loss: float,
             Unit(f"{i}", tuple(Piece(name, None, 0, n) for name, n in own.items())) for i, own in enumerate(names)
         )
     else:
-        units = tuple(
-            Unit(f"{j}", (Piece("0.body.0.weight", 0, j, 1), Piece("0.body.1.weight", 1, j, 1))) for j in (0, 1)
-        )
+        units = neurons("0.body.0.weight", "0.body.1.weight", 2)
     plan = plan_of(units, ((0,), (1,)), k=2)
     losses, found = virtual_workers.local_gradients(
         model, plan, 0, [torch.tensor([2.0])], lambda model, x: model(x).sum()

@@ -24,7 +24,7 @@ def member(team: int, version: int = 5, call: str = STEP, **facts: Any) -> Membe
     return replace(first, **facts)
 
 
-def met(members: list[Member], me: int = 0) -> Attendance:
+def met(members: list[Member]) -> Attendance:
     """The meeting, which is the same for all of them."""
     decisions = [attend(members, other.identity, PLAN) for other in members]
     assert all(decision == decisions[0] for decision in decisions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Barrier
 from typing import Any
 
@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.teams.attendance import STEP, Attendance, Member, attend
+from sdp_deepspeed.teams.attendance import Attendance, attend
 from sdp_deepspeed.teams.exchange import Exchange
 from sdp_deepspeed.teams.shares import Range
 from sdp_deepspeed.units import Piece, Unit
+from tests.unit.teams.test_attendance import member
 
 HOLDERS = (0, 1, 2)
 PLAN = Plan("forward", "block", 3, 0, (Unit("a", (Piece("a", None, 0, 1),)),), (HOLDERS,), HOLDERS)
@@ -22,32 +23,21 @@ DELTAS = {0: torch.arange(5.0), 1: torch.arange(5.0) ** 2, 2: torch.full((5,), 6
 
 
 @dataclass
-class Threads:
-    """All-to-alls between threads, in place of ranks r of the teams."""
+class Thread:
+    """Its all-to-alls with the others, in place of ranks r of the teams."""
 
-    size: int
-    sources: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.barrier = Barrier(self.size, timeout=60)
-
-    def of(self, index: int) -> Any:
-        return _Group(self, index)
-
-
-@dataclass
-class _Group:
-    threads: Threads
     index: int
+    sources: dict[int, list[torch.Tensor]]
+    barrier: Barrier
 
     def alltoall_base(
         self, target: torch.Tensor, source: torch.Tensor, received: list[int], sent: list[int], _: Any
     ) -> Any:
-        self.threads.sources[self.index] = list(source.split(sent))
-        self.threads.barrier.wait()
+        self.sources[self.index] = list(source.split(sent))
+        self.barrier.wait()
         for index, part in enumerate(target.split(received)):
-            part.copy_(self.threads.sources[index][self.index])
-        self.threads.barrier.wait()
+            part.copy_(self.sources[index][self.index])
+        self.barrier.wait()
         return self
 
     def wait(self) -> None:
@@ -55,11 +45,7 @@ class _Group:
 
 
 def meeting_of(versions: dict[int, int]) -> Attendance:
-    members = [
-        Member(f"t{team}", team, version, f"meeting {version}", "", STEP, 0, 0, 1, "", "host:1", False, False, {})
-        for team, version in versions.items()
-    ]
-    attendance = attend(members, "t0", PLAN)
+    attendance = attend([member(team, version) for team, version in versions.items()], "t0", PLAN)
     assert isinstance(attendance, Attendance)
     return attendance
 
@@ -72,12 +58,14 @@ def meeting_of(versions: dict[int, int]) -> Attendance:
 def test_the_mean_is_over_the_holders_that_are_present_and_current(
     versions: dict[int, int], current: tuple[int, ...]
 ) -> None:
-    attendance, threads = meeting_of(versions), Threads(len(versions))
+    attendance, barrier = meeting_of(versions), Barrier(len(versions), timeout=60)
+    sources: dict[int, list[torch.Tensor]] = {}
     bucket = [Range(HOLDERS, 5, 0, 0, is_buffer=False)]
 
     def average(index: int, team: int) -> torch.Tensor:
         means = torch.zeros(5)
-        exchange = Exchange(threads.of(index), attendance, team, stores_all=False, dtype=torch.float32)
+        group: Any = Thread(index, sources, barrier)
+        exchange = Exchange(group, attendance, team, stores_all=False, dtype=torch.float32)
         exchange.average(bucket, DELTAS[team] if team in current else None, means)
         return means
 
