@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import yaml
 
 from tests.helpers.ports import free_port
@@ -26,6 +27,22 @@ TIME_LIMIT = 600.0  # seconds, for what hangs
 START_UP = "a launcher and its ranks until their first steps"  # runs once more at a time limit (tests/conftest.py)
 # DeepSpeed looks for its own ninja on PATH.
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+# Sections of recipes. Rates do not depend on when the run is to end.
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+TRAINING: dict[str, Any] = {"lr_scheduler_type": "constant", "logging_steps": 1}
+TRAINER: dict[str, Any] = TRAINING | {"disable_tqdm": True, "report_to": "none"}
+DEEPSPEED: dict[str, Any] = {
+    **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"),
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+}
 
 
 def command(
@@ -86,6 +103,35 @@ def run(arguments: Sequence[str], log: Path, size: int = NUM_RANKS) -> str:
     """Forked ranks from start to end; returns their output."""
     with Ranks(arguments, log, size) as ranks:
         return ranks.finish()
+
+
+def refusal(arguments: Sequence[str], log: Path, size: int = NUM_RANKS) -> str:
+    """The only error that forked ranks print, all of which end with exit code 2."""
+    with Ranks(arguments, log, size) as ranks:
+        for process in ranks.processes:
+            process.join(300)
+        assert [process.exitcode for process in ranks.processes] == [2] * size
+    (error,) = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    return error
+
+
+def error_of(capsys: pytest.CaptureFixture[str], work: Callable[[], object]) -> str:
+    """What a program prints as it ends with exit code 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        work()
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def ended(
+    command: Sequence[object], *, code: int = 0, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A command that has ended with this exit code."""
+    words, variables = list(map(str, command)), os.environ | environment
+    done = subprocess.run(words, cwd=cwd, env=variables, capture_output=True, text=True, timeout=900)
+    assert done.returncode == code, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done
 
 
 def _run(rank: int, size: int, port: int, log: Path, arguments: list[str]) -> None:
@@ -154,6 +200,11 @@ def trainer_log(folder: Path) -> list[dict[str, Any]]:
     newest = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
     return [entry for entry in history if "grad_norm" in entry]
+
+
+def exported(run: Path) -> bytes:
+    """The weights that a run exported."""
+    return (run / "hf/model.safetensors").read_bytes()
 
 
 def exported_loss(run: Path, data: Any) -> float:

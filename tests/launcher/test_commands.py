@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 from sdp_deepspeed.version import __version__
-from tests.helpers.repository import ROOT
+from tests.helpers.programs import ended
 
 HEAVY = {"torch", "deepspeed", "transformers", "accelerate", "datasets", "numpy", "pandas", "matplotlib"}
 
 
 def test_the_quickstart_takes_overrides_only() -> None:
-    result = subprocess.run(
-        ["bash", "launch/quickstart.sh", "test"], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
-    assert result.returncode == 2
+    result = ended(["bash", "launch/quickstart.sh", "test"], code=2)
     assert result.stderr.startswith("error: quickstart.sh takes key=value overrides of the recipe, got: test;")
     assert not result.stdout
 
@@ -27,10 +23,7 @@ def heavy_modules_of(*arguments: str) -> set[str]:
         "code = main(sys.argv[1:])\n"
         f"print('imported:', *sorted({HEAVY!r} & sys.modules.keys()), file=sys.stderr)\nsys.exit(code)"
     )
-    command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return set(done.stderr.splitlines()[-1].split()[1:])
+    return set(ended([sys.executable, "-c", script, *arguments]).stderr.splitlines()[-1].split()[1:])
 
 
 def test_help_and_mistakes_import_nothing_heavy() -> None:
@@ -40,7 +33,7 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
 
 def test_the_package_is_a_command() -> None:
     command = [sys.executable, "-m", "sdp_deepspeed"]
-    done = subprocess.run([*command, "--version"], cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"sdp_deepspeed {__version__}\n", "")
-    done = subprocess.run([*command, "estimat"], cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    done = ended([*command, "--version"])
+    assert (done.stdout, done.stderr) == (f"sdp_deepspeed {__version__}\n", "")
+    done = ended([*command, "estimat"], code=2)
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)

@@ -1,4 +1,4 @@
-"""The examples as they stand, on two ranks: Trainer, Accelerate, Lightning, loops, and a hand-written model."""
+"""The examples as they stand: Trainer, Accelerate, Lightning, loops, a hand-written model, and the notebook."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.ports import free_port
-from tests.helpers.programs import launched, run
+from tests.helpers.programs import ended, exported, launched, run
 from tests.helpers.repository import ROOT
 
 ACCELERATE = [
@@ -48,10 +48,10 @@ def test_an_example_trains_and_saves_the_dense_model(script: str, hf: str, tmp_p
         assert f"resumed from {tmp_path / 'global_step8'}\n" in more
         assert {path.name for path in tmp_path.glob("global_step*")} == {"global_step8", "global_step9"}
         return
-    exported = tmp_path / hf / "model.safetensors"
-    before = exported.read_bytes()
+    weights = tmp_path / hf / "model.safetensors"
+    before = weights.read_bytes()
     run(program, tmp_path / "again")
-    assert exported.read_bytes() == before, "a finished run, given once more"
+    assert weights.read_bytes() == before, "a finished run, given once more"
 
 
 @pytest.mark.slow  # ranks/engine/test_accelerate.py has what Accelerate does with the block
@@ -69,11 +69,11 @@ def test_lightning_trains_resumes_and_saves_the_dense_model(tmp_path: Path) -> N
     program = [str(ROOT / "tests/helpers/lightning_on_the_cpu.py"), str(ROOT / "launch/examples/with_lightning.py")]
     output = run([*program, str(tmp_path), "--steps", "8"], tmp_path / "log")
     check(output, tmp_path / "hf")
-    before = (tmp_path / "hf/model.safetensors").read_bytes()
+    before = exported(tmp_path)
     more = run([*program, str(tmp_path), "--steps", "9"], tmp_path / "more")
     assert "Restored all states from the checkpoint" in more
     check(more, tmp_path / "hf")
-    assert (tmp_path / "hf/model.safetensors").read_bytes() != before
+    assert exported(tmp_path) != before
 
 
 @pytest.mark.slow  # torchtitan is not among the tests' requirements
@@ -107,12 +107,26 @@ def test_torchtitan_trains_and_saves_the_dense_model(tmp_path: Path) -> None:
     assert all(weight.any() and weight.isfinite().all() for weight in weights.values())
 
 
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    """Cell by cell, in one process beside the examples."""
+    notebook = ROOT / "launch/examples/quickstart.ipynb"
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    script = tmp_path / "notebook.py"
+    script.write_text("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"))
+    command = [sys.executable, script]
+    output = ended(command, cwd=notebook.parent, PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path)).stdout
+    assert "8 units, 4 subnetworks, 2 holders each (coverage 0.5)" in output
+    assert "absent" in output
+    assert "loss of the dense model: " in output
+    assert "197184 parameters, loss " in output.splitlines()[-1]
+
+
 def own_model() -> nn.Module:
-    model: nn.Module = runpy.run_path(str(ROOT / "launch/examples/with_own_model.py"))["GPT"]()
-    return model
+    return runpy.run_path(str(ROOT / "launch/examples/with_own_model.py"))["GPT"]()
 
 
-def check(output: str, exported: Path, own: nn.Module | None = None) -> None:
+def check(output: str, folder: Path, own: nn.Module | None = None) -> None:
     """It printed its plan, and one rank of two the loss; the folder has the model."""
     assert re.search(r"plan: \d+ units, 2 subnetworks", output)
     printed = re.findall(r"loss of the dense model: ([\d.]+)", output)
@@ -120,9 +134,9 @@ def check(output: str, exported: Path, own: nn.Module | None = None) -> None:
     held_out = torch.tensor(list(Path(re.__file__).read_bytes()))[:2048].view(-1, 64)
     with torch.no_grad():
         if own is None:
-            loss = AutoModelForCausalLM.from_pretrained(exported)(input_ids=held_out, labels=held_out).loss
+            loss = AutoModelForCausalLM.from_pretrained(folder)(input_ids=held_out, labels=held_out).loss
         else:
-            own.load_state_dict(load_file(exported / "model.safetensors"))
+            own.load_state_dict(load_file(folder / "model.safetensors"))
             _, loss = own(held_out)
     assert float(printed[0]) < 5.5  # of 5.545 = ln 256 before the first step
     assert float(loss) < 5.5

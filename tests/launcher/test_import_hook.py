@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
+from tests.helpers.programs import ended
 from tests.helpers.repository import ROOT
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 OURS, PLAIN = "SubnetworkEngine SubnetworkOptimizer", "DeepSpeedEngine DeepSpeedZeroOptimizer"
 EXPECTED = {
     "block": OURS,
@@ -36,7 +36,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str
     running = {
         order: subprocess.Popen(
             [sys.executable, str(ROOT / "tests/helpers/import_hook_user.py"), str(folder), order],
-            env=ENVIRONMENT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -56,14 +56,6 @@ def test_who_builds_the_engine(results: dict[str, dict[str, str]], first: str, n
     assert re.match(EXPECTED[name], found, re.DOTALL), found
 
 
-def run(code: str) -> list[str]:
-    """Lines that a Python program prints."""
-    command = [sys.executable, "-c", code]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=600, env=ENVIRONMENT)
-    assert found.returncode == 0, found.stderr
-    return found.stdout.splitlines()
-
-
 def test_without_deepspeed_the_import_error_is_its_own() -> None:
     """The hook must not turn a missing DeepSpeed into something else."""
     code = """
@@ -80,4 +72,4 @@ try:
 except ModuleNotFoundError as error:
     print(error.name)
 """
-    assert run(code) == ["deepspeed"]
+    assert ended([sys.executable, "-c", code]).stdout == "deepspeed\n"

@@ -13,19 +13,12 @@ import pytest
 
 from data import Data
 from tests.helpers import programs
-from tests.helpers.programs import NUM_RANKS, launched, run
+from tests.helpers.programs import NUM_RANKS, exported, launched, run
 from tests.helpers.repository import ROOT
 
 PROGRAM = "pretrain_fsdp2.py"
 RECIPE: dict[str, Any] = {
-    "model": {
-        "model_type": "llama",
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 16,
-    },
+    "model": programs.LLAMA | {"num_hidden_layers": 2, "max_position_embeddings": 16},
     "data": {
         "vocab_size": 280,
         "sequence_length": 16,
@@ -33,11 +26,8 @@ RECIPE: dict[str, Any] = {
         "validation_blocks": 5,  # not a multiple of the ranks' batches
     },
     "training": {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",  # rates do not depend on when the run is to end
-        "logging_steps": 1,
+        **programs.TRAINING,
+        **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2},
     },
     "subnetwork_data_parallel": {"coverage": 0.5},
 }
@@ -100,12 +90,11 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     straight = logged(run(command(tmp_path, "straight", steps), tmp_path / "straight.log"))
     assert before | after == straight
     assert list(straight) == list(range(1, steps + 1))
-    exported = [tmp_path / name / "hf" for name in ("stopped", "straight")]
-    weights = [(folder / "model.safetensors").read_bytes() for folder in exported]
-    assert weights[0] == weights[1]
+    weights = exported(tmp_path / "straight")
+    assert exported(tmp_path / "stopped") == weights
     again = run(command(tmp_path, "stopped", steps), tmp_path / "again.log")
     assert f"the run had finished at step {steps}" in again
-    assert (exported[0] / "model.safetensors").read_bytes() == weights[1], "given once more"
+    assert exported(tmp_path / "stopped") == weights, "given once more"
     loss = programs.exported_loss(tmp_path / "stopped", Data(**data_of(tmp_path / "text.txt")))
     assert straight[steps]["eval_loss"] == pytest.approx(loss, abs=1e-5)  # rounding of fp32
 

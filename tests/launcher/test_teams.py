@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from tests.helpers.programs import ended, exported
 from tests.helpers.repository import ROOT
 
 # Without torch: the last rank of team 1 is killed while the other of its team waits.
@@ -67,14 +66,14 @@ def test_a_recipe(tmp_path: Path) -> None:
     sizes = ["model.num_hidden_layers=2", "model.hidden_size=32", "data.vocab_size=300", "data.sequence_length=32"]
     training = [f"training.{key}" for key in ("max_steps=4", "logging_steps=1", f"output_dir={tmp_path / 'run'}")]
     command = ["launch/pretrain.py", "configs/recipes/quickstart.yaml", sources, block, *sizes, *training]
-    exported = []
+    weights: list[bytes] = []
     for _ in range(2):
         teams(command)
         folders = [tmp_path / "run" / f"team{number}" for number in range(2)]
         found = [json.loads((folder / "eval_results.json").read_text())["eval_loss"] for folder in folders]
         assert found[0] == pytest.approx(found[1], rel=1e-6)
-        exported += [(folder / "hf/model.safetensors").read_bytes() for folder in folders]
-    assert len(set(exported)) == 1
+        weights += map(exported, folders)
+    assert len(set(weights)) == 1
     histories = [
         json.loads((folder / "checkpoint-4/trainer_state.json").read_text())["log_history"] for folder in folders
     ]
@@ -85,9 +84,6 @@ def test_a_recipe(tmp_path: Path) -> None:
 def teams(command: list[str], *options: str, code: int = 0) -> list[str]:
     """Run a program as two teams, on CPUs; the lines that were printed."""
     pytest.importorskip("torchft", reason="torchft has wheels for Python 3.11 to 3.13")
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    environment.pop("OMP_NUM_THREADS", None)
-    command = [sys.executable, "-m", "sdp_deepspeed", "teams", "2", *options, "--", *command]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == code, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    as_users = ["env", "-u", "OMP_NUM_THREADS", sys.executable, "-m", "sdp_deepspeed", "teams", "2"]
+    done = ended([*as_users, *options, "--", *command], code=code, DS_ACCELERATOR="cpu", PYTHONPATH=str(ROOT))
     return done.stdout.splitlines()

@@ -16,28 +16,14 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 import sdp_deepspeed.small_image_resnet  # noqa: F401  # its model type
 from tests.helpers import programs
 from tests.helpers.image_data import write_folders
-from tests.helpers.programs import Ranks, run, trainer_log
+from tests.helpers.programs import Ranks, exported, run, trainer_log
 
 pytest.importorskip("sklearn")
 RECIPE: dict[str, Any] = {
     "model": {"model_type": "sdp_small_image_resnet", "embedding_size": 4, "stage_sizes": [4, 8], "depths": [2, 2]},
     "data": {"path": "digits", "size": 8, "padding": 1},
-    "training": {
-        "per_device_train_batch_size": 64,  # 11 steps in an epoch
-        "learning_rate": 3e-3,
-        "lr_scheduler_type": "constant",  # rates do not depend on when the run is to end
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "report_to": "none",
-    },
-    "deepspeed": {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
-        "subnetwork_data_parallel": {"coverage": 0.5, "strategy": "neuron"},
-    },
+    "training": programs.TRAINER | {"per_device_train_batch_size": 64, "learning_rate": 3e-3},  # 11 steps in an epoch
+    "deepspeed": programs.DEEPSPEED | {"subnetwork_data_parallel": {"coverage": 0.5, "strategy": "neuron"}},
 }
 
 
@@ -65,10 +51,10 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) ->
     resumed, straight = trainer_log(tmp_path / "stopped"), trainer_log(tmp_path / "straight")
     assert len(straight) == steps
     assert resumed == straight
-    exported = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("stopped", "straight")]
-    assert exported[0] == exported[1]
+    weights = exported(tmp_path / "straight")
+    assert exported(tmp_path / "stopped") == weights
     run(command_of_straight, tmp_path / "again.log")
-    assert (tmp_path / "straight/hf/model.safetensors").read_bytes() == exported[0], "a finished run, given once more"
+    assert exported(tmp_path / "straight") == weights, "a finished run, given once more"
 
 
 def test_images_of_a_folder_are_trained_and_the_export_has_the_accuracy_and_loss_that_were_measured(

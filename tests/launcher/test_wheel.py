@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.programs import ended
 from tests.helpers.repository import ROOT
 
 PIP = ("-m", "pip", "--disable-pip-version-check")
@@ -24,17 +23,8 @@ sdp_deepspeed.fully_shard(3)
 """
 
 
-def run(*command: object, cwd: Path | None = None, code: int = 0, **environment: str) -> str:
-    done = subprocess.run(
-        list(map(str, command)),
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        cwd=cwd or "/",
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
+def run(*command: object, cwd: Path = Path("/"), code: int = 0, **environment: str) -> str:
+    return ended(command, cwd=cwd, code=code, **environment).stdout
 
 
 def source_in(folder: Path) -> Path:

@@ -69,19 +69,14 @@ def _without_own_seed(build: Callable[[], nn.Module]) -> nn.Module:
 
 def _mixture(name: str) -> nn.Module:
     model, config, options = mixtures.MIXTURES[name]
-    result: nn.Module = model(config(**options))
-    return result
+    return model(config(**options))
 
 
 SPECIMENS: dict[str, Callable[[], nn.Module]] = {
     **{name: specimen.build for name, specimen in ALL_SPECIMENS.items()},
     **{name: partial(_mixture, name) for name in mixtures.MIXTURES},
 }
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "own": Own,
-    "tied": partial(llama, tied=True),
-    **SPECIMENS,
-}
+MODELS: dict[str, Callable[[], nn.Module]] = {"own": Own, "tied": partial(llama, tied=True), **SPECIMENS}
 
 
 def deferred(build: Callable[[], nn.Module], seed: int = 3) -> tuple[nn.Module, DeferredWeights]:
@@ -200,11 +195,16 @@ def test_no_rank_has_the_dense_model(regime: Regime, strategy: str) -> None:
     assert regime == "backward" or at_most < 0.6 * dense
 
 
-def materialized(build: Callable[[], nn.Module], change: Callable[[Any], object] = lambda model: None) -> Any:
-    torch.manual_seed(3)
+def _inside(build: Callable[[], nn.Module], change: Callable[[Any], object] = lambda model: None) -> nn.Module:
     with Init():
         model = build()
     change(model)
+    return model
+
+
+def materialized(build: Callable[[], nn.Module], change: Callable[[Any], object] = lambda model: None) -> Any:
+    torch.manual_seed(3)
+    model = _inside(build, change)
     weights = DeferredWeights(model)
     plan = core_masks.plan_of(model, "forward", "block")
     weights.materialize(core_masks.mask_of(model, plan, 0), CPU, weights.seed)
@@ -311,8 +311,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_weights_cannot_be_changed_in_between(name: str) -> None:
-    with Init():
-        model = llama()
+    model = _inside(llama)
     with pytest.raises(RuntimeError, match=r"between sdp_deepspeed\.Init and"):
         CHANGES[name](model)
 
@@ -320,16 +319,8 @@ def test_weights_cannot_be_changed_in_between(name: str) -> None:
 UNINITIALIZED = "'part': its constructor does not initialize all of it"
 
 
-def _assigned(model: Any) -> None:
-    model.load_state_dict(llama().state_dict(), assign=True)
-
-
 def _replaced(model: Any) -> None:
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 2)
-
-
-def _added(model: Any) -> None:
-    model.adapter = nn.Linear(3, 3)
 
 
 def _on_meta() -> nn.Module:
@@ -337,26 +328,21 @@ def _on_meta() -> nn.Module:
         return llama()
 
 
-def _inside(build: Callable[[], nn.Module], change: Callable[[Any], Any] = lambda model: None) -> nn.Module:
-    with Init():
-        model = build()
-    result: nn.Module = change(model) or model
-    return result
-
-
-def _of_two() -> nn.Module:
-    return nn.Sequential(_inside(llama), _inside(llama))
-
-
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (partial(_inside, llama, _assigned), "'model.embed_tokens.weight'.* replaced or added after"),
-        (partial(_inside, llama, _replaced), "'lm_head.weight' was replaced or added after"),
-        (partial(_inside, llama, _added), r"'adapter.weight', \+1 more was replaced or added after"),
+        (
+            lambda: _inside(llama, lambda model: model.load_state_dict(llama().state_dict(), assign=True)),
+            "'model.embed_tokens.weight'.* replaced or added after",
+        ),
+        (lambda: _inside(llama, _replaced), "'lm_head.weight' was replaced or added after"),
+        (
+            lambda: _inside(llama, lambda model: model.add_module("adapter", nn.Linear(3, 3))),
+            r"'adapter.weight', \+1 more was replaced or added after",
+        ),
         (_on_meta, "'model.embed_tokens.weight'.* is on the meta device without"),
-        (_of_two, "several"),
-        (partial(_inside, Uninitialized), UNINITIALIZED),
+        (lambda: nn.Sequential(_inside(llama), _inside(llama)), "several"),
+        (lambda: _inside(Uninitialized), UNINITIALIZED),
     ],
 )
 def test_refused_afterwards(build: Callable[[], nn.Module], words: str) -> None:

@@ -15,10 +15,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from sdp_deepspeed.architectures import derivation, narrow
 from sdp_deepspeed.architectures.derivation import derivation_of
 from sdp_deepspeed.masking.proof import proven_branches, replicated_layers, with_proven_cells
+from tests.helpers.core_masks import families
 from tests.helpers.models import llama
 from tests.helpers.oracle_grid import MODELS
 
-IN_SHORT = ("llama", "gpt2", "falcon_grouped", "bloom")
 OF_SEVERAL_WIDTHS = {"convnext", "resnet", "resnet_bottleneck"}
 WITH_TINY_TABLES = {"gpt_neox_parallel"}  # of rotary embeddings
 
@@ -42,9 +42,7 @@ def findings(model: nn.Module) -> tuple[object, ...]:
     return branches, replicated_layers(model)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.parametrize("name", families(MODELS, ("llama", "gpt2", "falcon_grouped", "bloom")))
 def test_a_narrow_copy_has_the_same_branches_and_cells(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = findings(MODELS[name].build())
     monkeypatch.setattr(narrow, "_LARGE", 0)
@@ -104,11 +102,6 @@ def test_layers_larger_than_memory(build: Callable[[], nn.Module], cells: list[i
     assert [branch.num_cells for branch in branches] == cells
 
 
-class OtherMLP(LlamaMLP):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + 1
-
-
 class ByNumber(LlamaMLP):
     """With a number that no constructor sets."""
 
@@ -118,53 +111,38 @@ class ByNumber(LlamaMLP):
         return super().forward(x) + self.shift
 
 
-def by_attribute(model: Any) -> None:
-    model.model.layers[1].mlp.shift = 1
+class OtherMLP(ByNumber):
+    shift = 1
 
 
-def by_class(model: Any) -> None:
-    model.model.layers[1].mlp.__class__ = OtherMLP
-
-
-def by_forward(model: Any) -> None:
-    mlp = model.model.layers[1].mlp
-    mlp.forward = lambda x: LlamaMLP.forward(mlp, x) + 1
-
-
-def by_hook(model: Any) -> None:
-    """Which runs around an absent module, too."""
-    model.model.layers[1].mlp.register_forward_hook(lambda module, given, output: output + 1)
-
-
-def by_shapes(model: Any) -> None:
-    mlp = model.model.layers[1].mlp
+def by_shapes(mlp: Any) -> None:
     mlp.gate_proj, mlp.up_proj = (nn.Linear(16, 40, bias=False) for _ in range(2))
     mlp.down_proj = nn.Linear(40, 16, bias=False)
 
 
 ALL_BUT_ONE = ["0.attention", "0.mlp", "1.attention"]
+CHANGES: dict[str, tuple[Callable[[Any], object], list[str]]] = {
+    "attribute": (lambda mlp: setattr(mlp, "shift", 1), ALL_BUT_ONE),
+    "class": (lambda mlp: setattr(mlp, "__class__", OtherMLP), ALL_BUT_ONE),
+    "forward": (lambda mlp: setattr(mlp, "forward", lambda x: LlamaMLP.forward(mlp, x) + 1), ALL_BUT_ONE),
+    # It runs around an absent module, too.
+    "hook": (lambda mlp: mlp.register_forward_hook(lambda _, given, output: output + 1), [*ALL_BUT_ONE, "1.mlp"]),
+    "shapes": (by_shapes, [*ALL_BUT_ONE, "1.mlp"]),
+}
 
 
 @pytest.mark.usefixtures("none_is_too_small")
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (by_attribute, ALL_BUT_ONE),
-        (by_class, ALL_BUT_ONE),
-        (by_forward, ALL_BUT_ONE),
-        (by_hook, [*ALL_BUT_ONE, "1.mlp"]),
-        (by_shapes, [*ALL_BUT_ONE, "1.mlp"]),
-    ],
-)
+@pytest.mark.parametrize("name", CHANGES)
 def test_a_model_that_was_changed_is_not_proven_by_a_copy_without_the_change(
-    change: Callable[[Any], None], expected: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if change is by_attribute:
+    if name == "attribute":
         monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", ByNumber)
-    model = llama()
-    change(model)
+    model: Any = llama()
+    change, expected = CHANGES[name]
+    change(model.model.layers[1].mlp)
     assert [branch.name.removeprefix("model.layers.") for branch in proven_branches(model)] == expected
-    assert is_narrow(model) == (change in (by_attribute, by_hook))
+    assert is_narrow(model) == (name in ("attribute", "hook"))
 
 
 @pytest.mark.usefixtures("none_is_too_small")

@@ -144,17 +144,13 @@ def test_a_stream_does_not_go_on_on_another_number_of_ranks(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "options", "said"),
     [
-        ({"path": "json", "data_files": "nowhere.jsonl"}, "nowhere.jsonl"),
-        ({"text_column": "body"}, "no column 'body'"),
+        ({"path": "json", "data_files": "nowhere.jsonl"}, {}, "nowhere.jsonl"),
+        ({"text_column": "body"}, {}, "no column 'body'"),
+        ({}, {"validation_fraction": 1e-9}, "no block is held out"),
     ],
 )
-def test_wrong_sources_are_refused(tmp_path: Path, wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises((ValueError, OSError), match=said):
-        load_blocks(data(source(tmp_path, "jsonl") | wrong), 0, tmp_path)
-
-
-def test_something_must_be_held_out(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no block is held out"):
-        load_blocks(data(source(tmp_path, "jsonl"), validation_fraction=1e-9), 0, tmp_path)
+def test_wrong_data_are_refused(tmp_path: Path, wrong: dict[str, Any], options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OSError if "path" in wrong else ValueError, match=said):
+        load_blocks(data(source(tmp_path, "jsonl") | wrong, **options), 0, tmp_path)

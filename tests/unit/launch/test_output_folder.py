@@ -6,6 +6,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from output_folder import check_resumable, hold
+from tests.helpers.programs import error_of
 
 
 def _hold(folder: Path, end: Connection) -> None:
@@ -28,16 +30,12 @@ def test_a_folder_is_held_until_the_process_is_killed(tmp_path: Path, capsys: py
     process.start()
     try:
         assert here.recv() == "held"
-        with pytest.raises(SystemExit):
-            hold(tmp_path / "run")
-        assert f"in use by process {process.pid} on " in capsys.readouterr().err
+        assert f"in use by process {process.pid} on " in error_of(capsys, lambda: hold(tmp_path / "run"))
     finally:
         process.kill()
         process.join()
     hold(tmp_path / "run")
-    with pytest.raises(SystemExit):
-        hold(tmp_path / "run")
-    assert f"in use by process {os.getpid()} on " in capsys.readouterr().err
+    assert f"in use by process {os.getpid()} on " in error_of(capsys, lambda: hold(tmp_path / "run"))
 
 
 def test_without_locks_a_run_goes_on_and_says_so(
@@ -53,9 +51,7 @@ def test_without_locks_a_run_goes_on_and_says_so(
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit):
-        hold(tmp_path / "file")
-    assert "error: training.output_dir: " in capsys.readouterr().err
+    assert "error: training.output_dir: " in error_of(capsys, lambda: hold(tmp_path / "file"))
 
 
 def test_a_checkpoint_of_the_other_kind_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,8 +59,6 @@ def test_a_checkpoint_of_the_other_kind_is_an_error(tmp_path: Path, capsys: pyte
     for file in (own / "global_step3/checksums.json", plain / "global_step3/mp_rank_00_model_states.pt"):
         file.parent.mkdir(parents=True)
         file.touch()
-    for folder in (own, plain):
-        check_resumable(str(folder), has_subnetworks=folder == own)
-        with pytest.raises(SystemExit):
-            check_resumable(str(folder), has_subnetworks=folder != own)
-        assert ("remove sdp=off" if folder == own else "add sdp=off") in capsys.readouterr().err
+    for folder, is_own, advice in ((own, True, "remove sdp=off"), (plain, False, "add sdp=off")):
+        check_resumable(str(folder), has_subnetworks=is_own)
+        assert advice in error_of(capsys, partial(check_resumable, str(folder), has_subnetworks=not is_own))

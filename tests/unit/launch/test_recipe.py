@@ -17,6 +17,7 @@ from data import Data
 from pretrain_fsdp2 import Training
 from recipe import Recipe, model_config, read_recipe, section_of
 from sdp_deepspeed.config import KEY
+from tests.helpers.programs import error_of
 from tests.helpers.repository import ROOT
 from train_vision import Images
 
@@ -97,10 +98,7 @@ def test_a_deepspeed_file_is_read_beside_the_recipe(read: Read, tmp_path: Path) 
 def test_wrong_overrides_are_refused(
     read: Read, capsys: pytest.CaptureFixture[str], overrides: list[str], said: str
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        read(*overrides)
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert said in error_of(capsys, lambda: read(*overrides))
 
 
 def test_only_the_first_rank_says_why(
@@ -108,9 +106,7 @@ def test_only_the_first_rank_says_why(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("recipe.time.sleep", lambda _: None)
-    with pytest.raises(SystemExit):
-        read("training.max_steps")
-    assert capsys.readouterr().err == ""
+    assert error_of(capsys, lambda: read("training.max_steps")) == ""
 
 
 @pytest.mark.parametrize(
@@ -128,9 +124,7 @@ def test_only_the_first_rank_says_why(
 def test_sections_are_checked(
     kind: type, values: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        section_of(kind, values, "training")
-    assert said in capsys.readouterr().err
+    assert said in error_of(capsys, lambda: section_of(kind, values, "training"))
 
 
 @pytest.mark.parametrize(
@@ -143,9 +137,7 @@ def test_sections_are_checked(
     ],
 )
 def test_models_are_checked(read: Read, model: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        model_config(read(model=model))
-    assert said in capsys.readouterr().err
+    assert said in error_of(capsys, lambda: model_config(read(model=model)))
 
 
 def test_a_model_may_have_the_name_of_a_config(read: Read, tmp_path: Path) -> None:

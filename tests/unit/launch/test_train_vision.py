@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.image_data import dataset, write_fashion_mnist
+from tests.helpers.programs import error_of
 from train_vision import EpochSampler, Images, Pixels
 
 SIZE = 8
@@ -64,9 +65,7 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
 
 
 def test_fewer_images_than_a_step_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        sampler(epoch=0, batch=20)
-    assert "19 images, but a step takes 20" in capsys.readouterr().err
+    assert "19 images, but a step takes 20" in error_of(capsys, lambda: sampler(epoch=0, batch=20))
 
 
 def test_a_published_dataset_is_read_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,9 +73,8 @@ def test_a_published_dataset_is_read_from_its_folder(tmp_path: Path, capsys: pyt
     data = Images("fashion_mnist", SIZE, folder=str(tmp_path))
     assert [rows["label"] for rows in data.load()] == [labels.tolist() for _, labels in written.values()]
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(SystemExit):
-        data.load()
-    assert "error: data: " in (message := capsys.readouterr().err)
+    message = error_of(capsys, data.load)
+    assert "error: data: " in message
     assert "t10k-labels-idx1-ubyte" in message
     with pytest.raises(ValueError, match="folder: got path 'digits'"):
         Images("digits", SIZE, folder=str(tmp_path))
