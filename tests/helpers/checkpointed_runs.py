@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from sdp_deepspeed import architectures
 from sdp_deepspeed.checkpoint.atomic_folder import LOCK
 from sdp_deepspeed.checkpoint.dcp_planners import LoadPlanner, State, add_box
 from sdp_deepspeed.checkpoint.files import Reader
 from tests.helpers.models import config
+from tests.helpers.oracle_grid import PRECISIONS
+from tests.helpers.ranks import Check, run_ranks
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
 
 
+class Branch(nn.Module):
+    """`x + body(norm(x))` with features [..., 6]."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.body = norm, nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(self.norm(x))
+
+
+architectures.register(Branch, architectures.Branch("mlp", norm="norm", body="body"))
+
+
 def settings_of(stage: int = 1, precision: str = "fp32", **block: Any) -> dict[str, Any]:
     result = config(**({"holders": 1} | block)) | {"zero_optimization": {"stage": stage}, "scheduler": WARMUP}
-    if precision != "fp32":
-        result |= {"bf16": {"enabled": True}}
-    if precision == "bf16+fp32":
-        result["data_types"] = {"grad_accum_dtype": "fp32"}
-    return result
+    return result | PRECISIONS[precision]
 
 
 def stepped(engine: Any) -> dict[str, torch.Tensor]:
@@ -65,3 +80,12 @@ def dense_of(parts: list[State]) -> dict[str, torch.Tensor]:
     wrong = [key for key, written in times.items() if not bool((written == 1).all())]
     assert not wrong, f"not written once: {wrong}"
     return whole
+
+
+def outcomes_of(*stages: Sequence[tuple[int, str, Check]]) -> dict[str, str | None]:
+    """Of checks on numbers of ranks, by name; each stage before the next, with one set of ranks for each number."""
+    result: dict[str, str | None] = {}
+    for stage in stages:
+        for size in sorted({size for size, _, _ in stage}):
+            result |= run_ranks(size, [(name, check) for number, name, check in stage if number == size])
+    return result

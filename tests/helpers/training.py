@@ -37,9 +37,11 @@ def micro_step(engine: Any, batch: torch.Tensor) -> float:
 
 
 def train(engine: Any, *, num_steps: int, accumulation: int = 1, seed: int = 1, first: int = 0) -> list[float]:
-    """This rank's losses of steps [first, first + num_steps) of the endless batches of `seed`."""
-    steps = itertools.islice(batches(dist.get_world_size(), accumulation, seed), first, first + num_steps)
-    return [micro_step(engine, batch) for step in steps for batch in step[dist.get_rank()]]
+    """This rank's losses of steps [first, first + num_steps) of the endless batches of `seed`, which tensor-parallel
+    ranks have in common."""
+    group = engine.seq_data_parallel_group
+    steps = itertools.islice(batches(dist.get_world_size(group), accumulation, seed), first, first + num_steps)
+    return [micro_step(engine, batch) for step in steps for batch in step[dist.get_rank(group)]]
 
 
 def dense_state(engine: Any) -> dict[str, torch.Tensor]:
@@ -79,6 +81,11 @@ def refusal(kinds: type[BaseException] | tuple[type[BaseException], ...], work: 
     missing = [word for word in words if word not in own]
     assert not missing, (missing, own)
     return own
+
+
+def without_optimizer(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """For a client's."""
+    return {key: value for key, value in settings.items() if key != "optimizer"}
 
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}

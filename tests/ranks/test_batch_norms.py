@@ -84,23 +84,15 @@ def batches(rank: int, num: int, seed: int = 0) -> list[Batch]:
     ]
 
 
-def settings(**block: Any) -> dict[str, Any]:
+def settings(accumulation: int = 1, **block: Any) -> dict[str, Any]:
     """Of a DeepSpeed run."""
-    accumulation = block.pop("accumulation", 1)
-    found = config(**block) | {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": accumulation}
-    found.pop("train_batch_size", None)
-    return found
+    return config(**block) | {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": accumulation}
 
 
-def train(engine: Any, rank: int, *, num_steps: int, seed: int = 0) -> list[float]:
-    """This rank's losses."""
-    losses = []
-    for images, classes in batches(rank, num_steps, seed):
-        loss = engine(images, classes)
-        engine.backward(loss)
+def train(engine: Any, rank: int, *, num_steps: int) -> None:
+    for images, classes in batches(rank, num_steps):
+        engine.backward(engine(images, classes))
         engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 def statistics_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -170,9 +162,8 @@ def test_in_checkpoints(rank: Rank) -> None:
 
 # ---- estimated anew -------------------------------------------------------------------------------------------------
 
-similar = partial(
-    torch.testing.assert_close, rtol=1e-5, atol=1e-6
-)  # of convolutions over three times the rows: fp32 sums in other orders
+# Of convolutions over three times the rows: fp32 sums in other orders.
+similar = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 
 
 def oracle(state: dict[str, torch.Tensor], **net: Any) -> dict[str, torch.Tensor]:
@@ -272,10 +263,10 @@ def test_where_there_is_nothing_to_do(rank: Rank) -> None:
 # ---- FSDP2 ----------------------------------------------------------------------------------------------------------
 
 
-def trained(rank: Rank, block: dict[str, Any], num_steps: int = 2) -> tuple[Any, torch.optim.Optimizer]:
-    model = sharded(Net(), block)
+def trained(rank: Rank, holders: int) -> tuple[Any, torch.optim.Optimizer]:
+    model = sharded(Net(), {"holders": holders})
     optimizer = torch.optim.AdamW(param_groups(model), lr=1e-2)
-    steps(model, optimizer, rank, num_steps)
+    steps(model, optimizer, rank, 2)
     return model, optimizer
 
 
@@ -286,11 +277,22 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, rank: Rank, num_steps: i
         optimizer.zero_grad()
 
 
-def test_evaluation_under_fsdp2(rank: Rank) -> None:
-    """Also where all ranks hold everything, and with a layer that was wrapped afterwards."""
+def test_under_fsdp2(rank: Rank) -> None:
+    """The full state dict has means over holders; a checkpoint makes them so, and an evaluation, also with a layer that
+    was wrapped afterwards. All this also where all ranks hold everything."""
     images = batches(7, 1)[0][0]
     for holders in (2, 3):
-        model, optimizer = trained(rank, {"holders": holders})
+        model, optimizer = trained(rank, holders)
+        before = gathered(statistics_of(model))
+        state = full_state_dict(model)
+        expected = assert_means(model, before)
+        if rank.rank == 0:
+            assert_identical({name: state[name] for name in expected}, expected)
+        steps(model, optimizer, rank, 1)
+        before = gathered(statistics_of(model))
+        CheckpointManager(model, optimizer).save_checkpoint(rank.folder / str(holders))
+        assert_means(model, before)
+        steps(model, optimizer, rank, 1)
         model.layers[1] = checkpoint_wrapper(model.layers[1])
         for _ in range(2):
             before = gathered(statistics_of(model))
@@ -307,27 +309,12 @@ def test_evaluation_under_fsdp2(rank: Rank) -> None:
             steps(model.train(), optimizer, rank, 1)
 
 
-def test_what_is_saved_under_fsdp2(rank: Rank) -> None:
-    """The full state dict has means over holders, and a checkpoint makes them so."""
-    for holders in (2, 3):
-        model, optimizer = trained(rank, {"holders": holders})
-        before = gathered(statistics_of(model))
-        state = full_state_dict(model)
-        expected = assert_means(model, before)
-        if rank.rank == 0:
-            assert_identical({name: state[name] for name in expected}, expected)
-        model, optimizer = trained(rank, {"holders": holders})
-        folder = rank.folder / str(holders)
-        CheckpointManager(model, optimizer).save_checkpoint(folder)
-        assert_means(model, before)
-
-
 @pytest.mark.slow
 def test_re_estimation_under_fsdp2(rank: Rank) -> None:
     """Inside and outside of the dense view, by both names; and what is wrong with it, on all ranks."""
     own = [images for images, _ in batches(rank.rank, NUM, seed=9)]
     for holders in (2, 3):
-        model, optimizer = trained(rank, {"holders": holders})
+        model, optimizer = trained(rank, holders)
         state = gathered_state(model)
         assert reestimate_batch_norm(model, own, num_batches=NUM) == 9
         assert model.training

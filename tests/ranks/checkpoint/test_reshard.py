@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from sdp_deepspeed.checkpoint.saved_tensors import written_state
-from tests.helpers.checkpointed_runs import dense_of, dense_tensors, settings_of
-from tests.helpers.models import batches
-from tests.helpers.ranks import Rank, run_ranks
+from tests.helpers.checkpointed_runs import dense_of, dense_tensors, outcomes_of, settings_of
+from tests.helpers.ranks import Rank
 from tests.helpers.tensor_parallel_models import build
-from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, micro_step
+from tests.helpers.training import assert_identical, dense_state, engine_of, gathered, train
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
 
@@ -80,13 +77,6 @@ def model() -> Any:
     return found
 
 
-def train(engine: Any, *, num_steps: int, first: int = 0, seed: int = 1) -> list[float]:
-    """Tensor-parallel ranks take the same batches."""
-    group = engine.seq_data_parallel_group
-    steps = itertools.islice(batches(dist.get_world_size(group), 1, seed), first, first + num_steps)
-    return [micro_step(engine, batch) for step in steps for batch in step[dist.get_rank(group)]]
-
-
 def write(run: Run, name: str, folder: Path, rank: Rank) -> None:
     """Each element of each dense tensor is written by one rank."""
     engine = engine_of(run.settings(), model())
@@ -127,21 +117,15 @@ def assert_rounded(dense: Mapping[str, torch.Tensor], stored: Mapping[str, torch
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, str | None]:
-    """Of all writers, then of all readers, with one set of ranks for each number."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    result: dict[str, str | None] = {}
-    for size in (2, 3, 4):
-        checks = [(name, partial(write, run, name, folder)) for name, run in WRITERS.items() if run.size == size]
-        result |= run_ranks(size, checks)
-    for size in (1, 2, 3, 4):
-        checks = [
-            (f"{source}-{name}", partial(read, run, source, folder))
+    return outcomes_of(
+        [(run.size, name, partial(write, run, name, folder)) for name, run in WRITERS.items()],
+        [
+            (run.size, f"{source}-{name}", partial(read, run, source, folder))
             for name, run in READERS.items()
-            if run.size == size
             for source in _sources(name, request.config)
-        ]
-        result |= run_ranks(size, checks)
-    return result
+        ],
+    )
 
 
 def _sources(reader: str, options: pytest.Config) -> Iterator[str]:

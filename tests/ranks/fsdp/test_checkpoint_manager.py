@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -13,18 +12,15 @@ import torch
 
 import sdp_deepspeed
 from sdp_deepspeed.fsdp import CheckpointManager, full_state_dict, param_groups, save_pretrained
-from tests.helpers.models import batches, llama, loss_of, two_groups
+from tests.helpers.checkpointed_runs import outcomes_of
+from tests.helpers.models import TOKENS, llama, two_groups
 from tests.helpers.oracle import make_optimizer
-from tests.helpers.ranks import Rank, run_ranks
-from tests.helpers.sharded_runs import ShardedRun, assert_same_run, check_resumed
-from tests.helpers.training import assert_identical, engine_of, refusal
+from tests.helpers.ranks import Rank
+from tests.helpers.sharded import ShardedRun, assert_same_run, check_resumed, evaluated
+from tests.helpers.training import assert_identical, engine_of, refusal, train
 
 NEURON: dict[str, Any] = {"strategy": "neuron"}
 BY_RULES = {"holders": [{"units": "mlp", "holders": 1}, {"holders": 2}]}
-
-
-def trained_of(model: Any) -> dict[str, Any]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 class KeepsRows(torch.optim.SGD):
@@ -108,7 +104,8 @@ def test_equal_groups(rank: Rank) -> None:
     """Two groups of the user's with the same options are two, and go on at their rate, here and in DeepSpeed."""
 
     def groups(model: Any) -> list[dict[str, Any]]:
-        return [{**group, "weight_decay": 0.0} for group in two_groups(trained_of(model))]
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        return [{**group, "weight_decay": 0.0} for group in two_groups(trained)]
 
     def started() -> tuple[Any, torch.optim.Optimizer, CheckpointManager]:
         model = sdp_deepspeed.fully_shard(llama(tied=True), None, {"holders": 1})
@@ -131,32 +128,20 @@ def test_equal_groups(rank: Rank) -> None:
 
 @pytest.mark.world(2)
 def test_after_an_evaluation(rank: Rank) -> None:
-    """Forward passes leave parameters gathered; a load is seen by the next one."""
-    run = ShardedRun()
+    """Forward passes leave parameters gathered; a load is seen by the next one, also one from Hugging Face's format."""
+    run, other = ShardedRun(), ShardedRun(llama(tied=True, seed=5), holders=2)
     run.train(rank, 1)
     run.checkpoints.save_checkpoint(rank.folder / "evaluated", "tag")
-    batch = next(batches(rank.size, 1))[0][0]
-
-    def evaluated() -> float:
-        run.model.eval()
-        with torch.no_grad():
-            loss = loss_of(run.model, batch).item()
-        run.model.train()
-        return loss
-
-    before = evaluated()
+    before = evaluated(run.model, TOKENS)
     run.train(rank, 1, first=1)
-    assert evaluated() != before
+    assert not torch.equal(evaluated(run.model, TOKENS), before)
     run.checkpoints.load_checkpoint(rank.folder / "evaluated", "tag")
-    assert evaluated() == before
-
-
-@pytest.mark.world(2)
-def test_from_hugging_face(rank: Rank) -> None:
-    run, other = ShardedRun(), ShardedRun(llama(tied=True, seed=5), holders=2)
+    assert torch.equal(evaluated(run.model, TOKENS), before)
+    assert not torch.equal(evaluated(other.model, TOKENS), before)
     save_pretrained(run.model, rank.folder / "hf")
     other.checkpoints.load_pretrained(rank.folder / "hf")
     assert_identical(full_state_dict(other.model), full_state_dict(run.model))
+    torch.testing.assert_close(evaluated(other.model, TOKENS), before)
 
 
 @pytest.mark.world(2)
@@ -170,9 +155,7 @@ def test_across_hosts(rank: Rank) -> None:
         return engine_of(settings | {"subnetwork_data_parallel": {"holders": 1} | block}, model, optimizer=groups)
 
     here, there, folder = ShardedRun(**NEURON), engine(), rank.folder / "hosts"
-    for step in itertools.islice(batches(rank.size, 1), 2):
-        there.backward(loss_of(there, step[rank.rank][0]))
-        there.step()
+    train(there, num_steps=2)
     there.save_checkpoint(folder / "there", "tag", client_state={"position": 2})
     path, client_state = here.checkpoints.load_checkpoint(folder / "there")
     assert (path, client_state, here.checkpoints.global_steps) == (str(folder / "there/tag"), {"position": 2}, 2)
@@ -219,17 +202,11 @@ def test_what_is_refused(rank: Rank) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str | None]:
-    """Of each stage on all numbers of ranks, before the next."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    stages: list[list[tuple[int, str, Any]]] = [
+    return outcomes_of(
         [(size, name, partial(write, name, folder)) for name, (size, _) in RUNS.items()],
         [(RUNS[b][0], f"{a}-{b}", partial(go_on, a, b, folder)) for a, b in PAIRS],
-    ]
-    result: dict[str, str | None] = {}
-    for stage, size in itertools.product(stages, (2, 4)):
-        checks = [(name, check) for of_size, name, check in stage if of_size == size]
-        result |= run_ranks(size, checks) if checks else {}
-    return result
+    )
 
 
 @pytest.mark.parametrize("name", [*RUNS, *(f"{a}-{b}" for a, b in PAIRS)])

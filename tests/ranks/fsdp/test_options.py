@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
@@ -17,6 +19,7 @@ from transformers import DynamicCache
 import sdp_deepspeed
 from sdp_deepspeed.checkpoint import export_and_import
 from sdp_deepspeed.fsdp import (
+    CheckpointManager,
     clip_grad_norm_,
     full_state_dict,
     param_groups,
@@ -30,14 +33,14 @@ from tests.helpers.ranks import Rank
 from tests.helpers.sharded import check_against_reference, gathered_state, sharded
 from tests.helpers.training import assert_identical, gathered, refusal
 
-SIZE = 2
-pytestmark = pytest.mark.world(SIZE)
+pytestmark = pytest.mark.world(2)
 ONE = {"holders": 1}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def test_checkpointed(rank: Rank) -> None:
+def test_checkpointed_or_offloaded(rank: Rank) -> None:
     check_against_reference(rank, llama(), ONE, prepare=lambda model: model.gradient_checkpointing_enable())
+    check_against_reference(rank, llama(), ONE, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 @pytest.mark.slow
@@ -49,10 +52,6 @@ def test_compiled(rank: Rank) -> None:
     for block in (ONE, ONE | {"strategy": "neuron"}):
         check_against_reference(rank, llama(), block, prepare=compile_layers)
     check_against_reference(rank, llama(), ONE, parallelize=lambda model: model.compile(backend="eager"))
-
-
-def test_offloaded(rank: Rank) -> None:
-    check_against_reference(rank, llama(), ONE, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 def test_mixed_precision(rank: Rank) -> None:
@@ -238,3 +237,47 @@ def test_is_refused(rank: Rank) -> None:
     t5.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     refusal(RuntimeError, lambda: loss_of(t5.train(), TOKENS), "cannot checkpoint activations")
     refusal(ValueError, lambda: full_state_dict(llama()), "was not sharded")
+
+
+def with_counts() -> Any:
+    """A model with a buffer in each layer."""
+    model: Any = llama()
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.register_buffer("count", torch.full((2,), float(number)))
+    return model
+
+
+def test_wrapped_layers(rank: Rank) -> None:
+    """By torch's checkpoint_wrapper and torch.compile, as in torchtitan: a model without wrappers goes on from it."""
+
+    def wrap(model: Any) -> None:
+        layers = model.model.layers
+        layers[0] = checkpoint_wrapper(layers[0])
+        layers[0].mlp = checkpoint_wrapper(layers[0].mlp)
+        layers[1].mlp.up_proj = checkpoint_wrapper(layers[1].mlp.up_proj)
+        layers[1] = torch.compile(checkpoint_wrapper(layers[1]), backend="eager")
+
+    for strategy in ("block", {"mlp": "neuron"}):
+        model = check_against_reference(rank, with_counts(), ONE | {"strategy": strategy}, parallelize=wrap)
+        assert "_checkpoint_wrapped_module" in model.model.layers[0]._modules
+        folder = rank.folder / type(strategy).__name__
+        CheckpointManager(model, torch.optim.SGD(param_groups(model))).save_checkpoint(folder)
+        other = sharded(with_counts(), ONE)
+        for layer in other.model.layers:
+            layer.self_attn.count.add_(rank.rank + 1)
+        CheckpointManager(other, torch.optim.SGD(param_groups(other))).load_checkpoint(folder, load_module_only=True)
+        found, expected = gathered_state(other), gathered_state(model)
+        assert list(found) == list(expected) == list(with_counts().state_dict())
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    for wrapper in (checkpoint_wrapper, partial(torch.compile, backend="eager")):
+        refusal(ValueError, lambda wrapper=wrapper: sharded(wrapper(llama()), ONE), "the model itself is wrapped")
+    reentrant: Any = llama()
+    reentrant.model.layers[0] = checkpoint_wrapper(reentrant.model.layers[0], checkpoint_impl=CheckpointImpl.REENTRANT)
+    refusal(ValueError, lambda: sharded(reentrant, ONE), "'model.layers.0' uses reentrant")
+    few: Any = llama(1)
+    few.model.layers[0] = checkpoint_wrapper(few.model.layers[0])
+    refusal(ValueError, lambda: sharded(few, ONE | {"granularity": "layer"}), "unit")
+    assert "_checkpoint_wrapped_module" in few.model.layers[0]._modules, "as it was"
+    by_transformers: Any = llama()
+    by_transformers.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    refusal(ValueError, lambda: sharded(by_transformers, ONE), "'model.layers.0'", "uses reentrant")

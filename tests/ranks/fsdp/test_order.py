@@ -16,39 +16,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sdp_deepspeed.architectures import Branch, register
 from sdp_deepspeed.fsdp import sharded_model_of
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.planner import plan_model
 from tests.helpers.collective_log import Issued, collectives_of_fsdp
 from tests.helpers.models import parsed
 from tests.helpers.ranks import Rank
-from tests.helpers.sharded import sharded
+from tests.helpers.sharded import Layer, sharded
 
 pytestmark = [pytest.mark.slow, pytest.mark.world(4)]
 
 NUM_LAYERS = 4
-
-
-class Layer(nn.Module):
-    """Two branches of sizes of their own; `parallel` runs both norms first, so that units run into each other."""
-
-    def __init__(self, index: int, *, parallel: bool) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(4), nn.LayerNorm(4)
-        self.one, self.two = (_body(12 * number) for number in (2 * index + 1, 2 * index + 2))
-        self.parallel = parallel
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.parallel:
-            first, second = self.norm_1(x), self.norm_2(x)
-            return x + self.one(first) + self.two(second)
-        x = x + self.one(self.norm_1(x))
-        return x + self.two(self.norm_2(x))
-
-
-def _body(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
 
 
 class Tower(nn.Module):
@@ -57,7 +35,8 @@ class Tower(nn.Module):
     def __init__(self, *, parallel: bool, stretch: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer(index, parallel=parallel) for index in range(NUM_LAYERS))
+        widths = [(12 * (2 * index + 1), 12 * (2 * index + 2)) for index in range(NUM_LAYERS)]
+        self.layers = nn.ModuleList(Layer(*own, parallel=parallel) for own in widths)
         self.head = nn.Linear(4, 1)
         self.stretch = stretch
 
@@ -68,9 +47,6 @@ class Tower(nn.Module):
             x = checkpoint(run, x, use_reentrant=False) if self.stretch else run(x)
         result: torch.Tensor = self.head(x)
         return result
-
-
-register(f"{__name__}.Layer", Branch("one", norm="norm_1", body="one"), Branch("two", norm="norm_2", body="two"))
 
 
 def write_random_plan(model: nn.Module, rank: Rank, seed: int) -> str:

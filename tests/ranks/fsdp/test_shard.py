@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import BartConfig, BartForCausalLM
 
 from sdp_deepspeed import fully_shard, trace
-from sdp_deepspeed.fsdp import sharded_model_of
+from sdp_deepspeed.fsdp import fsdp_groups, sharded_model_of
 from sdp_deepspeed.parallel import consistency
 from sdp_deepspeed.parallel.groups import default_store
 from sdp_deepspeed.plan.plan import Plan
+from tests.helpers.collective_log import check_order, collectives_of_fsdp
 from tests.helpers.hand_written import HAND_WRITTEN
-from tests.helpers.models import VOCABULARY, batches, llama
+from tests.helpers.mixtures import MIXTURES, mixture
+from tests.helpers.models import SPECIMENS, VOCABULARY, batches, llama, loss_of
 from tests.helpers.more_models import ALL_SPECIMENS
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT, Rank
 from tests.helpers.sharded import (
     NUM_STEPS,
     check_against_reference,
+    gathered_state,
     micro_steps,
     optimizer_of,
     sharded,
@@ -33,45 +39,72 @@ from tests.helpers.training import engine_of, gathered, refusal, sgd
 
 pytestmark = [pytest.mark.gpu, pytest.mark.world(3)]
 BY_RULES = {"holders": [{"units": "mlp", "holders": 1}, {"holders": 3}]}
-LAYERS = {"holders": 2, "granularity": "layer"}
+NEURON: dict[str, Any] = {"strategy": "neuron", "coverage": 0.5}
+TWO_OF_THREE: dict[str, Any] = {"strategy": "neuron", "holders": 2}
+THREE_OF_FOUR: dict[str, Any] = {"strategy": "neuron", "holders": 3}
+BY_DEPTH: dict[str, Any] = {"strategy": "neuron", "holders": [{"profile": "linear", "first": 4, "last": 2}]}
+MIXED: dict[str, Any] = {"strategy": {"attention": "block", "mlp": "neuron"}, "coverage": 0.5}
+SGD = {"optimizer": "SGD"}
 
 
 def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def checkpointed(model: Any) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
 @pytest.mark.parametrize(
     ("rank", "name", "block", "options"),
     [
         (2, "llama", {"holders": 1}, {}),
-        (2, "llama", {"holders": 1}, {"optimizer": "SGD", "accumulation": 2}),
-        slow(2, "resnet", {"holders": 1}, {"optimizer": "SGD"}),
-        (2, "bloom", {"holders": 1}, {"optimizer": "SGD"}),  # which adds inside of its bodies
+        (2, "llama", {"holders": 1}, SGD | {"accumulation": 2}),
+        slow(2, "resnet", {"holders": 1}, SGD),
+        (2, "bloom", {"holders": 1}, SGD),  # which adds inside of its bodies
+        slow(2, "llama_biases", NEURON, SGD | {"accumulation": 2}),
         slow(3, "llama", {"holders": 2}, {}),
-        (3, "gpt2", LAYERS, {}),
-        slow(3, "resnet_bottleneck", {"holders": 2}, {"optimizer": "SGD"}),
+        (3, "gpt2", {"holders": 2, "granularity": "layer"}, {}),
+        slow(3, "resnet_bottleneck", {"holders": 2}, SGD),
         slow(3, "convnext", {"holders": 2}, {}),  # a layer's own parameter
-        slow(3, "swin", {"holders": 2}, {"optimizer": "SGD"}),  # windows
+        slow(3, "swin", {"holders": 2}, SGD),  # windows
+        slow(3, "gpt2", TWO_OF_THREE | {"neuron_groups": 5}, {}),
+        (3, "mixtral", TWO_OF_THREE, {}),
+        slow(3, "resnet", TWO_OF_THREE, {}),
+        slow(3, "qwen3_next", TWO_OF_THREE, SGD),
         (4, "llama", {"holders": 3, "branch_scale": "none"}, {}),
         slow(4, "gpt_neox_parallel", BY_RULES, {}),
         (4, "llama", {"holders": 1, "subnetworks": 2}, {}),
         (4, "llama_tied", {"coverage": 0.5}, {"reshard_after_forward": False}),
+        (4, "qwen3", THREE_OF_FOUR, {"prepare": checkpointed}),
+        (4, "gpt2", BY_DEPTH | {"branch_scale": "none"}, SGD),
+        (4, "llama", NEURON | {"subnetworks": 2}, SGD),
+        (4, "qwen3", MIXED, SGD | {"reshard_after_forward": False}),
     ],
 )
 def test_agrees_with_the_reference(rank: Rank, name: str, block: dict[str, Any], options: dict[str, Any]) -> None:
-    whole: Any = ALL_SPECIMENS[name].build()
-    parameters = list(whole.parameters())
-    model = check_against_reference(rank, whole, block, **options)
+    """Losses, norms, evaluation and weights; and this rank stores its shards of its pieces and no more."""
+    dense: Any = mixture(name) if name in MIXTURES else ALL_SPECIMENS[name].build()
+    parameters = list(dense.parameters())
+    num_elements = sum(parameter.numel() for parameter in parameters)
+    model = check_against_reference(rank, dense, block, **options)
+    stored: Any = sharded_model_of(model)
     sizes = {parameter.untyped_storage().nbytes() for parameter in parameters}
     allowed = {0}
     if name == "convnext":  # one zero stands for all of an absent layer's own vector, unless it was copied to a GPU
-        allowed |= {4} if sharded_model_of(model).device.type == "cpu" else {4 * n for n in whole.config.hidden_sizes}
+        allowed |= {4} if stored.device.type == "cpu" else {4 * n for n in dense.config.hidden_sizes}
     assert sizes <= allowed, f"shards are all that is left, not {sizes}"
-    stored: Any = sharded_model_of(model)
-    for part in stored.held_parts():
-        start, stop = part.rows(rank.rank)
+    parts = {part.path: part for part in stored.held_parts()}
+    assert parts.keys() == {key for key, p in model.named_parameters() if p.numel() and 0 not in p.stride()}
+    for part in parts.values():
+        whole, (start, stop) = stored.parameter(part), part.rows(rank.rank)
+        assert whole.shape == part.shape
+        assert whole.device_mesh.mesh.tolist() == list(part.holders)
         assert stored.shard(part).shape == (stop - start, *part.shape[1:])
-    limits = {limit_of(stored.groups.of(part.holders).process_group) for part in stored.held_parts()}
+    total = torch.tensor(sum(stored.shard(part).numel() for part in parts.values()))
+    dist.all_reduce(total)
+    assert total.item() == num_elements  # each element once, on one rank
+    limits = {limit_of(stored.groups.of(part.holders).process_group) for part in parts.values()}
     assert limits <= {COLLECTIVE_TIMEOUT, None}, "of waiting, as the run's own"
 
 
@@ -175,3 +208,72 @@ def test_encoders_that_no_loss_reaches(rank: Rank) -> None:
     refusal(ValueError, lambda: sharded(ALL_SPECIMENS["bart"].build(), {"holders": 1}), "holds no cross-attention")
     for block in ({"holders": 2}, {"holders": 1, "shared": ["decoder.layers.0.cross_attention"]}):
         check_against_reference(rank, ALL_SPECIMENS["bart"].build(), block, optimizer="SGD")
+
+
+@pytest.mark.world(4)
+def test_skips_layers(rank: Rank) -> None:
+    """All ranks skip the same layers of some passes, each checkpointed: groups that span a skipped layer are as those
+    of single layers."""
+    losses, counts, gradients = [], [], []
+    for slack in (0.0, fsdp_groups._SLACK):
+        with mock.patch.object(fsdp_groups, "_SLACK", slack):
+            model: Any = sharded(llama(6), MIXED | {"seed": 2})
+        checkpointed(model)
+        losses.append(list[float]())
+        with collectives_of_fsdp() as log:
+            for step, skipped in zip(batches(rank.size, 1), ((), (0, 4), ()), strict=False):
+                with ExitStack() as stack:
+                    for number in skipped:
+                        stack.enter_context(mock.patch.object(model.model.layers[number], "forward", _same))
+                    losses[-1] += micro_steps(model, step[rank.rank])
+        check_order(gathered(log))
+        counts.append(len(log))
+        gradients.append({name: p.grad.to_local() for name, p in model.named_parameters() if p.numel()})
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert counts[1] < counts[0]
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def _same(hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+    return hidden_states
+
+
+@pytest.mark.world(2)
+def test_starts_on_the_meta_device(rank: Rank) -> None:
+    """And stays there, until the user gives it values."""
+    attention_joins_its_sinks = mixture("gpt_oss")
+    for stock, block in ((llama(), {"holders": 1}), (attention_joins_its_sinks, NEURON)):
+        with torch.device("meta"):
+            model: Any = type(stock)(stock.config)
+        model = sharded(model, block)
+        assert all(parameter.is_meta for parameter in model.parameters() if parameter.numel())
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
+        model.apply(model._init_weights)
+        assert all(value.isfinite().all() for value in gathered_state(model).values())
+
+
+@pytest.mark.world(4)
+def test_mixed_precision(rank: Rank) -> None:
+    """The dense model is gathered, and computes, in the policy's dtype; outputs are cast, and state stays in fp32.
+    Ranks share several holder sets, which a cast between nested parts would make them gather in different orders."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    dense = SPECIMENS["llama_biases"].build()
+    model = sharded(deepcopy(dense), THREE_OF_FOUR, mp_policy=policy)
+    model.model.norm.register_forward_pre_hook(lambda _, args: (args[0].bfloat16(),))
+    outputs: list[Any] = []
+    model.model.layers[0].mlp.register_forward_hook(lambda _, args, output: outputs.append(output.dtype))
+    own = optimizer_of(model)
+    for step in itertools.islice(batches(rank.size, 1), NUM_STEPS):
+        losses = micro_steps(model, step[rank.rank])
+        own.step()
+        own.zero_grad()
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    dense.load_state_dict(gathered_state(model))
+    model.eval()
+    with torch.no_grad():
+        found, expected = loss_of(model, step[rank.rank][0]), loss_of(dense.bfloat16(), step[rank.rank][0])
+    assert set(outputs) == {torch.float32}
+    assert abs(found - expected) <= 2.0**-6 * expected, (found, expected, losses)

@@ -3,6 +3,8 @@ of the dense model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +27,17 @@ from torch.distributed.tensor.parallel import (
 )
 
 import sdp_deepspeed
-from sdp_deepspeed.architectures import Branch, register
 from sdp_deepspeed.fsdp import clip_grad_norm_, full_state_dict, save_pretrained, sharded_model_of
 from tests.helpers.models import SPECIMENS, TOKENS, VOCABULARY, llama, loss_of, scrambled
 from tests.helpers.ranks import Rank
-from tests.helpers.sharded import check_against_reference
-from tests.helpers.sharded_runs import ShardedRun, assert_same_run, check_resumed, own_buffers
+from tests.helpers.sharded import (
+    Layer,
+    ShardedRun,
+    assert_same_run,
+    check_against_reference,
+    check_resumed,
+    seen_buffers,
+)
 from tests.helpers.training import assert_identical, refusal
 
 pytestmark = pytest.mark.world(4)
@@ -45,17 +52,6 @@ LLAMA = {
     "lm_head": ColwiseParallel(output_layouts=Replicate()),
 }
 ONE = {"holders": 1}
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(4), nn.LayerNorm(4)
-        self.one, self.two = (nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.one(self.norm_1(x))
-        return x + self.two(self.norm_2(x))
 
 
 class Tower(nn.Module):
@@ -75,7 +71,7 @@ class Tower(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Embedding(VOCABULARY, 4)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList(Layer(8, 8) for _ in range(2))
         self.head = nn.Linear(4, VOCABULARY)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
@@ -86,13 +82,10 @@ class Tower(nn.Module):
         return SimpleNamespace(logits=logits, loss=logits.float().square().mean())
 
 
-register(f"{__name__}.Layer", Branch("one", norm="norm_1", body="one"), Branch("two", norm="norm_2", body="two"))
-
-
-def parallelized(model: Any) -> DeviceMesh:
+def parallelized(model: Any, plan: Mapping[str, Any] = LLAMA) -> DeviceMesh:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    parallelize_module(model, mesh["tp"], Tower.PLAN if isinstance(model, Tower) else LLAMA)
+    parallelize_module(model, mesh["tp"], Tower.PLAN if isinstance(model, Tower) else dict(plan))
     if is_tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     return mesh["dp"]
@@ -105,17 +98,13 @@ def wrap_layers(model: Any) -> None:
 
 def test_agrees_with_the_reference(rank: Rank) -> None:
     """With biases that each tensor-parallel rank has; layers that are wrapped afterwards run again in backward."""
-    model = check_against_reference(
-        rank,
-        SPECIMENS["llama_biases"].build(),
-        ONE,
-        parallelize=parallelized,
-        accumulation=2,
-        prepare=wrap_layers,
-    )
+    dense = SPECIMENS["llama_biases"].build()
+    num_elements = sum(value.numel() for value in dense.parameters())
+    options: dict[str, Any] = {"parallelize": parallelized, "accumulation": 2, "prepare": wrap_layers}
+    model = check_against_reference(rank, dense, ONE, **options)
     stored = sharded_model_of(model)
     held = sum(stored.shard(part).numel() for part in stored.held_parts())
-    assert held < 0.3 * sum(value.numel() for value in SPECIMENS["llama_biases"].build().parameters())
+    assert held < 0.3 * num_elements
 
 
 def test_divides_the_sequence(rank: Rank) -> None:
@@ -125,15 +114,10 @@ def test_divides_the_sequence(rank: Rank) -> None:
 
 def test_adds_up_what_runs_on_each_head(rank: Rank) -> None:
     """Norms of queries and keys, which are refused without a style."""
-
-    def with_norms(model: Any) -> DeviceMesh:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        style = SequenceParallel(sequence_dim=2, use_local_output=True)
-        norms = {f"model.layers.*.self_attn.{name}_norm": style for name in "qk"}
-        parallelize_module(model, mesh["tp"], LLAMA | norms)
-        return mesh["dp"]
-
-    check_against_reference(rank, SPECIMENS["qwen3"].build(), ONE, parallelize=with_norms)
+    style = SequenceParallel(sequence_dim=2, use_local_output=True)
+    with_norms = LLAMA | {f"model.layers.*.self_attn.{name}_norm": style for name in "qk"}
+    parallelize = partial(parallelized, plan=with_norms)
+    check_against_reference(rank, SPECIMENS["qwen3"].build(), ONE, parallelize=parallelize)
     plain = SPECIMENS["qwen3"].build()
     mesh = parallelized(plain)
     words = "layers.0.self_attn.q_norm.weight", "sequence_dim=2"
@@ -196,9 +180,7 @@ def test_is_refused(rank: Rank) -> None:
     refusal(ValueError, lambda: sdp_deepspeed.fully_shard(empty, mesh, ONE), "meta device")
 
 
-def tied(seed: int = 0) -> Any:
-    """Its vocabulary is divided unevenly; its norms are no DTensors."""
-    return llama(tied=True, seed=seed)
+tied = partial(llama, tied=True)  # its vocabulary is divided unevenly; its norms are no DTensors
 
 
 def with_buffers() -> Any:
@@ -216,9 +198,10 @@ def divided(model: Any) -> ShardedRun:
 
 
 def test_goes_on_as_uninterrupted(rank: Rank) -> None:
-    for number, build in enumerate((tied, with_buffers)):
+    builds: tuple[Callable[[], Any], ...] = (tied, with_buffers)
+    for number, build in enumerate(builds):
         run = divided(build())
-        for buffer in own_buffers(run).values():
+        for buffer in seen_buffers(run).values():
             buffer.add_(rank.rank + 1)
         check_resumed(rank, rank.folder / f"resumed{number}", run, divided(scrambled(build())))
 
@@ -228,7 +211,8 @@ def test_goes_on_elsewhere(rank: Rank) -> None:
     run, folder = divided(tied()), rank.folder / "elsewhere"
     run.train(rank, 2)
     run.checkpoints.save_checkpoint(folder / "divided")
-    plain, neurons, back = ShardedRun(tied(5)), ShardedRun(tied(5), strategy="neuron", holders=3), divided(tied(5))
+    plain, back = ShardedRun(tied(seed=5)), divided(tied(seed=5))
+    neurons = ShardedRun(tied(seed=5), strategy="neuron", holders=3)
     plain.train(rank, 1, seed=7)
     carry(rank, folder / "divided", plain, folder / "plain")
     carry(rank, folder / "divided", neurons, folder / "neurons")
