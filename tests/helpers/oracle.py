@@ -83,7 +83,7 @@ def steps_of(case: Case) -> Iterator[list[list[Sample]]]:
         yield samples
 
 
-def start(case: Case, model: nn.Module, **block: Any) -> Any:
+def start(case: Case, model: nn.Module, *, mpu: Any = None, **block: Any) -> Any:
     """An engine with a client optimizer, and scheduler."""
     optimizer = optimizer_of(case, dict(model.named_parameters()))
     config = case.config
@@ -94,6 +94,7 @@ def start(case: Case, model: nn.Module, **block: Any) -> Any:
             optimizer=optimizer,
             config=config,
             lr_scheduler=partial(scheduler_of, case) if case.scheduler != "none" else None,
+            mpu=mpu,
         )
     return engine
 

@@ -12,7 +12,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -126,6 +126,18 @@ def teams(folder: Path, address: str | None = None, *, heartbeats: float = MISSE
             team.kill()
         if light is not None:
             light.shutdown()
+
+
+def run_teams(
+    folder: Path, function: Callable[..., None], num_teams: int, size: int, *arguments: Any, runs: int, **variables: str
+) -> None:
+    """Start teams, and wait for them. They train several runs, one after the other; the last argument of `function` is
+    the address of a lighthouse for each, since that of the last run does not yet miss who has left."""
+    with ExitStack() as stack:
+        each = [stack.enter_context(teams(folder, heartbeats=NEVER_MISSED)) for _ in range(runs)]
+        for number in range(num_teams):
+            each[0].start(function, number, size, *arguments, [run.address for run in each], **variables)
+        each[0].finish()
 
 
 def lighthouse(port: int = 0, heartbeats: float = MISSED) -> Any:

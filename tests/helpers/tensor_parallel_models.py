@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject.layers import ColumnParallel, RowParallel
 from torch import nn
 
 from sdp_deepspeed import architectures
-from tests.helpers.models import MIXED, SPECIMENS, Specimen, config, two_groups
-from tests.helpers.oracle import Run, loss_of, make_optimizer, steps_of
+from tests.helpers.models import SPECIMENS, Specimen
+from tests.helpers.oracle import Run, reference_of, start, steps_of
 from tests.helpers.oracle_grid import EVEN, INDIVISIBLE, Case
 from tests.helpers.ranks import Rank
-from tests.reference.virtual_workers import Reference
 
 TP = 2
 MODELS: dict[str, Specimen] = {
@@ -91,12 +89,12 @@ def describe_own() -> None:
 class Mpu:
     """The object that `deepspeed.initialize` takes, in the words of old Megatron."""
 
-    def __init__(self, tp: int = TP) -> None:
+    def __init__(self) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         self._groups: dict[str, Any] = {}
         for name, lists in {
-            "model": [list(range(first, first + tp)) for first in range(0, size, tp)],
-            "data": [list(range(first, size, tp)) for first in range(tp)],
+            "model": [list(range(first, first + TP)) for first in range(0, size, TP)],
+            "data": [list(range(first, size, TP)) for first in range(TP)],
         }.items():
             for ranks in lists:
                 group = dist.new_group(ranks)
@@ -122,72 +120,53 @@ def mpu() -> Mpu:
 
 
 @dataclass(frozen=True)
-class Divided:
-    """One training next to the reference.
+class Divided(Case):
+    """A case of two workers of two tensor-parallel ranks.
 
     Args:
         model: of MODELS, or "own" for the one that its author divides.
-        settings: of the DeepSpeed config.
-        block: keys of our block.
+        own_specs: OWN_SPECS are the plan of AutoTP.
     """
 
-    model: str
-    block: Mapping[str, Any]
-    stage: int = 1
+    ranks: int = 2 * TP
+    holders: int = 1
     optimizer: str = "SGD"
-    accumulation: int = 1
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    tensor_parallel: int = TP
+    buckets: str = "many"
+    own_specs: bool = False
 
-    def __str__(self) -> str:
-        strategy = self.block["strategy"] if isinstance(self.block["strategy"], str) else "mixed"
-        more = ["own-specs"] * ("tensor_parallel" in self.settings)
-        return "-".join([self.model, self.block["regime"], strategy, f"zero{self.stage}", *more])
+    @property
+    def specimen(self) -> Specimen:
+        return MODELS[self.model]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        settings = super().config
+        if self.model == "own":
+            del settings["tensor_parallel"]
+        elif self.own_specs:
+            settings["tensor_parallel"] |= OWN_SPECS["tensor_parallel"]
+        return settings
 
     def check(self, rank: Rank) -> None:
         """The same losses, norms and clipped steps, and the same dense model, as the oracle compares them."""
-        dense, engine = build(self.model), self.start()
-        assert (engine._core.groups.data_parallel.size, engine._core.groups.rank) == (rank.size // TP, rank.rank // TP)
-        case = Case(
-            rank.size,
-            self.block["holders"],
-            stage=self.stage,
-            accumulation=self.accumulation,
-            optimizer=self.optimizer,
-            tensor_parallel=TP,
-        )
-        make = partial(make_optimizer, self.optimizer)
-        reference = Reference(
-            dense, engine.plan, lambda named: make(two_groups(named)), partial(loss_of, case), clip=0.5
-        )
-        run = Run(case, engine, reference, engine._core.groups.rank)
-        for number, step in enumerate(steps_of(case)):
+        engine = self.start()
+        worker = engine._core.groups.rank
+        assert (engine._core.groups.data_parallel.size, worker) == (rank.size // TP, rank.rank // TP)
+        run = Run(self, engine, reference_of(self, build(self.model), engine.plan), worker)
+        for number, step in enumerate(steps_of(self)):
             run.train_step(number, step)
         run.compare_dense(step)
 
-    def start(self, **options: Any) -> Any:
-        settings = config(**self.block, check_agreement=True)
-        del settings["optimizer"]
-        settings |= {
-            "gradient_accumulation_steps": self.accumulation,
-            "gradient_clipping": 0.5,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 900},
-        }
-        settings |= self.settings.get("top", {})
-        if self.model == "own":
-            describe_own()
-            model: nn.Module = OwnModel(mpu().get_model_parallel_group())
-            options["mpu"] = mpu()
-        else:
-            model = build(self.model)
-            settings["tensor_parallel"] = {"autotp_size": TP, **self.settings.get("tensor_parallel", {})}
-        optimizer = make_optimizer(self.optimizer, two_groups(dict(model.named_parameters())))
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, **options)
-        return engine
+    def start(self) -> Any:
+        if self.model != "own":
+            return start(self, build(self.model), check_agreement=True)
+        describe_own()
+        return start(self, OwnModel(mpu().get_model_parallel_group()), mpu=mpu(), check_agreement=True)
 
 
 # Qwen3's per-head norms, of which a plan of the user's does not say that their gradients are to be summed.
-OWN_SPECS = {
+OWN_SPECS: dict[str, Any] = {
     "tensor_parallel": {
         "partition_config": {
             "use_default_specs": False,
@@ -200,18 +179,10 @@ OWN_SPECS = {
 }
 
 
-def forward(strategy: Any, **more: Any) -> dict[str, Any]:
-    return {"regime": "forward", "strategy": strategy, "holders": 1, **more}
-
-
-def backward(strategy: Any, **more: Any) -> dict[str, Any]:
-    return {"regime": "backward", "strategy": strategy, "holders": 1, **more}
-
-
 CASES = (  # what the oracle has not: uneven vocabularies, a plan of the user's, a model that its author divides
-    Divided("qwen3", backward("neuron"), stage=1, settings=OWN_SPECS),
-    Divided("qwen2_61", backward(MIXED), stage=1, accumulation=2),
-    Divided("llama_tied_61", forward("neuron", holders=2), stage=1),
-    Divided("own", forward("neuron"), stage=1, optimizer="AdamW"),
-    Divided("own", backward("block"), stage=2),
+    Divided(regime="backward", strategy="neuron", model="qwen3", own_specs=True),
+    Divided(regime="backward", strategy="mixed", model="qwen2_61", accumulation=2),
+    Divided(holders=2, strategy="neuron", model="llama_tied_61"),
+    Divided(strategy="neuron", model="own", optimizer="AdamW"),
+    Divided(regime="backward", model="own", stage=2),
 )

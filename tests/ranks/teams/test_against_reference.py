@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.teams.team import Team
 from tests.helpers import more_models, tensor_parallel_models
 from tests.helpers.models import LENGTH, MIXED, batches, config, llama, loss_of
-from tests.helpers.teams import NEVER_MISSED, Place, teams
+from tests.helpers.teams import Place, run_teams
 from tests.helpers.tensor_parallel_models import OwnModel, describe_own, mpu
 from tests.reference.local_steps import LocalReference, LocalSteps
 from tests.reference.virtual_workers import Reference
@@ -39,7 +39,7 @@ class Case:
     num_teams: int
     size: int
     block: dict[str, Any] = field(default_factory=dict)
-    outer: tuple[float, float] = (1.0, 0.0)
+    outer: tuple[float, float] = (0.7, 0.9)
     every: int = 3
     model: str = "llama"
     tensor_parallel: int = 1
@@ -70,35 +70,31 @@ class Case:
         return {"coverage": 0.5, **self.block, "local_steps": steps}
 
 
+NEURON: dict[str, Any] = {"strategy": "neuron"}
+BACKWARD: dict[str, Any] = {"regime": "backward"}
+MEANS = (1.0, 0.0)  # the weights' own
 CASES = {
-    "bare": Case("bare", 4, 1),
-    "DiLoCo": Case("ddp", 2, 2, {"coverage": 1.0}, (0.7, 0.9), every=2),
-    "fully_shard": Case("fully_shard", 2, 2, {}, (0.7, 0.9)),
-    "bare, backward, batch norms": Case("bare", 4, 1, {"regime": "backward"}, (0.7, 0.9), model="resnet_bottleneck"),
-    "ZeRO-3": Case("zero3", 2, 2, {}, (0.7, 0.9)),
-    "ZeRO-1, backward, neurons": Case("zero1", 2, 2, {"regime": "backward", "strategy": "neuron"}),
-    "bare, channels with batch norms": Case(
-        "bare", 4, 1, {"strategy": "neuron"}, (0.7, 0.9), model="resnet_bottleneck"
-    ),
-    "DDP, batch norms": Case("ddp", 2, 2, {}, (0.7, 0.9), model="resnet_bottleneck"),
-    "ZeRO-3, Init, neurons": Case("zero3", 2, 2, {"strategy": "neuron"}, (0.7, 0.9), 2, under_init=True),
+    "bare": Case("bare", 4, 1, outer=MEANS),
+    "DiLoCo": Case("ddp", 2, 2, {"coverage": 1.0}, every=2),
+    "fully_shard": Case("fully_shard", 2, 2),
+    "bare, backward, batch norms": Case("bare", 4, 1, BACKWARD, model="resnet_bottleneck"),
+    "ZeRO-3": Case("zero3", 2, 2),
+    "ZeRO-1, backward, neurons": Case("zero1", 2, 2, BACKWARD | NEURON, MEANS),
+    "bare, channels with batch norms": Case("bare", 4, 1, NEURON, model="resnet_bottleneck"),
+    "DDP, batch norms": Case("ddp", 2, 2, model="resnet_bottleneck"),
+    "ZeRO-3, Init, neurons": Case("zero3", 2, 2, NEURON, every=2, under_init=True),
     # AutoTP last: DeepSpeed keeps its groups until the process ends.
-    "ZeRO-2, AutoTP, neurons": Case("zero2", 2, 2, {"strategy": "neuron"}, (0.7, 0.9), 2, "qwen3", tensor_parallel=2),
+    "ZeRO-2, AutoTP, neurons": Case("zero2", 2, 2, NEURON, every=2, model="qwen3", tensor_parallel=2),
 }
+BACKWARD_MIXED = BACKWARD | {"strategy": MIXED}
 FURTHER = {  # other hosts of the modes above
-    "fully_shard, backward": Case("fully_shard", 2, 2, {"regime": "backward", "strategy": MIXED}, (0.7, 0.9)),
-    "ZeRO-3, Init, backward": Case(
-        "zero3", 2, 2, {"regime": "backward", "strategy": MIXED}, (0.7, 0.9), under_init=True
-    ),
-    "ZeRO-3, AutoTP, backward": Case(
-        "zero3", 2, 2, {"regime": "backward", "strategy": MIXED}, (0.7, 0.9), model="qwen2_61", tensor_parallel=2
-    ),
-    "mpu": Case("zero1", 2, 2, {"strategy": "neuron"}, (0.7, 0.9), model="own", tensor_parallel=2),
-    "ZeRO-1, 2 x 2": Case("zero1", 2, 4, {"strategy": "neuron"}, (0.7, 0.9), model="qwen3", tensor_parallel=2),
-    "ZeRO-3, 2 x 2": Case("zero3", 2, 4, {}, (0.7, 0.9), model="llama_tied_61", tensor_parallel=2),
-    "ZeRO-0, 2 x 2, backward": Case(
-        "zero0", 2, 4, {"regime": "backward", "strategy": "neuron"}, (0.7, 0.9), model="qwen3", tensor_parallel=2
-    ),
+    "fully_shard, backward": Case("fully_shard", 2, 2, BACKWARD_MIXED),
+    "ZeRO-3, Init, backward": Case("zero3", 2, 2, BACKWARD_MIXED, under_init=True),
+    "ZeRO-3, AutoTP, backward": Case("zero3", 2, 2, BACKWARD_MIXED, model="qwen2_61", tensor_parallel=2),
+    "mpu": Case("zero1", 2, 2, NEURON, model="own", tensor_parallel=2),
+    "ZeRO-1, 2 x 2": Case("zero1", 2, 4, NEURON, model="qwen3", tensor_parallel=2),
+    "ZeRO-3, 2 x 2": Case("zero3", 2, 4, model="llama_tied_61", tensor_parallel=2),
+    "ZeRO-0, 2 x 2, backward": Case("zero0", 2, 4, BACKWARD | NEURON, model="qwen3", tensor_parallel=2),
 }
 
 
@@ -164,7 +160,7 @@ def train(place: Place, cases: list[Case], lighthouses: list[str]) -> None:
     """Train each case, one after the other; rank 0 of each team saves the dense model."""
     describe_own()
     for index, case in enumerate(cases):
-        os.environ["TORCHFT_LIGHTHOUSE"] = lighthouses[index]  # one for each: the last does not yet miss who has left
+        os.environ["TORCHFT_LIGHTHOUSE"] = lighthouses[index]
         model = OwnModel(mpu().get_model_parallel_group()) if case.model == "own" else case.build()
         take_step = (by_deepspeed if case.host.startswith("zero") else by_pytorch)(case, model)
         data, before = batches(case.num_teams * case.data_parallel, 1), 0
@@ -234,12 +230,7 @@ def check_estimate(case: Case, team: int, measured: tuple[int, int, int]) -> Non
 
 def check(folder: Path, cases: Sequence[Case]) -> None:
     describe_own()
-    with ExitStack() as stack:
-        runs = [stack.enter_context(teams(folder, heartbeats=NEVER_MISSED)) for _ in cases]
-        addresses = [run.address for run in runs]
-        for number in range(cases[0].num_teams):
-            runs[0].start(train, number, cases[0].size, cases, addresses)
-        runs[0].finish()
+    run_teams(folder, train, cases[0].num_teams, cases[0].size, cases, runs=len(cases))
     for index, case in enumerate(cases):
         plan = Plan.load(folder / f"{index}.json")
         wanted, before = expected(case, plan), case.build().state_dict()

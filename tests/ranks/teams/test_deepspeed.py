@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,8 +24,8 @@ from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.teams.attendance import NO_STATE
 from tests.helpers.fp16_runs import fp16_is_supported
 from tests.helpers.models import LENGTH, SPECIMENS, VOCABULARY, batches, config, llama, loss_of
-from tests.helpers.teams import NEVER_MISSED, Place, teams
-from tests.ranks.engine.test_accelerate import prepared
+from tests.helpers.teams import Place, run_teams
+from tests.ranks.engine import test_accelerate
 from tests.ranks.engine.test_trainer import trainer_of
 
 STEPS, SAVED_AFTER = 8, 5  # H is 2: saved between two meetings
@@ -33,7 +33,7 @@ BLOCK: dict[str, Any] = {"coverage": 0.5, "local_steps": {"teams": 2, "every": 2
 
 
 def engine_of(stage: int, model: Any = None, **settings: Any) -> Any:
-    block = {"coverage": 0.5, "local_steps": {"teams": 2, "every": 2, "outer_lr": 0.7, "outer_momentum": 0.9}}
+    block = BLOCK | {"local_steps": {**BLOCK["local_steps"], "outer_lr": 0.7, "outer_momentum": 0.9}}
     settings = config(**block) | {"zero_optimization": {"stage": stage}, **settings}
     model = model or llama()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
@@ -148,11 +148,7 @@ def resume(place: Place, runs: tuple[tuple[int, int], ...], lighthouses: list[st
 @pytest.mark.parametrize("stages", [((3, 1), (1, 2)), pytest.param(((1, 1), (3, 2)), marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_uninterrupted_one(stages: tuple[tuple[int, int], ...], tmp_path: Path) -> None:
     """With parts of AutoTP; those last, since DeepSpeed keeps its groups for the process."""
-    with ExitStack() as stack:
-        runs = [stack.enter_context(teams(tmp_path, heartbeats=NEVER_MISSED)) for _ in range(2 * len(stages))]
-        for number in range(2):
-            runs[0].start(resume, number, 2, stages, [run.address for run in runs])
-        runs[0].finish()
+    run_teams(tmp_path, resume, 2, 2, stages, runs=2 * len(stages))
 
 
 HALF: dict[str, dict[str, Any]] = {
@@ -238,11 +234,7 @@ def deferred_gpt2() -> Any:
 def test_half_precision_with_accumulation(tmp_path: Path) -> None:
     whole: Any = llama(seed=1)
     whole.save_pretrained(tmp_path / "pretrained")
-    with ExitStack() as stack:
-        runs = [stack.enter_context(teams(tmp_path, heartbeats=NEVER_MISSED)) for _ in (*HALF, "pretrained", "Init")]
-        for number in range(2):
-            runs[0].start(mixed, number, 2, [run.address for run in runs])
-        runs[0].finish()
+    run_teams(tmp_path, mixed, 2, 2, runs=len(HALF) + 2)
     for dtype in HALF:
         first, second = (torch.load(tmp_path / f"dense-{dtype}-{number}.pt") for number in range(2))
         exported = LlamaForCausalLM.from_pretrained(tmp_path / f"export-{dtype}").state_dict()
@@ -289,29 +281,20 @@ def by_trainer(place: Place, lighthouses: list[str]) -> None:
 def by_accelerate(place: Place, address: str) -> None:
     """A loop of one's own, with an optimizer that was made of the whole model."""
     os.environ["TORCHFT_LIGHTHOUSE"] = address
-    accelerator, engine, optimizer, loader, scheduler = prepared(BLOCK, accumulation=1)
+    accelerator, engine, *rest = test_accelerate.prepared(BLOCK, accumulation=1)
     before = {name: value.clone() for name, value in engine.module.named_parameters()}
-    for batch in loader:
-        accelerator.backward(engine(**batch).loss)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+    test_accelerate.train(accelerator, engine, *rest)
     assert engine.team.version == 4
     assert not any(torch.equal(before[name], value) for name, value in engine.module.named_parameters())
     state = accelerator.get_state_dict(engine)
     with engine.dense():
-        assert all(
-            torch.equal(state[name], value) for name, value in accelerator.unwrap_model(engine).state_dict().items()
-        )
+        dense = accelerator.unwrap_model(engine).state_dict()
+        assert all(torch.equal(state[name], value) for name, value in dense.items())
     engine.team.leave()
 
 
 def test_trainer_and_accelerate(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        runs = [stack.enter_context(teams(tmp_path, heartbeats=NEVER_MISSED)) for _ in range(4)]
-        for number in range(2):
-            runs[0].start(by_trainer, number, 1, [run.address for run in runs], GLOO_SOCKET_IFNAME="lo")
-        runs[0].finish()
+    run_teams(tmp_path, by_trainer, 2, 1, runs=4, GLOO_SOCKET_IFNAME="lo")
     first, second = (torch.load(tmp_path / f"saved-{number}.pt") for number in range(2))
     dense = {name: parameter.shape for name, parameter in llama().named_parameters()}
     assert {name: value.shape for name, value in first.items()} == dense

@@ -15,21 +15,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from sdp_deepspeed.checkpoint.files import Reader
-from tests.helpers.models import MIXED, SPECIMENS, config, loss_of
+from tests.helpers.models import SPECIMENS, config, loss_of
 from tests.helpers.ranks import Rank
-from tests.helpers.tensor_parallel_models import (
-    CASES,
-    EVEN,
-    TP,
-    Divided,
-    Mpu,
-    OwnModel,
-    backward,
-    build,
-    describe_own,
-    forward,
-    mpu,
-)
+from tests.helpers.tensor_parallel_models import CASES, EVEN, TP, Divided, Mpu, OwnModel, build, describe_own, mpu
 from tests.helpers.training import assert_identical, dense_state, gathered, micro_step, refusal
 
 pytestmark = pytest.mark.world(4)  # two workers of two ranks
@@ -46,8 +34,8 @@ def test_trains_as_the_reference(rank: Rank, case: Divided) -> None:
 @pytest.mark.slow
 def test_exports_load(rank: Rank) -> None:
     """One folder, written once, from shards of subnetworks; a vocabulary that ranks do not divide, tied or not."""
-    for model, block in {"llama_tied_61": forward("neuron"), "qwen2_61": forward(MIXED)}.items():
-        engine = Divided(model, block).start()
+    for model, strategy in (("llama_tied_61", "neuron"), ("qwen2_61", "mixed")):
+        engine = Divided(model=model, strategy=strategy).start()
         micro_step(engine, BATCH)
         folder = rank.folder / model
         with mock.patch.object(engine.module, "save_pretrained", wraps=engine.module.save_pretrained) as spy:
@@ -70,8 +58,8 @@ def test_exports_load(rank: Rank) -> None:
 
 def test_state_dicts_are_whole_inside_only(rank: Rank) -> None:
     """bf16 too; also of an inner module, and where nothing is masked. Outside they mean the shard, as in DeepSpeed."""
-    for block in (backward("block"), forward("neuron")):
-        case = Divided("llama", block, settings={"top": {"bf16": {"enabled": True}}})
+    for regime, strategy in (("backward", "block"), ("forward", "neuron")):
+        case = Divided(regime=regime, strategy=strategy, precision="bf16")
         engine, dense = case.start(), build("llama").to(torch.bfloat16)
         name = "model.layers.0.mlp.down_proj.weight"
         with engine.dense():
@@ -81,14 +69,14 @@ def test_state_dicts_are_whole_inside_only(rank: Rank) -> None:
             engine.module.load_state_dict(other)
         engine.optimizer.refresh_fp32_params()
         assert_identical(dense_state(engine), other)
-        if block["regime"] == "backward":
+        if regime == "backward":
             assert engine.module.state_dict()[name].shape == (16, 14)
         micro_step(engine, BATCH)  # agreement is checked
 
 
 def test_divergence_is_found(rank: Rank) -> None:
     """Of what tensor-parallel ranks have in common."""
-    engine = Divided("qwen3", forward("block")).start()
+    engine = Divided(model="qwen3").start()
     name = "model.layers.0.self_attn.q_norm.weight"
     with torch.no_grad():
         if rank.rank in (1, 3):
@@ -99,8 +87,8 @@ def test_divergence_is_found(rank: Rank) -> None:
 
 def test_checkpoints_resume(rank: Rank) -> None:
     for case in (
-        Divided("llama", forward("neuron"), stage=2, optimizer="AdamW"),
-        Divided("own", backward("neuron")),
+        Divided(strategy="neuron", stage=2, optimizer="AdamW"),
+        Divided(regime="backward", strategy="neuron", model="own"),
     ):
         first, second = case.start(), case.start()
         micro_step(first, BATCH)
@@ -120,12 +108,8 @@ def start(model: nn.Module, *, stage: int = 1, tp: int = TP, strategy: str = "bl
 
 
 def test_mistakes_are_named(rank: Rank) -> None:
-    refusal(
-        ValueError,
-        lambda: start(SPECIMENS["llama_odd"].build()),
-        "got 2",
-        "the 3 key/value heads of 'model.layers.0.attention'",
-    )
+    words = ("got 2", "the 3 key/value heads of 'model.layers.0.attention'")
+    refusal(ValueError, lambda: start(SPECIMENS["llama_odd"].build()), *words)
     refusal(ValueError, lambda: start(SPECIMENS["gpt2"].build()), "AutoTP cannot divide a GPT2LMHeadModel", "Qwen3")
     uneven = replace(SPECIMENS["llama"], options={"intermediate_size": 28})
     refusal(ValueError, lambda: start(uneven.build(), stage=2), "'lm_head.weight' evenly", "the vocabulary")
@@ -140,24 +124,15 @@ def test_mistakes_are_named(rank: Rank) -> None:
     refusal(ValueError, lambda: start(own), "an earlier engine divided this model")
 
 
-def test_other_groups_are_refused(rank: Rank) -> None:
+def test_mistakes_of_authors_are_named(rank: Rank) -> None:
     describe_own()
+    own, settings = partial(OwnModel, mpu().get_model_parallel_group()), config(holders=1)
     for name in ("pipeline_model", "sequence"):
         wrong: Any = Mpu.__new__(Mpu)
         wrong.__dict__["_groups"] = {**mpu().__dict__["_groups"], name: dist.group.WORLD}
-        own = partial(OwnModel, mpu().get_model_parallel_group())
-        settings = config(holders=1)
-        refusal(
-            ValueError,
-            lambda: deepspeed.initialize(model=own(), config=settings, mpu=wrong),  # noqa: B023 (runs at once)
-            f"mpu has 4 {name.removesuffix('_model')}-parallel ranks",
-        )
-
-
-def test_divided_along_an_unknown_dim(rank: Rank) -> None:
-    """A parameter outside the described branches is refused without `partition_dim`."""
-    describe_own()
-    model = OwnModel(mpu().get_model_parallel_group())
+        start_with = partial(deepspeed.initialize, model=own(), config=settings, mpu=wrong)
+        refusal(ValueError, start_with, f"mpu has 4 {name.removesuffix('_model')}-parallel ranks")
+    model = own()  # a parameter outside the described branches
     setattr(model.head.weight, "model_parallel", True)  # noqa: B010 (as in OwnModel)
-    start = partial(deepspeed.initialize, model=model, config=config(holders=1), mpu=mpu())
-    refusal(ValueError, start, "'head.weight'", "set its attribute partition_dim")
+    start_with = partial(deepspeed.initialize, model=model, config=settings, mpu=mpu())
+    refusal(ValueError, start_with, "'head.weight'", "set its attribute partition_dim")
