@@ -138,27 +138,14 @@ def test_states_on_the_host_between_steps(rank: Rank) -> None:
     assert_identical(*states)
 
 
-EVERY = 2  # steps
 BATCH = 2 * 2 * 2  # samples of a step: ranks, micro-steps, samples of a micro-batch
-
-
-def monitors(rank: Rank, name: str) -> dict[str, Any]:
-    where = {"enabled": True, "output_path": str(rank.folder), "job_name": name}
-    return {"csv_monitor": where, "steps_per_print": EVERY}
-
-
-def written(rank: Rank, name: str) -> dict[str, dict[int, float]]:
-    """By file, values by samples."""
-    files = sorted((rank.folder / name).glob("*.csv"))
-    tables = {path.stem: list(csv.reader(path.read_text().splitlines()))[1:] for path in files}
-    return {name: {int(step): float(value) for step, value in rows} for name, rows in tables.items()}
 
 
 def test_what_monitors_get(rank: Rank) -> None:
     """Rank 1 has no monitor: rank 0 decides for both. After two steps the plan is that of the whole model, whose loss
     has another name."""
-    settings = sgd(2) | (monitors(rank, "ours") if rank.rank == 0 else {})
-    engine = engine_of(settings)
+    where = {"enabled": True, "output_path": str(rank.folder), "job_name": "ours"}
+    engine = engine_of(sgd(2) | ({"csv_monitor": where, "steps_per_print": 2} if rank.rank == 0 else {}))
     losses, norms, coverage = [], [], {}
     for first in range(4):
         if first == 2:
@@ -167,7 +154,9 @@ def test_what_monitors_get(rank: Rank) -> None:
         losses.append(train(engine, num_steps=1, accumulation=2, first=first))
         norms.append(engine.get_global_grad_norm())
     every = gathered(losses)
-    events = written(rank, "ours")
+    files = (rank.folder / "ours").glob("*.csv")
+    tables = {path.stem: list(csv.reader(path.read_text().splitlines()))[1:] for path in files}
+    events = {name: {int(samples): float(value) for samples, value in table} for name, table in tables.items()}
     assert events.pop("Train_Samples_lr").keys() == {BATCH * step for step in range(1, 5)}
     assert [*events["Train_Samples_gradient_norm"]] == [BATCH * 2, BATCH * 4]
     for samples, index, name in ((BATCH * 2, 1, "subnetwork_loss"), (BATCH * 4, 3, "train_loss")):

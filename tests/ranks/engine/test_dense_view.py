@@ -28,7 +28,6 @@ from tests.reference.virtual_workers import Reference
 
 pytestmark = pytest.mark.world(3)
 
-SIZE = 3
 GENERATION: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
@@ -44,12 +43,6 @@ def batch_of(rank: Rank) -> torch.Tensor:
 @torch.no_grad()
 def logits(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return model(input_ids=batch).logits
-
-
-def whole_copy(engine: Any, like: nn.Module) -> nn.Module:
-    result = deepcopy(like).eval()
-    result.load_state_dict(dense_state(engine))
-    return result
 
 
 def assert_refused_in_use(state: Mapping[str, torch.Tensor], match: str) -> None:
@@ -88,7 +81,8 @@ def test_is_the_dense_model(rank: Rank) -> None:
         engine = engine_with(model, regime=regime, strategy=strategy)
         assert_identical(dense_state(engine), dense.state_dict())
         train(engine, num_steps=2)
-        whole: Any = whole_copy(engine, dense)
+        whole = deepcopy(dense)
+        whole.load_state_dict(dense_state(engine))
         expected, before = logits(whole, batch), held_copies(engine)
         engine.eval()
         assert torch.equal(logits(engine, batch), expected), (name, regime, strategy)

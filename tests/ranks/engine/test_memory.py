@@ -6,6 +6,7 @@ And within a step nothing is there twice: the peak is weights, gradients, optimi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,8 +21,9 @@ from sdp_deepspeed.parallel import optimizer
 from sdp_deepspeed.parallel.dense_gathers import gather_flat
 from tests.helpers.live_tensors import Watch, stepped_elements, stored_absent, stored_bytes, unit_bytes
 from tests.helpers.models import config, loss_of
+from tests.helpers.oracle_grid import PRECISIONS
 from tests.helpers.ranks import Rank
-from tests.helpers.training import engine_of
+from tests.helpers.training import engine_of, without_optimizer
 
 pytestmark = pytest.mark.world(2)
 
@@ -29,8 +31,8 @@ BUCKET = 512  # elements; two buckets are a third of the smallest unit (a head i
 VOCABULARY = 97
 
 
-def slow(name: str, case: Any) -> Any:
-    return pytest.param(case, id=name, marks=pytest.mark.slow)
+def slow(name: str, *values: Any) -> Any:
+    return pytest.param(*values, id=name, marks=pytest.mark.slow)
 
 
 def model_of_units(dtype: torch.dtype = torch.float32, num_layers: int = 3) -> nn.Module:
@@ -57,16 +59,10 @@ class Memory:
         return torch.float32 if self.precision == "fp32" else torch.bfloat16
 
     def settings(self) -> dict[str, Any]:
-        result = config(coverage=0.5, regime=self.regime, strategy=self.strategy)
+        result = config(coverage=0.5, regime=self.regime, strategy=self.strategy) | PRECISIONS[self.precision]
         limits = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), BUCKET)
         result["zero_optimization"] = {"stage": self.stage, **limits}
-        if self.precision != "fp32":
-            result["bf16"] = {"enabled": True}
-        if self.precision == "bf16+fp32":
-            result["data_types"] = {"grad_accum_dtype": "fp32"}
-        if self.client:
-            del result["optimizer"]
-        return result
+        return without_optimizer(result) if self.client else result
 
 
 def walk(case: Memory, watch: Watch) -> None:
@@ -74,9 +70,9 @@ def walk(case: Memory, watch: Watch) -> None:
     engine = start(case)
     check = Allowance(case, engine, watch)
     check("start", moments=0)
-    train(engine)
+    step(engine)
     check("a step")
-    train(engine)
+    step(engine)
     check("another step")
     evaluate(engine, check)
     engine.train()
@@ -85,7 +81,7 @@ def walk(case: Memory, watch: Watch) -> None:
         evaluate(engine, check)
     check("engine.dense()")
     engine.train()
-    train(engine)
+    step(engine)
     check("a step after evaluations")
 
 
@@ -97,11 +93,10 @@ def start(case: Memory) -> Any:
     return engine_of(case.settings(), model, **options)
 
 
-def train(engine: Any) -> None:
-    batch = torch.randint(0, VOCABULARY, (2, 8))
-    loss = loss_of(engine, batch)
-    engine.backward(loss)
-    engine.step()
+def step(engine: Any, *, rows: int = 2, length: int = 8, accumulation: int = 1) -> None:
+    for _ in range(accumulation):
+        engine.backward(loss_of(engine, torch.randint(0, VOCABULARY, (rows, length))))
+        engine.step()
 
 
 class Allowance:
@@ -176,61 +171,44 @@ PEAK_LAYERS = 6  # at stage 2 what waits for its bucket, most of a layer, is a s
 PEAK_BUCKET = 8192  # elements: two are 4% of the state
 
 
-@dataclass(frozen=True)
-class Peak:
-    """One step's largest sum of live tensors, whoever holds them, with an optimizer that needs no scratch memory."""
-
-    case: Memory
-    accumulation: int = 1
-    overlap: bool = False
-
-    def check(self) -> None:
-        settings = self.case.settings() | {"gradient_accumulation_steps": self.accumulation}
-        zero = {"reduce_bucket_size": PEAK_BUCKET, "allgather_bucket_size": PEAK_BUCKET, "overlap_comm": self.overlap}
-        settings["zero_optimization"] |= zero
-        settings["optimizer"]["params"] |= {"fused": True}
-        with Watch():
-            engine = engine_of(settings, model_of_units(num_layers=PEAK_LAYERS))
-            for _ in range(2):
-                self.step(engine)
-            with measured_step(engine, others=live_tensors()) as figures:
-                self.step(engine)
-        state = figures.weights + figures.gradients + figures.optimizer
-        if self.case.precision != "fp32":  # the master's gradient: a third of master and two moments
-            state += figures.optimizer // 3
-        buckets = (4 if self.overlap else 3) * PEAK_BUCKET * 4  # packed, received, in fp32
-        assert state - PEAK_BUCKET * 4 <= figures.peak, "the tracker is blind"  # stage 2 sums what it has sent
-        assert figures.peak - figures.activations <= 1.1 * (state + buckets), (figures, state)
-        copy = min(figures.weights, figures.gradients)
-        assert figures.peak - figures.activations + copy > 1.1 * (state + buckets), "a second copy would not be seen"
-
-    def step(self, engine: Any) -> None:
-        """A batch so small that activations hardly count."""
-        for _ in range(self.accumulation):
-            batch = torch.randint(0, VOCABULARY, (1, 2))
-            engine.backward(loss_of(engine, batch))
-            engine.step()
-
-
 @pytest.mark.parametrize(
-    "peak",
+    ("case", "accumulation", "overlap"),
     [  # all pairs of stage, regime and strategy
-        pytest.param(Peak(Memory()), id="stage1-forward-block"),
-        slow("stage1-backward-neuron", Peak(Memory(regime="backward", strategy="neuron"))),
-        slow("stage2-forward-neuron", Peak(Memory(stage=2, strategy="neuron"))),
-        pytest.param(Peak(Memory(stage=2, regime="backward")), id="stage2-backward-block"),
-        pytest.param(Peak(Memory(stage=1), accumulation=3, overlap=True), id="stage1-overlap"),
-        pytest.param(Peak(Memory(stage=2), accumulation=3, overlap=True), id="stage2-overlap"),
-        pytest.param(Peak(Memory(stage=2, regime="backward"), accumulation=3), id="stage2-accumulation"),
+        pytest.param(Memory(), 1, False, id="stage1-forward-block"),
+        slow("stage1-backward-neuron", Memory(regime="backward", strategy="neuron"), 1, False),
+        slow("stage2-forward-neuron", Memory(stage=2, strategy="neuron"), 1, False),
+        pytest.param(Memory(stage=2, regime="backward"), 1, False, id="stage2-backward-block"),
+        pytest.param(Memory(stage=1), 3, True, id="stage1-overlap"),
+        pytest.param(Memory(stage=2), 3, True, id="stage2-overlap"),
+        pytest.param(Memory(stage=2, regime="backward"), 3, False, id="stage2-accumulation"),
     ],
 )
-def test_nothing_is_there_twice_within_a_step(rank: Rank, peak: Peak) -> None:
-    peak.check()
+def test_nothing_is_there_twice_within_a_step(rank: Rank, case: Memory, accumulation: int, overlap: bool) -> None:
+    """One step's largest sum of live tensors, whoever holds them, with an optimizer that needs no scratch memory."""
+    settings = case.settings() | {"gradient_accumulation_steps": accumulation}
+    zero = {"reduce_bucket_size": PEAK_BUCKET, "allgather_bucket_size": PEAK_BUCKET, "overlap_comm": overlap}
+    settings["zero_optimization"] |= zero
+    settings["optimizer"]["params"] |= {"fused": True}
+    small_step = partial(step, rows=1, length=2, accumulation=accumulation)  # so that activations hardly count
+    with Watch():
+        engine = engine_of(settings, model_of_units(num_layers=PEAK_LAYERS))
+        for _ in range(2):
+            small_step(engine)
+        with measured_step(engine, others=live_tensors()) as figures:
+            small_step(engine)
+    state = figures.weights + figures.gradients + figures.optimizer
+    if case.precision != "fp32":  # the master's gradient: a third of master and two moments
+        state += figures.optimizer // 3
+    buckets = (4 if overlap else 3) * PEAK_BUCKET * 4  # packed, received, in fp32
+    assert state - PEAK_BUCKET * 4 <= figures.peak, "the tracker is blind"  # stage 2 sums what it has sent
+    assert figures.peak - figures.activations <= 1.1 * (state + buckets), (figures, state)
+    copy = min(figures.weights, figures.gradients)
+    assert figures.peak - figures.activations + copy > 1.1 * (state + buckets), "a second copy would not be seen"
 
 
 def test_weights_of_the_backward_regime_are_received_in_one_buffer_at_a_time(rank: Rank) -> None:
     engine = engine_of(Memory(regime="backward", strategy="neuron").settings(), model_of_units())
-    Peak(Memory()).step(engine)
+    step(engine)
     earlier: list[StorageWeakRef] = []
 
     def gather(*arguments: Any) -> list[torch.Tensor]:
@@ -240,5 +218,5 @@ def test_weights_of_the_backward_regime_are_received_in_one_buffer_at_a_time(ran
         return received
 
     with mock.patch.object(optimizer, "gather_flat", gather):
-        Peak(Memory()).step(engine)
+        step(engine)
     assert len(earlier) > 2

@@ -11,8 +11,9 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-from sdp_deepspeed import Init, architectures
+from sdp_deepspeed import Init
 from sdp_deepspeed.plan.strategies import unit_costs
+from tests.helpers.checkpointed_runs import Branch
 from tests.helpers.mixtures import mixture
 from tests.helpers.models import MIXED, TOKENS, llama
 from tests.helpers.ranks import Rank
@@ -29,22 +30,13 @@ CHECKED = {"check_agreement": True}
 RUN = Sequence_(2, [Phase({}, 1)])
 
 
-class Branch(nn.Module):
-    """`x + body(norm(x))` whose norm has statistics of the batches that its rank has seen, and a table of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.body = nn.BatchNorm1d(6), nn.Linear(6, 6)
-        self.body.register_buffer("table", torch.linspace(1, 2, 6), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.body(self.norm(x))
-
-
 def statistics() -> nn.Module:
-    architectures.register(Branch, architectures.Branch("mlp", norm="norm", body="body"))
+    """Norms have statistics of the batches that their rank has seen, and bodies have a table of their own."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.BatchNorm1d(6), Branch(), Branch(), Branch(), nn.Linear(6, 2))
+    branches = [Branch(nn.BatchNorm1d(6)) for _ in range(3)]
+    for branch in branches:
+        branch.body.register_buffer("table", torch.linspace(1, 2, 6), persistent=False)
+    model = nn.Sequential(nn.BatchNorm1d(6), *branches, nn.Linear(6, 2))
     model[4].bias.requires_grad_(False)
     return model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -13,78 +14,48 @@ from torch import nn
 
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.planner import plan_model
-from tests.helpers import models
-from tests.helpers.models import LENGTH, SPECIMENS, VOCABULARY, batches, config, parsed, two_groups
-from tests.helpers.oracle import DTYPES, Run, loss_of, make_optimizer
+from tests.helpers import models, oracle
+from tests.helpers.models import LENGTH, VOCABULARY, batches, parsed
+from tests.helpers.oracle import DTYPES, Run, loss_of, optimizer_of
 from tests.helpers.oracle_grid import Case
 from tests.helpers.ranks import Rank
 from tests.helpers.replanned_runs import assert_same_run
-from tests.helpers.training import assert_identical, dense_state, engine_of, refusal
+from tests.helpers.training import assert_identical, dense_state, micro_step, refusal
 from tests.reference.virtual_workers import Reference
 
 pytestmark = pytest.mark.world(2)
-GROWING: dict[str, Any] = {
-    "block": {
-        "schedule": [
-            {"until_step": 3, "holders": 1, "stage": 1},
-            {"until_step": 5, "holders": 1, "strategy": "neuron", "stage": 2},
-            {"holders": 2, "stage": 0},
-        ],
-        "redraw_interval": 2,
-    },
-    "stage": 1,
-    "precision": "fp32",
-}
-IN_BF16: dict[str, Any] = {
-    "block": {
-        "schedule": [
-            {"until_step": 1, "holders": [{"units": r"layers\.0\.", "holders": 1}], "regime": "backward", "stage": 2},
-            {"until_step": 3, "holders": 2, "strategy": "neuron", "seed": 3, "stage": 0},
-            {"holders": 1, "regime": "backward", "strategy": "neuron", "stage": 1},
-        ],
-    },
-    "stage": 2,
-    "precision": "bf16",
-}
 NUM_STEPS, MICRO_BATCH, ACCUMULATION = 6, 2, 2
+CASE = Case(2, 1, accumulation=ACCUMULATION, buckets="many")
+GROWING: dict[str, Any] = {
+    "schedule": [
+        {"until_step": 3, "holders": 1, "stage": 1},
+        {"until_step": 5, "holders": 1, "strategy": "neuron", "stage": 2},
+        {"holders": 2, "stage": 0},
+    ],
+    "redraw_interval": 2,
+}
+CASE_IN_BF16 = replace(CASE, stage=2, precision="bf16", optimizer="SGD")
+IN_BF16: dict[str, Any] = {
+    "schedule": [
+        {"until_step": 1, "holders": [{"units": r"layers\.0\.", "holders": 1}], "regime": "backward", "stage": 2},
+        {"until_step": 3, "holders": 2, "strategy": "neuron", "seed": 3, "stage": 0},
+        {"holders": 1, "regime": "backward", "strategy": "neuron", "stage": 1},
+    ],
+}
 OF_PHASE = ("until_step", "stage")  # what a block has not
 
 
-def plan_after(run: dict[str, Any], steps: int, model: nn.Module, size: int) -> Plan:
+def plan_after(block: dict[str, Any], steps: int, model: nn.Module, size: int) -> Plan:
     """Who holds what in the step after so many, by the words of the schedule and not by ours."""
-    keys = {key: value for key, value in phase_after(run, steps).items() if key not in OF_PHASE}
-    interval = run["block"].get("redraw_interval")
+    phase: dict[str, Any] = next(each for each in block["schedule"] if steps < each.get("until_step", 99))
+    keys = {key: value for key, value in phase.items() if key not in OF_PHASE}
+    interval = block.get("redraw_interval")
     keys["seed"] = keys.get("seed", 0) + (0 if interval is None else steps // interval)
     return plan_model(model, parsed(**keys), size)[0]
 
 
-def phase_after(run: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Of the step after so many."""
-    phase: dict[str, Any] = next(each for each in run["block"]["schedule"] if steps < each.get("until_step", 99))
-    return phase
-
-
-def deepspeed_config(run: dict[str, Any]) -> dict[str, Any]:
-    """The config of a run, with a client optimizer."""
-    result = {key: value for key, value in config(**run["block"]).items() if key != "optimizer"}
-    result |= {
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "zero_optimization": {"stage": run["stage"], "reduce_bucket_size": 500},
-        "gradient_clipping": 0.5,
-    }
-    return result | ({"bf16": {"enabled": True}} if run["precision"] == "bf16" else {})
-
-
-def optimizer_name(run: dict[str, Any]) -> str:
-    """bf16 with AdamW drifts wherever a gradient is rounded another way."""
-    return "AdamW" if run["precision"] == "fp32" else "SGD"
-
-
-def start(run: dict[str, Any]) -> Any:
-    model = SPECIMENS["llama"].build()
-    optimizer = make_optimizer(optimizer_name(run), two_groups(dict(model.named_parameters())))
-    return engine_of(deepspeed_config(run), model, optimizer=optimizer, model_parameters=None)
+def start(block: dict[str, Any], case: Case = CASE) -> Any:
+    return oracle.start(case, case.specimen.build(), **({"holders": None} | block))
 
 
 def samples_of(step: int, size: int) -> torch.Tensor:
@@ -94,34 +65,28 @@ def samples_of(step: int, size: int) -> torch.Tensor:
 
 
 def train_step(engine: Any, samples: torch.Tensor) -> list[float]:
-    losses = []
-    for batch in samples.split(MICRO_BATCH):
-        loss = models.loss_of(engine, batch)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return [micro_step(engine, batch) for batch in samples.split(MICRO_BATCH)]
 
 
 @pytest.mark.world(2, 3, slow=(3,))
-@pytest.mark.parametrize("run", [GROWING, IN_BF16], ids=["growing", "bf16"])
-def test_agrees_with_the_reference(rank: Rank, run: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("case", "block"), [(CASE, GROWING), (CASE_IN_BF16, IN_BF16)], ids=["growing", "bf16"])
+def test_agrees_with_the_reference(rank: Rank, case: Case, block: dict[str, Any]) -> None:
     """Losses of each micro-batch and the norm of each step, and the dense model at the end."""
-    dense = SPECIMENS["llama"].build()
-    plans = {steps: plan_after(run, steps, dense, rank.size) for steps in range(NUM_STEPS)}
-    case = Case(rank.size, 1, precision=run["precision"], optimizer=optimizer_name(run), accumulation=ACCUMULATION)
-    engine, dense = start(run), dense.to(DTYPES.get(case.precision, torch.float32))
-    make = lambda named: make_optimizer(case.optimizer, two_groups(named))  # noqa: E731
-    oracle = Run(case, engine, Reference(dense, plans[0], make, partial(loss_of, case), 0.5, later=plans), rank.rank)
+    case = replace(case, ranks=rank.size)
+    dense = case.specimen.build()
+    plans = {steps: plan_after(block, steps, dense, rank.size) for steps in range(NUM_STEPS)}
+    engine, dense = start(block, case), dense.to(DTYPES.get(case.precision, torch.float32))
+    make, loss = partial(optimizer_of, case), partial(loss_of, case)
+    run = Run(case, engine, Reference(dense, plans[0], make, loss, case.clip, later=plans), rank.rank)
     for steps, step in enumerate(itertools.islice(batches(rank.size, ACCUMULATION), NUM_STEPS)):
         assert engine.plan.hash == plans[steps].hash, steps
-        phase = run["block"]["schedule"][engine.phase]
+        phase = block["schedule"][engine.phase]
         assert engine.zero_optimization_stage() == phase["stage"]
         assert engine.optimizer.sharded.options.stage == max(1, phase["stage"])
         samples = [[(tokens, 1.0) for tokens in own] for own in step]
-        oracle.train_step(steps, samples)
+        run.train_step(steps, samples)
         assert engine.global_steps == steps + 1
-    oracle.compare_dense(samples)
+    run.compare_dense(samples)
 
 
 def test_resumes_in_any_phase(rank: Rank) -> None:
@@ -150,8 +115,7 @@ def test_resumes_in_any_phase(rank: Rank) -> None:
 
 
 def test_draws_follow_the_interval(rank: Rank) -> None:
-    run = GROWING | {"block": {"holders": 1, "redraw_interval": 2}}
-    engine, hashes, draws = start(run), set(), []
+    engine, hashes, draws = start({"holders": 1, "redraw_interval": 2}), set(), []
     with mock.patch("sdp_deepspeed.planner.announce") as announced:
         for steps in range(6):
             hashes.add(engine.plan.hash)
@@ -161,7 +125,7 @@ def test_draws_follow_the_interval(rank: Rank) -> None:
     assert draws == [0, 0, 1, 1, 2, 2]
     assert len(hashes) > 1
     assert engine.phase == 0
-    whole = start(GROWING | {"block": {"holders": 2, "redraw_interval": 1}})
+    whole = start({"holders": 2, "redraw_interval": 1})
     with mock.patch("sdp_deepspeed.engine.core.Core.replan", side_effect=AssertionError("nothing to draw")):
         train_step(whole, samples_of(0, rank.size)[rank.rank])
 

@@ -1,11 +1,12 @@
-"""What is wrong at start, or differs between ranks, is one error on all, before anything waits for anything; and what
-went wrong later is noticed."""
+"""What is wrong at start, in the config, in the model, or between ranks, is one error on all, before anything waits for
+anything; and what went wrong later is noticed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,13 +18,21 @@ from torch import nn
 
 import sdp_deepspeed
 from sdp_deepspeed import Init
-from sdp_deepspeed.config import KEY
+from sdp_deepspeed.config import KEY, MODES
 from sdp_deepspeed.engine import compare_configs
 from sdp_deepspeed.parallel.consistency import check_agreement
-from tests.helpers.models import VOCABULARY, config, llama
+from tests.helpers.models import VOCABULARY, config, llama, without_block
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT, Rank
 from tests.helpers.tensor_parallel_models import Mpu
-from tests.helpers.training import assert_identical, engine_of, gathered, refusal, train
+from tests.helpers.training import (
+    assert_identical,
+    dense_state,
+    engine_of,
+    gathered,
+    refusal,
+    train,
+    without_optimizer,
+)
 
 pytestmark = pytest.mark.world(2)
 
@@ -54,71 +63,47 @@ def test_a_scale_of_groups_that_differ(rank: Rank) -> None:
     assert train(engines[0], num_steps=2) == train(engines[1], num_steps=2)
 
 
-def written_plan(rank: Rank, name: str, change: Any = None) -> str:
-    """A plan of a small Llama, changed by rank 0."""
-    path = rank.folder / f"{name}.json"
-    engine = engine_of(config(holders=1))
+def test_plans_from_files(rank: Rank) -> None:
+    """One that this config would not have is taken; one that a rank lacks is refused, and so are two different ones."""
+    plain = engine_of(config(holders=1))
+    paths = [rank.folder / name for name in ("ours.json", "theirs.json")]
     if rank.rank == 0:
-        content = engine.plan.to_json()
+        content = plain.plan.to_json()
         del content["hash"]
-        if change is not None:
-            change(content)
-        path.write_text(json.dumps(content))
+        paths[0].write_text(json.dumps(content))
+        for unit in content["units"]:
+            unit["holders"] = [1 - unit["holders"][0]]
+        paths[1].write_text(json.dumps(content))
     dist.barrier()
-    return str(path)
-
-
-def swap(content: dict[str, Any]) -> None:
-    for unit in content["units"]:
-        unit["holders"] = [1 - unit["holders"][0]]
-
-
-def test_a_plan_is_given_back(rank: Rank) -> None:
-    path = written_plan(rank, "swapped", swap)
-    engine, plain = engine_of(config(assignment=path, check_agreement=True)), engine_of(config(holders=1))
+    engine = engine_of(config(assignment=str(paths[1]), check_agreement=True))
     assert engine.plan.holders == tuple((1 - holders[0],) for holders in plain.plan.holders)
     held, other = set(engine.held_tensors()), gathered(sorted(plain.held_tensors()))[1 - rank.rank]
     assert held == set(other)
     train(engine, num_steps=1)
-
-
-def test_a_plan_that_one_rank_lacks(rank: Rank) -> None:
-    path = written_plan(rank, "mine")
-    own = path if rank.rank == 0 else str(rank.folder / "lost.json")
-    refusal(ValueError, lambda: engine_of(config(assignment=own)), "lost.json", "[on rank 1]")
-
-
-def test_another_plan_on_one_rank(rank: Rank) -> None:
-    """The same config, and another plan behind a path of the same name."""
-    paths = written_plan(rank, "ours"), written_plan(rank, "theirs", swap)
-    own = config(assignment=paths[rank.rank])
+    lost = config(assignment=str((paths[0], rank.folder / "lost.json")[rank.rank]))
+    refusal(ValueError, lambda: engine_of(lost), "lost.json", "[on rank 1]")
+    own = config(assignment=str(paths[rank.rank]))
     refusal(RuntimeError, lambda: engine_of(own), "rank 1 computed a different plan from rank 0")
 
 
-def test_another_layout_on_one_rank(rank: Rank) -> None:
-    """A frozen tensor on one rank would abort both in the first exchange."""
+def test_optimizers_that_differ(rank: Rank) -> None:
+    """In what they train, where a tensor that is frozen on one rank would abort both in the first exchange; in options;
+    and those of one rank that are wrong."""
     model = llama()
     model.get_parameter("model.embed_tokens.weight").requires_grad_(rank.rank == 0)
     refusal(RuntimeError, lambda: engine_of(config(holders=1), model), "rank 1", "embed_tokens", "requires_grad")
-
-
-def test_other_options_on_one_rank(rank: Rank) -> None:
-    model, settings = llama(), config(holders=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 * (1 + rank.rank))
-    refusal(RuntimeError, lambda: engine_of(settings, model, optimizer=optimizer), "rank 1", "AdamW", "lr")
-
-
-def test_a_wrong_optimizer_on_one_rank(rank: Rank) -> None:
+    settings = without_optimizer(config(holders=1))
+    kind = torch.optim.Adafactor if rank.rank == 1 else torch.optim.AdamW
     model = llama()
     parameters = [nn.Parameter(torch.ones(2))] if rank.rank == 1 else list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters)
-    settings = {key: value for key, value in config(holders=1).items() if key != "optimizer"}
-    refusal(ValueError, lambda: engine_of(settings, model, optimizer=optimizer), "does not have", "[on rank 1]")
-    model = llama()
-    kind = torch.optim.Adafactor if rank.rank == 1 else torch.optim.AdamW
-    words = ("Adafactor", "[on rank 1]")
-    refusal(ValueError, lambda: engine_of(settings, model, optimizer=kind(model.parameters())), *words)
-    refusal(ValueError, lambda: engine_of(settings, llama(), optimizer=kind), *words)  # called by DeepSpeed
+    cases: list[tuple[type[Exception], Any, Sequence[str]]] = [
+        (RuntimeError, torch.optim.AdamW(model.parameters(), lr=1e-2 * (1 + rank.rank)), ("rank 1", "AdamW", "lr")),
+        (ValueError, torch.optim.AdamW(parameters), ("does not have", "[on rank 1]")),
+        (ValueError, kind(model.parameters()), ("Adafactor", "[on rank 1]")),
+        (ValueError, kind, ("Adafactor", "[on rank 1]")),  # called by DeepSpeed
+    ]
+    for error, optimizer, words in cases:
+        refusal(error, partial(engine_of, settings, model, optimizer=optimizer), *words)
 
 
 def test_a_tampered_holder_is_noticed(rank: Rank) -> None:
@@ -161,22 +146,15 @@ OTHERS: tuple[tuple[Mapping[str, Any], Mapping[str, Any], str], ...] = (  # top 
 
 
 def test_values_that_one_rank_has(rank: Rank) -> None:
+    """In the config, in an argument, and of a machine: a node whose driver torch cannot use trains on its CPU, and the
+    first collective of the others waits for it."""
     for top, block, words in OTHERS:
         own = config(holders=1, **block) | dict(top) if rank.rank == 1 else config(holders=1)
         refusal(ValueError, lambda: engine_of(own), "different settings", words)  # noqa: B023 (runs at once)
-
-
-def test_a_scheduler_that_one_rank_has(rank: Rank) -> None:
-    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
-
-    own: dict[str, Any] = {"lr_scheduler": scheduler} if rank.rank == 1 else {}
+    scheduler = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)  # noqa: E731
+    argument: dict[str, Any] = {"lr_scheduler": scheduler} if rank.rank == 1 else {}
     words = 'lr_scheduler (argument) is "NoneType" on rank 0 and "function" on rank 1'
-    refusal(ValueError, lambda: engine_of(config(holders=1), **own), words)
-
-
-def test_an_accelerator_that_one_rank_has(rank: Rank) -> None:
-    """A node whose driver torch cannot use trains on its CPU, and the first collective of the others waits for it."""
+    refusal(ValueError, lambda: engine_of(config(holders=1), **argument), words)
     there = mock.Mock(**{"device_name.return_value": ("cuda", "cpu")[rank.rank]})
     with mock.patch.object(compare_configs, "get_accelerator", return_value=there):
         refusal(ValueError, lambda: engine_of(config(holders=1)), 'accelerator is "cuda" on rank 0 and "cpu" on rank 1')
@@ -234,6 +212,71 @@ def test_the_block_on_one_rank(rank: Rank) -> None:
     train(engine_of(config(holders=1)), num_steps=1)
 
 
+def test_a_model_that_was_cut_before(rank: Rank) -> None:
+    """It is made whole, as the earlier engine left it, and cut anew; a part of it, or a copy, is refused."""
+    for first, second in (({"holders": 1}, {"holders": 1, "strategy": "neuron"}), ({"holders": 2}, {"holders": 1})):
+        model = llama()
+        engine = engine_of(config(**first), model)
+        train(engine, num_steps=1)
+        whole = dense_state(engine)
+        if first["holders"] == 1:
+            refusal(ValueError, lambda m=model: engine_of(config(holders=1), deepcopy(m)), "an earlier engine reduced")
+        again, fresh = engine_of(config(**second), model), llama()
+        assert_identical(dense_state(again), whole)
+        fresh.load_state_dict(whole)
+        other = engine_of(config(**second), fresh)
+        assert train(again, num_steps=2) == train(other, num_steps=2)
+        assert_identical(dense_state(again), dense_state(other))
+
+
+def test_plain_engines_of_what_only_ours_can_train(rank: Rank) -> None:
+    """Cut models, what is inside of them or around them, their partial copies, and models without weights."""
+    plain = without_block(config())
+    words = ("an earlier engine reduced this model", "build a new one", "copy.deepcopy inside")
+    for regime, strategy in MODES:
+        model: Any = llama()
+        engine = engine_of(config(holders=1, regime=regime, strategy=strategy), model)
+        with engine.dense():
+            whole = deepcopy(model)
+        layer = model.model.layers[0]
+        others = (model, nn.Sequential(layer), layer.mlp if strategy == "neuron" else model.model)
+        for other in (*others, deepcopy(model)) if strategy == "neuron" or regime == "forward" else others:
+            refusal(ValueError, partial(engine_of, plain, other), *words)
+        refusal(ValueError, partial(engine_of, plain | config(enabled=False, holders=1), model), *words)
+        train(engine_of(plain, whole), num_steps=1)
+    uncut: Any = llama()
+    engine_of(config(holders=2), uncut)
+    train(engine_of(plain, uncut), num_steps=1)
+    with sdp_deepspeed.Init():
+        deferred = llama()
+    refusal(NotImplementedError, partial(engine_of, plain, deferred), "meta tensor")
+
+
+def test_ranks_that_train_nothing(rank: Rank) -> None:
+    """Would let the others wait, since their loss has no gradient; also later."""
+    model: Any = llama()
+    model.requires_grad_(False)
+    refusal(ValueError, partial(engine_of, config(holders=1), model), "'attention', 'mlp' are frozen", "unfreeze some")
+    model.model.layers[1].mlp.requires_grad_(True)
+    words = ("1 units with 1 holders each cannot give each of 2 subnetworks one",)
+    for regime in ("forward", "backward"):
+        refusal(ValueError, partial(engine_of, config(holders=1, regime=regime), model), *words)
+    engine = engine_of(config(holders=2), model)
+    train(engine, num_steps=1)
+    refusal(ValueError, lambda: engine.replan({"holders": 1}), *words)
+    train(engine, num_steps=1)
+
+
+@pytest.mark.world(3)
+def test_process_groups_of_earlier_engines(rank: Rank) -> None:
+    """End with them: each takes memory of a GPU."""
+    model, numbers = llama(), set[int]()
+    for seed in range(3):
+        train(engine_of(config(holders=2, seed=seed), model), num_steps=1)
+        numbers.add(len(dist.distributed_c10d._world.pg_map))
+    assert len(numbers) == 1, numbers
+
+
 def test_values_as_deepspeed_reads_them(rank: Rank) -> None:
     """It takes text for numbers, and so do we, for what is refused and for what runs."""
     refusal(ValueError, lambda: engine_of(config(holders=1) | {"zero_optimization": {"stage": "3"}}), "stage: got 3")
@@ -252,7 +295,7 @@ def test_values_as_deepspeed_reads_them(rank: Rank) -> None:
 
 def test_what_ranks_may_choose(rank: Rank) -> None:
     """What they print; and a plain engine waits for nobody, also beside ours."""
-    plain = {key: value for key, value in config().items() if key != KEY}
+    plain = without_block(config())
     train(engine_of(plain), num_steps=1)
     own = {"steps_per_print": rank.rank + 1, "wall_clock_breakdown": rank.rank == 0}
     train(engine_of(config(holders=1) | own), num_steps=1)

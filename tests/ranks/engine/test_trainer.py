@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,13 +58,25 @@ def trainer_of(folder: Path, block: Mapping[str, Any], *, config: Mapping[str, A
 
 
 def test_trains_and_resumes(rank: Rank) -> None:
-    """And refuses a checkpoint of a plain run before anything is changed."""
+    """Says the plan's table at the Trainer's default level, and counts the dense model's parameters. Refuses a
+    checkpoint of a plain run before anything is changed."""
+    import transformers.trainer as host
+    from deepspeed.utils import logger
+
     from sdp_deepspeed.engine.engine import SubnetworkEngine
 
-    block = {"assignment": "auto"}
-    whole = trainer_of(rank.folder / "whole", block)
-    whole.train()
-    engine = whole.model_wrapped
+    block, level = {"assignment": "auto"}, logger.level
+    with mock.patch.object(logger.getChild("announcements"), "handle") as handled:
+        whole = trainer_of(rank.folder / "whole", block)
+        whole.train()
+    assert logger.level == logging.WARNING
+    logger.setLevel(level)
+    said = [call.args[0].getMessage() for call in handled.call_args_list]
+    assert sum("1 holders each" in text for text in said) == (1 if rank.rank == 0 else 0)
+    engine, plain_model = whole.model_wrapped, llama()
+    counted = sum(parameter.numel() for parameter in plain_model.parameters())
+    for model, trainable_only in itertools.product((engine, plain_model), (False, True)):
+        assert host.get_model_param_count(model, trainable_only) == counted
     assert isinstance(engine, SubnetworkEngine)
     assert engine.plan.coverage == 0.5
     whole.save_model(str(rank.folder / "final"))
@@ -174,27 +187,6 @@ def test_token_weighted_losses(rank: Rank) -> None:
     for name, value in dense.state_dict().items():
         assert not torch.equal(value, llama().state_dict()[name]), name
         torch.testing.assert_close(found[name], value, msg=name)  # torch's tolerance for fp32
-
-
-def test_says_what_it_trains(rank: Rank) -> None:
-    """The plan's table at the Trainer's default level, and the dense model's number of parameters."""
-    import transformers.trainer as host
-    from deepspeed.utils import logger
-
-    level = logger.level
-    options: dict[str, Any] = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
-    with mock.patch.object(logger.getChild("announcements"), "handle") as handled:
-        trainer = trainer_of(rank.folder / "a", {}, **options)
-        trainer.train()
-    assert logger.level == logging.WARNING
-    logger.setLevel(level)
-    said = [call.args[0].getMessage() for call in handled.call_args_list]
-    assert sum("1 holders each" in text for text in said) == (1 if rank.rank == 0 else 0)
-    engine, plain = trainer.model_wrapped, llama()
-    counted = sum(parameter.numel() for parameter in plain.parameters())
-    for trainable_only in (False, True):
-        assert host.get_model_param_count(engine, trainable_only) == counted
-        assert host.get_model_param_count(plain, trainable_only) == counted
 
 
 def test_a_schedule_ends_dense(rank: Rank) -> None:

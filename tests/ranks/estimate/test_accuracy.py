@@ -20,6 +20,7 @@ from sdp_deepspeed.config import KEY, MODES
 from sdp_deepspeed.estimate.forecast import Forecast, forecast
 from sdp_deepspeed.estimate.forecast import model_of as estimated_model
 from sdp_deepspeed.fsdp import param_groups
+from tests.helpers import oracle_grid
 from tests.helpers.fp16_runs import fp16_is_supported
 from tests.helpers.ranks import Rank
 from tests.helpers.sharded import sharded
@@ -35,13 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "resnet": {"model_type": "resnet", "layer_type": "basic", "embedding_size": 16, "hidden_sizes": [16, 32]}
     | {"depths": [3, 3], "image_size": 32},
 }
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "bf16+fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
-    "fp16": {"fp16": {"enabled": True, "loss_scale": 128}},
-    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-}
+PRECISIONS = oracle_grid.PRECISIONS | {"fp16": {"fp16": {"enabled": True, "loss_scale": 128}}}
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.fp16_runs import DYNAMIC, engine_of, settings_of
+from tests.helpers.fp16_runs import DYNAMIC, WARMUP, engine_of, settings_of
 from tests.helpers.models import batches, loss_of, without_block
 from tests.helpers.ranks import Rank
-from tests.helpers.training import assert_identical, dense_state, gathered, refusal, sgd
+from tests.helpers.training import assert_identical, dense_state, gathered, refusal, sgd, train
 
 pytestmark = pytest.mark.world(2)
 
@@ -146,25 +146,31 @@ def test_the_scaler_resumes(rank: Rank) -> None:
     assert_identical(dense_state(resumed), dense_state(engine))
 
 
-def test_not_finite_in_fp32(rank: Rank) -> None:
-    """Under ZeRO a norm that is not finite leaves the step out, as in stock; without ZeRO, or if no norm is computed,
-    nobody looks."""
-    for norm, stage in itertools.product((True, False), (0, 1, 2)):
-        settings = sgd(stage=stage)
+def test_not_finite_without_a_scale(rank: Rank) -> None:
+    """Under ZeRO a norm that is not finite leaves the step out on all ranks, as in stock, and in bf16 where that is
+    asked for; in fp32 without ZeRO, or if no norm is computed, nobody looks."""
+    bf16 = {"bf16": {"enabled": True, "check_grad_overflow": True}}
+    cases: list[tuple[dict[str, Any], int, bool]] = [(more, stage, True) for more in ({}, bf16) for stage in (0, 1, 2)]
+    cases += [({}, 1, False), ({}, 2, False)]  # which DeepSpeed refuses at stage 0
+    for more, stage, norm in cases:
+        settings = sgd(stage=stage) | more | {"scheduler": WARMUP}
         settings["zero_optimization"] |= {"compute_grad_norm": norm}
-        if stage == 0 and not norm:
-            continue  # DeepSpeed refuses it
         engines = [engine_of(settings)]
-        if stage == 1:
+        if stage == 1 and not more:
             engines.append(engine_of(without_block(settings) | {"zero_allow_untested_optimizer": True}))
         for engine in engines:
-            before = dense_state(engine)
+            train(engine, num_steps=2)
+            before, rate = dense_state(engine), engine.get_lr()
             loss = loss_of(engine, next(batches(rank.size, 1))[rank.rank][0])
-            engine.backward(loss * math.nan if rank.rank == 1 else loss)
+            engine.backward(loss * (math.inf if more else math.nan) if rank.rank == 1 else loss)
             engine.step()
-            skips = norm and stage > 0
+            skips = norm and (stage > 0 or more == bf16)
             assert gathered(engine.skipped_steps) == [int(skips)] * rank.size
             assert (engine.get_global_grad_norm() == math.inf) == skips
             assert (engine.get_global_grad_norm() is None) == (not norm)
             if skips:
+                assert (engine.was_step_applied(), engine.get_lr()) == (False, rate)
                 assert_identical(dense_state(engine), before)
+                train(engine, num_steps=1)  # the spoiled gradients are gone
+                assert gathered(engine.skipped_steps) == [1] * rank.size
+                assert all(bool(value.isfinite().all()) for value in dense_state(engine).values())

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.models import batches, config, llama, loss_of, without_block
+from tests.helpers.oracle_grid import PRECISIONS
 from tests.helpers.ranks import Rank
 from tests.helpers.training import dense_state, engine_of, micro_step, own_batches, refusal, train
 
@@ -17,11 +18,6 @@ pytestmark = pytest.mark.world(2)
 
 TORCH_ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 CPU_ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}  # with offload DeepSpeed takes its DeepSpeedCPUAdam
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "bf16+fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
-}
 
 
 def settings_of(stage: int, *, device: str = "cpu", pin: bool = False, **block: Any) -> dict[str, Any]:
@@ -35,8 +31,8 @@ def settings_of(stage: int, *, device: str = "cpu", pin: bool = False, **block: 
 
 def test_one_copy_in_host_memory(rank: Rank) -> None:
     """Shards are fp32 in memory of their own, apart from the weights also when these are fp32, with two moments."""
-    for stage, more in zip((1, 2, 2), PRECISIONS.values(), strict=True):
-        engine = engine_of(settings_of(stage, pin=stage == 2) | more)
+    for stage, precision in ((1, "fp32"), (2, "bf16"), (2, "bf16+fp32")):
+        engine = engine_of(settings_of(stage, pin=stage == 2) | PRECISIONS[precision])
         train(engine, num_steps=1, accumulation=2)
         weights = {tensor.untyped_storage().data_ptr() for tensor in engine.module.parameters()}
         shards = [shard for group in engine.optimizer.param_groups for shard in group["params"]]

@@ -1,8 +1,9 @@
-"""`sdp checkpoint`, and folders in Hugging Face format from an engine and back."""
+"""`sdp checkpoint`, and folders in Hugging Face format: from an engine and back, and as a user has them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+import sdp_deepspeed
 from sdp_deepspeed.cli import main as sdp
-from tests.helpers.models import SPECIMENS, TOKENS, Diffusing, Wrapped, config
+from tests.helpers.checkpointed_runs import settings_of, stepped
+from tests.helpers.models import SPECIMENS, TOKENS, Diffusing, Wrapped, config, llama, scrambled
 from tests.helpers.ranks import Rank, run_ranks
 from tests.helpers.training import assert_identical, dense_state, engine_of, refusal, train
 
+pytestmark = pytest.mark.world(2)
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"strategy": "neuron"}),
     "gpt2_bf16": ("gpt2", {"strategy": "neuron"}),
@@ -44,7 +49,6 @@ def write(name: str, folder: Path, rank: Rank) -> None:
         torch.save(logits, folder / f"{name}.pt")
 
 
-@pytest.mark.world(2)
 def test_of_other_libraries(rank: Rank) -> None:
     """With tied weights: whatever was exported is the whole state dict, and is loaded again."""
     for kind, name in ((Wrapped, "model"), (Diffusing, "diffusion_pytorch_model")):
@@ -133,7 +137,7 @@ def test_damage_is_found(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]
 
 
-def _mistakes(folder: Path, path: Path) -> Iterator[tuple[list[object], list[str]]]:
+def _mistakes_of_the_command(folder: Path, path: Path) -> Iterator[tuple[list[object], list[str]]]:
     good, out = folder / "llama", path / "out"
     yield ["export", path / "nowhere", out], ["no such folder", "nowhere"]
     yield ["export", path, out], ["no complete checkpoint"]
@@ -149,10 +153,121 @@ def _mistakes(folder: Path, path: Path) -> Iterator[tuple[list[object], list[str
 
 
 def test_mistakes_are_told_in_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, words in _mistakes(folder, tmp_path):
+    for arguments, words in _mistakes_of_the_command(folder, tmp_path):
         assert sdp(["checkpoint", *map(str, arguments)]) == 2, arguments
         text = capsys.readouterr().err
         assert text.startswith("error: ")
         assert text.count("\n") == 1, text
         assert all(word in text for word in words), text
         assert not list(tmp_path.iterdir()), arguments
+
+
+def saved(model: Any, folder: Path, rank: Rank, **options: Any) -> Path:
+    if rank.rank == 0:
+        model.save_pretrained(folder, **options)
+    dist.barrier()
+    return folder
+
+
+def test_all_digits_are_taken(rank: Rank) -> None:
+    """Of a folder in several files: masters of bf16 weights too; moments stay. Also a model without weights starts, of
+    which no rank ever has all."""
+    folder = saved(llama(seed=5), rank.folder / "in", rank, max_shard_size="10KB")
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 2
+    expected = llama(seed=5).state_dict()
+    with sdp_deepspeed.Init():
+        without_weights = llama()
+    for strategy, model in (("neuron", llama()), ("block", without_weights)):
+        engine = engine_of(settings_of(1, "bf16", strategy=strategy), model)
+        train(engine, num_steps=1)
+        before = stepped(engine)
+        engine.load_pretrained(folder)
+        assert_identical(dense_state(engine), {name: value.bfloat16() for name, value in expected.items()})
+        for name, parameter in engine.module.named_parameters():
+            assert torch.equal(safe_get_full_fp32_param(parameter), expected[name]), name
+        moments = [{n: v for n, v in found.items() if "exp_avg" in n} for found in (before, stepped(engine))]
+        assert_identical(*moments)
+
+
+def test_tied_weights(rank: Rank) -> None:
+    """The second name is in the file or not, and the model ties or not."""
+    both = saved(llama(tied=True, seed=5), rank.folder / "both", rank)
+    rewrite(both, rank, lambda state: {"lm_head.weight": state["model.embed_tokens.weight"].clone()} | state)
+    head = saved(llama(tied=True, seed=5), rank.folder / "head", rank)
+    rewrite(head, rank, lambda state: {"lm_head.weight": state.pop("model.embed_tokens.weight")} | state)
+    engine, expected = engine_of(settings_of(), llama(tied=True)), llama(tied=True, seed=5).state_dict()
+    for folder in (both, head):
+        engine.load_pretrained(folder)
+        assert_identical(dense_state(engine), expected)
+    folder = saved(llama(seed=5), rank.folder / "untied", rank)
+    words = ("differ", "lm_head.weight", "tie_word_embeddings=false")
+    refusal(ValueError, partial(engine.load_pretrained, folder), *words)
+    folder = saved(llama(tied=True), rank.folder / "tied", rank)
+    untied = engine_of(settings_of(), llama())
+    refusal(ValueError, partial(untied.load_pretrained, folder), "another model", "lm_head.weight")
+
+
+def rewrite(folder: Path, rank: Rank, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """Change a folder of one file."""
+    if rank.rank == 0:
+        state = change(load_file(folder / "model.safetensors"))
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    dist.barrier()
+
+
+def test_without_the_prefix(rank: Rank) -> None:
+    """As the first GPT-2 files are: of the model without its head, with buffers that Transformers computes itself."""
+    gpt2 = SPECIMENS["gpt2"].build
+    folder = saved(scrambled(gpt2()), rank.folder / "in", rank)
+
+    def old(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 4, 4) for i in range(2)}
+        return masks | {name.removeprefix("transformer."): value for name, value in state.items()}
+
+    rewrite(folder, rank, old)
+    engine = engine_of(settings_of(), gpt2())
+    engine.load_pretrained(folder)
+    assert_identical(dense_state(engine), scrambled(gpt2()).state_dict())
+
+
+def test_folders_that_are_refused(rank: Rank) -> None:
+    """All ranks say the same, and nothing is changed."""
+    engine = engine_of(settings_of(), llama())
+    before = dense_state(engine) | stepped(engine)
+    for number, (change, words) in enumerate(_damages()):
+        folder = saved(llama(seed=5), rank.folder / str(number), rank, max_shard_size="10KB")
+        if rank.rank == 0:
+            change(folder)
+        dist.barrier()
+        refusal(ValueError, partial(engine.load_pretrained, folder), *words)
+    assert_identical(dense_state(engine) | stepped(engine), before)
+
+
+def _damages() -> Iterator[tuple[Callable[[Path], Any], list[str]]]:
+    yield shutil.rmtree, ["has neither"]
+    yield lambda path: first(path).unlink(), ["cannot be read", "model-00001-of-"]
+    yield lambda path: first(path).write_bytes(first(path).read_bytes()[:-3]), ["is damaged", "model-00001-of-"]
+    yield lambda path: (path / "model.safetensors.index.json").write_text("{"), ["index.json is damaged"]
+    yield lambda path: change_one(path, lambda value: value[:-1].clone()), ["has shape", "in the model"]
+    yield lambda path: change_one(path, lambda value: value.to(torch.int8)), ["torch.int8", "in the model"]
+    yield lambda path: change_one(path, None), ["another model", "it lacks 1 tensors"]
+    yield only_pickles, ["only pickles"]
+
+
+def first(path: Path) -> Path:
+    return min(path.glob("model-*.safetensors"))
+
+
+def change_one(path: Path, change: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    state = load_file(first(path))
+    name = min(state)
+    value = state.pop(name)
+    if change is not None:
+        state[name] = change(value)
+    save_file(state, first(path))
+
+
+def only_pickles(path: Path) -> None:
+    for file in path.glob("model*"):
+        file.unlink()
+    (path / "pytorch_model.bin").write_bytes(b"")
