@@ -125,16 +125,18 @@ def image_rows(cells: Iterable[Cell]) -> tuple[list[str], list[list[str]]]:
             last = {seed: cell["curve"][-1] for seed, cell in own.items()}
             before = {seed: cell["curve"][-1]["test_loss"] for seed, cell in other.items()}
             gaps = [last[seed]["test_loss"] - before[seed] for seed in last.keys() & before.keys()]
+            losses, errors = ([point[name] for point in last.values()] for name in ("test_loss", "test_error"))
+            loss = mean_and_error(losses) if subject == IMAGE_BASE or not gaps else f"{statistics.mean(losses):.3f}"
             gap = f" ({mean_and_error(gaps, '+.3f')})" if gaps and subject != IMAGE_BASE else ""
-            loss = mean_and_error(point["test_loss"] for point in last.values())
-            error = mean_and_error([100 * point["test_error"] for point in last.values()], ".1f")
-            results.append(f"{loss}{gap}; {error}%" if own else "")
+            results.append(f"{loss}{gap}; {statistics.mean(errors):.1%}" if own else "")
             if own and other and not any(costs):
                 one, base = next(iter(own.values())), next(iter(other.values()))
                 sent = one["costs"]["sent"] * one["steps"] / (base["costs"]["sent"] * base["steps"])
                 costs = [f"{one['costs']['peak'] / base['costs']['peak']:.2f}", f"{sent:.2f}"]
         rows.append([subject, *results, *costs])
-    return [*(f"{images:,} images, {epochs} epochs" for images, epochs in budgets), "peak", "sent"], rows
+    is_one_size = len({images for images, _ in budgets}) == 1
+    heads = [f"{epochs} epochs" if is_one_size else f"{images:,} images, {epochs} epochs" for images, epochs in budgets]
+    return [*heads, "peak", "sent"], rows
 
 
 def _by_seed(cells: Iterable[Cell], *budget: str) -> BySeed:
@@ -160,7 +162,7 @@ def many_passes_rows(cells: Mapping[int, Sequence[Cell]]) -> tuple[list[str], li
             own = found[depth].get((name.format(full=depth, half=depth // 2), budget), {}).values()
             losses.append(mean_and_error(cell["loss"] for cell in own))
         rows.append([label, *losses])
-    return [f"{depth} layers, {_passes(cells[depth], budget)} passes" for depth, budget in budgets], rows
+    return [f"{depth} layers, {_passes(cells[depth], budget)}" for depth, budget in budgets], rows
 
 
 def _passes(cells: Iterable[Cell], budget: tuple[int, ...]) -> int:

@@ -69,8 +69,8 @@ def filled(document: str, results: Mapping[str, Result]) -> str:
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Markdown table with right-aligned numbers."""
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (heads, *rows))
+    return "\n".join([first, "|---" + "|---:" * (len(heads) - 1) + "|", *others])
 
 
 def label(name: str) -> str:
@@ -222,13 +222,13 @@ def many_passes(result: Result) -> str:
     heads, rows = many_passes_rows(
         {depth: at_one_rate(result["cells"], f"many passes, {depth} layers") for depth in (8, 16)}
     )
-    return "Final loss, nats per byte:\n\n" + table(["", *heads], rows)
+    return "Final loss, nats per byte, by depth and passes:\n\n" + table(["", *heads], rows)
 
 
 def images(result: Result) -> str:
     heads, rows = image_rows(result["cells"])
-    seeds = "± standard error of seeds"
-    return f"Test loss, nats, {seeds} (minus the first row); test error:\n\n" + table(["", *heads], rows)
+    text = "Test loss, nats (minus the first row; ± standard error, where there are several seeds); test error:"
+    return f"{text}\n\n" + table(["", *heads], rows)
 
 
 def checkpoints(result: Result) -> str:
