@@ -76,11 +76,11 @@ def plan_model(
         division = shards.divisions.get(name)
         shapes[kind, name] = tuple(tensor.shape) if division is None else division.shape
     check_pieces(plan.units, lambda piece: shapes.get((piece.kind, piece.parameter)))
-    warnings = [*_warnings(plan), *replicated_layers(model)]
+    warnings = list[str]()
     if uncut := uncut_branches(branches, plan.strategy):
         reason = uncut[0].uncuttable_reason
-        warnings.insert(0, f"{len(uncut)} branches are replicated, such as {uncut[0].name!r}: {reason}")
-    return plan, warnings
+        warnings.append(f"{len(uncut)} branches are replicated, such as {uncut[0].name!r}: {reason}")
+    return plan, [*warnings, *_warnings(plan), *replicated_layers(model)]
 
 
 def plan_and_mask(

@@ -2,7 +2,7 @@
 
 Kill a team in the middle, and the others go on; docs/guide.md says how to start teams on nodes. Start a killed one
 again by `SDP_TEAM=2 TORCHFT_LIGHTHOUSE=... python launch/examples/with_teams.py runs/teams`, with the address that `sdp
-teams` has printed, and it takes over the weights of the others.
+teams` has printed, and on GPUs its CUDA_VISIBLE_DEVICES; it takes over the weights of the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if size > 1:
         dist.init_process_group()  # of this team alone

@@ -59,7 +59,7 @@ class Bucket:
         self.offloaded: OffloadedShard | None = None
 
     def allocate_weights(self, *, reuse_gradients: bool = False) -> torch.Tensor:
-        """Allocate and return `weights`, unless they are allocated.
+        """Return `weights`, and allocate them if needed.
 
         Args:
             reuse_gradients: whether to reuse the memory of the gradients, which must no longer be needed.

@@ -70,7 +70,7 @@ def run_teams(num_teams: int, num_ranks: int, command: Sequence[str]) -> int:
     lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=1, join_timeout_ms=600_000, quorum_tick_ms=100)
     address = f"http://127.0.0.1:{urlsplit(lighthouse.address()).port}"
     print(f"sdp teams: {LIGHTHOUSE}={address}, {num_teams} teams of {num_ranks} ranks", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the teams, too
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the teams, too
     visible = _visible_devices(num_teams, num_ranks)
     running = [_start(number, num_ranks, address, command, visible[number]) for number in range(num_teams)]
     failed = False
@@ -86,6 +86,7 @@ def run_teams(num_teams: int, num_ranks: int, command: Sequence[str]) -> int:
         for team in running:
             team.signal(signal.SIGKILL)
         lighthouse.shutdown()
+        signal.signal(signal.SIGTERM, before)
     return int(failed)
 
 
@@ -93,6 +94,8 @@ def _visible_devices(num_teams: int, num_ranks: int) -> list[dict[str, str]]:
     """The variable that gives each team GPUs of its own; none if there are too few for all ranks."""
     count = torch.cuda.device_count()
     if count < num_teams * num_ranks:
+        if count:
+            print(f"sdp teams: {count} GPUs are too few for all ranks, so all teams see all of them", flush=True)
         return [{}] * num_teams
     devices = [name for name in os.environ.get(_DEVICES, "").split(",") if name] or [str(n) for n in range(count)]
     return [{_DEVICES: ",".join(devices[n * num_ranks : (n + 1) * num_ranks])} for n in range(num_teams)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 
@@ -25,6 +27,10 @@ def test_teams_have_gpus_of_their_own(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if devices:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    handler = signal.getsignal(signal.SIGTERM)
     shows = "import os; print('has', os.environ.get('CUDA_VISIBLE_DEVICES', 'none'))"
     assert run_teams(2, num_ranks, ["-c", shows]) == 0
-    assert {line.partition("has ")[2] for line in capsys.readouterr().out.splitlines() if "has " in line} == expected
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.partition("has ")[2] for line in lines if "has " in line} == expected
+    assert any("4 GPUs are too few" in line for line in lines) == (expected == {"none"})
+    assert signal.getsignal(signal.SIGTERM) == handler
