@@ -32,13 +32,13 @@ _MODULES = {
     "check_description": "masking.check_description",
     "fully_shard": "fsdp.shard",
     "join": "teams.join",
-    "reestimate_batch_norm": "batch_norm",
+    "reestimate_batch_norm": "either_host",
     "trace": "architectures.examples",
 }
 
 if TYPE_CHECKING:
     from sdp_deepspeed.architectures.examples import trace
-    from sdp_deepspeed.batch_norm import reestimate_batch_norm
+    from sdp_deepspeed.either_host import reestimate_batch_norm
     from sdp_deepspeed.fsdp.shard import fully_shard
     from sdp_deepspeed.init import Init
     from sdp_deepspeed.masking.check_description import check_description

@@ -96,7 +96,7 @@ class Core:
         self._torch_optimizer: torch.optim.Optimizer | None = None  # of the dense model's parameters
         self.plan, self.mask = self.plan_and_mask(block)
         if self.mask.scaled and dist.get_rank() == 0:
-            announce(describe_scale(self.mask, by_init=deferred is not None), logger)
+            announce(describe_scale(module, self.mask.branches, self.mask.scaled, by_init=deferred is not None), logger)
 
     def plan_and_mask(self, block: SubnetworkConfig, *, logs: bool = True) -> tuple[Plan, Mask]:
         """Compute the plan of a block and this rank's mask, without applying it. Collective; the module must be dense.

@@ -241,7 +241,7 @@ def _plan(call: CheckedCall) -> PlannedModel:
     if dist.get_rank() == 0:
         announce_plan(module, plan, mask, warnings, logger)
         if mask.scaled:
-            announce(describe_scale(mask, by_init=deferred is not None), logger)
+            announce(describe_scale(module, mask.branches, mask.scaled, by_init=deferred is not None), logger)
     return PlannedModel(plan, mask, branch_modules, together, state_names, deferred)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +20,6 @@ from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward, run
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import blocks_of_units, branches_of_units
-
-if TYPE_CHECKING:
-    from sdp_deepspeed.masking.mask import Mask
 
 
 @dataclass(frozen=True)
@@ -77,15 +74,17 @@ def starts_smaller(model: nn.Module, branch: LocatedBranch) -> bool:
     return bool(branch.outputs) and not has_norm
 
 
-def describe_scale(mask: Mask, *, by_init: bool) -> str:
+def describe_scale(
+    model: nn.Module, branches: Sequence[LocatedBranch], scaled: Mapping[str, float], *, by_init: bool
+) -> str:
     """What a user should know at start-up, one line; with a hint if the first or the last layer is not whole.
 
     Args:
+        branches, scaled: of the mask.
         by_init: whether the model was built under `Init`.
     """
-    branches, scaled = mask.branches, mask.scaled
     factors = sorted({f"{1 / coverage:.3g}" for coverage in scaled.values()}, key=float)
-    smaller = sum(branch.name in scaled and starts_smaller(mask.model, branch) for branch in branches)
+    smaller = sum(branch.name in scaled and starts_smaller(model, branch) for branch in branches)
     start = f"output projections of {smaller} start multiplied by C" if by_init else "weights start as given"
     ends = {branches[0].layer, branches[-1].layer}
     hint = ""

@@ -109,7 +109,8 @@ def make_team(
         for warning in warnings:
             logger.warning("%s: %s", KEY, warning.replace(" subnetworks", " teams"))
         if mask.scaled:
-            announce(describe_scale(mask, by_init=deferred is not None).replace(" subnetworks", " teams"), logger)
+            text = describe_scale(model, mask.branches, mask.scaled, by_init=deferred is not None)
+            announce(text.replace(" subnetworks", " teams"), logger)
     agreed = {
         "version of sdp_deepspeed": __version__,
         "tensor-parallel ranks": shards.size,

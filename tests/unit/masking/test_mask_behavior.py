@@ -203,7 +203,7 @@ def test_cut_ends_are_pointed_out() -> None:
         plan = plan_of(dense, "forward", "block", shared=(rf"^(?!.*{cut})",))
         mask = mask_of(dense, plan, 0, is_scaled=True)
         assert mask.scaled
-        assert ("whole_ends" in describe_scale(mask, by_init=True)) is is_hinted
+        assert ("whole_ends" in describe_scale(mask.model, mask.branches, mask.scaled, by_init=True)) is is_hinted
 
 
 def with_pieces(plan: Plan, change: Callable[[Piece], Piece | None], *, units: Sequence[int] = (0,)) -> Plan:
