@@ -2,7 +2,7 @@
 
 Kill a team in the middle, and the others go on; docs/guide.md says how to start teams on nodes. Start a killed one
 again by `SDP_TEAM=2 TORCHFT_LIGHTHOUSE=... python launch/examples/with_teams.py runs/teams`, with the address that `sdp
-teams` has printed, and on GPUs its CUDA_VISIBLE_DEVICES; it takes over the weights of the others.
+teams` has printed, and `CUDA_VISIBLE_DEVICES=2` if each team has a GPU; it takes over the weights of the others.
 """
 
 from __future__ import annotations
