@@ -72,9 +72,13 @@ def run_teams(num_teams: int, num_ranks: int, command: Sequence[str]) -> int:
     print(f"sdp teams: {LIGHTHOUSE}={address}, {num_teams} teams of {num_ranks} ranks", flush=True)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the teams, too
     visible = _visible_devices(num_teams, num_ranks)
-    running = [_start(number, num_ranks, address, command, visible[number]) for number in range(num_teams)]
+    running: list[_LocalTeam] = []
     failed = False
     try:
+        for number, devices in enumerate(visible):
+            _start(running, number, num_ranks, address, command, devices)
+            if devices:
+                print(f"sdp teams: team {number} has {_DEVICES}={devices[_DEVICES]}", flush=True)
         while running:
             for team in list(running):
                 if (code := team.poll()) is not None:
@@ -102,8 +106,14 @@ def _visible_devices(num_teams: int, num_ranks: int) -> list[dict[str, str]]:
 
 
 def _start(
-    number: int, num_ranks: int, address: str, command: Sequence[str], environment: Mapping[str, str]
-) -> _LocalTeam:
+    running: list[_LocalTeam],
+    number: int,
+    num_ranks: int,
+    address: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+) -> None:
+    """Start a team, and append it to those that are running."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -120,6 +130,7 @@ def _start(
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is in this process
     }
     team = _LocalTeam(number, [], store, [])
+    running.append(team)  # before a rank may fail to start
     for rank in range(num_ranks):
         process = subprocess.Popen(
             [sys.executable, "-u", *command],
@@ -135,7 +146,6 @@ def _start(
         team.printers.append(threading.Thread(target=_print_lines, args=(prefix, process.stdout), daemon=True))
         team.printers[-1].start()
         team.ranks.append(process)
-    return team
 
 
 def _print_lines(prefix: str, output: TextIO) -> None:
