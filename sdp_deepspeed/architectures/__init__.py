@@ -1,8 +1,8 @@
 """Residual branches of models, derived from a traced pass.
 
 trace.py records a forward pass, streams.py finds what is added to residual streams, derive.py the modules that compute
-it, and cells.py its neurons and heads; masking/proof.py proves them. located_branch.py has the branches of a model. A
-model without any is refused, with instructions (unknown_models.py).
+it, and cells.py its neurons and heads; masking/proof.py proves them. located_branch.py has the branches of a model, and
+refuses one without any, with instructions.
 
 A layer whose forward pass cannot be traced is described:
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import NoReturn
 
 import torch
 from torch import nn
 
 from sdp_deepspeed.architectures.branch import Branch, InnerLayers, attribute
 from sdp_deepspeed.architectures.cut_tensors import CutTensor, cut_tensors_of
-from sdp_deepspeed.architectures.derivation import derivation_of
-from sdp_deepspeed.architectures.registry import branches_of
-from sdp_deepspeed.architectures.unknown_models import refuse_unknown_model
+from sdp_deepspeed.architectures.derivation import Derivation, derivation_of
+from sdp_deepspeed.architectures.registry import branches_of, how_to_describe
 from sdp_deepspeed.units import Piece
 
 _NOT_ASKED = "its neurons or heads are derived when a strategy cuts them"  # proven_branches
@@ -153,7 +154,7 @@ def _derived(model: nn.Module) -> list[LocatedBranch]:
             located = LocatedBranch(name, branch, _pieces(name, layer, branch), is_bypassed=not branch.is_projected)
             branches.append(replace(located, uncuttable_reason=_NOT_ASKED, is_derived=True))
     if not branches:
-        refuse_unknown_model(model, derivation)
+        _refuse_unknown(model, derivation)
     return branches
 
 
@@ -168,6 +169,33 @@ def _refuse_common_modules(model: nn.Module, branches: Sequence[LocatedBranch]) 
                     f"{name!r} is the same {type(module).__name__} in the branches {owners[module]} and {branch.name}; "
                     "give each branch a separate module"
                 )
+
+
+def _refuse_unknown(model: nn.Module, derivation: Derivation) -> NoReturn:
+    """Raise ValueError for a model of which no branch is described or was derived: why, and what to do."""
+    name = type(model).__name__
+    if derivation.problem:
+        raise ValueError(
+            f"{name}: its forward pass could not be traced ({derivation.problem}). Give an example of inputs before "
+            "deepspeed.initialize, fully_shard or join:\nsdp_deepspeed.trace(model, *args, **kwargs)"
+        )
+    layer, reason = next(iter(derivation.reasons.items()), ("the model", "no repeated module adds to its input"))
+    known = _repeated_layer(model)
+    how = f"\n\n{how_to_describe(known)}" if known is not None else ""
+    raise ValueError(f"{name} has no residual branch that can be left out; {layer}: {reason}.{how}")
+
+
+def _repeated_layer(model: nn.Module) -> nn.Module | None:
+    """First module of the repeated class with the most parameters; None if no class is repeated."""
+    sizes: Counter[type] = Counter()
+    first: dict[type, nn.Module] = {}
+    for container in model.modules():
+        if isinstance(container, nn.ModuleList | nn.Sequential):
+            for child in container:
+                if any(True for _ in child.children()):
+                    first.setdefault(type(child), child)
+                    sizes[type(child)] += sum(parameter.numel() for parameter in child.parameters())
+    return first[max(sizes, key=lambda kind: sizes[kind])] if sizes else None
 
 
 def _pieces(layer_name: str, layer: nn.Module, branch: Branch) -> tuple[Piece, ...]:

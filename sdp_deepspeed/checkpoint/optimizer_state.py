@@ -97,7 +97,7 @@ def optimizer_facts(state: RankState, of_ranks: Sequence[Mapping[int, GroupFacts
             known[number].append(facts)
     return {
         "kind": _kind(state.optimizer.optimizer),
-        "groups": dict(state.optimizer.param_groups),
+        "groups": dict(state.optimizer.param_group_of),
         "options": [of_group[0].options for of_group in known],
         "scalars": [next((f.scalars for f in of_group if f.scalars), {}) for of_group in known],
     }
@@ -189,7 +189,7 @@ def _options(state: RankState, facts: OptimizerFacts) -> list[dict[str, Any]]:
     """Param groups for `load_state_dict`, with the checkpoint's options that this optimizer has, if both runs have the
     same groups."""
     here, stored = state.optimizer.optimizer.param_groups, facts["options"]
-    groups, first = state.optimizer.param_groups, 0
+    groups, first = state.optimizer.param_group_of, 0
     pairs = {(groups[name], facts["groups"][name]) for name in groups.keys() & facts["groups"].keys()}
     stored_of = dict(pairs)
     num_groups = 1 + max([*groups.values(), *state.group_numbers], default=-1)

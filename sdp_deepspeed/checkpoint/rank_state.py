@@ -24,7 +24,7 @@ class SteppedModel(Protocol):
     def optimizer(self) -> torch.optim.Optimizer: ...
 
     @property
-    def param_groups(self) -> Mapping[str, int]: ...
+    def param_group_of(self) -> Mapping[str, int]: ...
 
     def boxes(self) -> Sequence[Box]: ...
 
@@ -66,7 +66,7 @@ class RankState:
 
     def unstepped(self) -> dict[str, torch.Tensor]:
         """Untrained parameters and persistent buffers by dense name."""
-        frozen = {name: p for name, p in self.mask.parameters.items() if name not in self.optimizer.param_groups}
+        frozen = {name: p for name, p in self.mask.parameters.items() if name not in self.optimizer.param_group_of}
         return frozen | self.live_buffers()
 
     def live_buffers(self) -> dict[str, torch.Tensor]:

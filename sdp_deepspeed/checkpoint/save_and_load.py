@@ -56,7 +56,7 @@ class Checkpoint:
 
 class Checkpointer:
     """Checkpoints of one run. Constructor and methods are collective; the caller has synchronized all ranks
-    (`consistency.CallBarrier`).
+    (`CallBarrier`).
 
     With `asynchronous`, `save` returns once the state has been copied to host memory. Writing then continues during
     training, and communicates over a separate process group.

@@ -29,8 +29,8 @@ from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.replaced import KnownParameters
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.messages import announce, quoted
+from sdp_deepspeed.parallel.call_barrier import CallBarrier
 from sdp_deepspeed.parallel.consistency import (
-    CallBarrier,
     check_agreement,
     check_same_plan,
     gather_objects,
@@ -76,7 +76,7 @@ class Core:
 
     coverage: float
     groups: Groups
-    optimizer: ShardedOptimizer
+    sharded: ShardedOptimizer
     dense_view: DenseView
     checkpoints: Checkpointer
     known_parameters: KnownParameters
@@ -150,7 +150,7 @@ class Core:
     def _apply(self, block: SubnetworkConfig, plan: Plan, mask: Mask, options: StepOptions) -> None:
         assert self._torch_optimizer is not None
         self.block, self.plan, self.mask = block, plan, mask
-        self.coverage = plan.coverage_by_flops(unit_costs(self.module, mask.plan.units))
+        self.coverage = mask.plan.coverage_by_flops(unit_costs(self.module, mask.plan.units))
         holder_sets = {holders for pieces in mask.pieces.values() for _, holders in pieces}
         self.groups = Groups(holder_sets, ranks=self._data_parallel, control=self.control, comm=deepspeed_comm)
         mask.apply()
@@ -159,7 +159,7 @@ class Core:
             run_on_all_ranks(lambda: deferred.materialize(mask, self.device, seed), self.control)
             self._deferred = None
         self._partial_sums = self.tensor_parallel.sum_partial_gradients(mask.parameters)
-        self.optimizer = ShardedOptimizer(
+        self.sharded = ShardedOptimizer(
             self._torch_optimizer,
             mask,
             self.groups,
@@ -167,7 +167,7 @@ class Core:
             options,
             tp_replicated=self.tensor_parallel.tp_replicated(mask.parameters),
         )
-        self.dense_view = DenseView(self.optimizer, self.barrier, self.device)
+        self.dense_view = DenseView(self.sharded, self.barrier, self.device)
 
     def replan(self, block: SubnetworkConfig, options: StepOptions, *, logs: bool = True) -> Replanned:
         """Continue under the plan of another block, with other options of the step. Collective, between two
@@ -184,26 +184,27 @@ class Core:
         except Exception:
             self.dense_view.end()
             raise
+
+        def change() -> None:
+            self._close_plan()
+            self.sharded.optimizer.state.clear()
+            self._apply(block, plan, mask, options)
+            # A backward pass through a graph of the earlier plan would be silently incomplete: let autograd refuse it.
+            torch.autograd.graph.increment_version(list(mask.parameters.values()))
+
         with torch.no_grad():
             snapshot = collect_state(self.state())
-            run_on_all_ranks(lambda: self._apply_other(block, plan, mask, options), self.control)
+            run_on_all_ranks(change, self.control)
             sent = load_state(snapshot, self.state(), self.device)
         del snapshot
         costs = gather_objects((sent, time.monotonic() - begin), self.control)
         return Replanned(*map(max, zip(*costs, strict=True)))
 
-    def _apply_other(self, block: SubnetworkConfig, plan: Plan, mask: Mask, options: StepOptions) -> None:
-        self._close_plan()
-        self.optimizer.optimizer.state.clear()
-        self._apply(block, plan, mask, options)
-        # A backward pass through a graph of the earlier plan would be silently incomplete: let autograd refuse it.
-        torch.autograd.graph.increment_version(list(mask.parameters.values()))
-
     def refuse_replan(self) -> None:
         """Raise ValueError or RuntimeError if the state of the run does not allow re-planning."""
-        self.refuse_dense("engine.replan")
+        self.require_subnetwork("engine.replan")
         self.known_parameters.check()
-        self.optimizer.refuse_unfinished("engine.replan")
+        self.sharded.refuse_unfinished("engine.replan")
         mask = self.mask
         frozen = [n for n, p in mask.parameters.items() if mask.trainable[n] and p.numel() and not p.requires_grad]
         if frozen := [name for name in frozen if mask.held_pieces(name)]:
@@ -214,7 +215,7 @@ class Core:
 
     def state(self) -> RankState:
         """This rank's share of the model and optimizer state."""
-        return RankState(self.mask, self.optimizer, self.groups, self.tensor_parallel.shards)
+        return RankState(self.mask, self.sharded, self.groups, self.tensor_parallel.shards)
 
     def check_parameters(self) -> None:
         """Raise RuntimeError if a Parameter, or outside the dense view its `.data`, was replaced."""
@@ -232,8 +233,8 @@ class Core:
         tensors: dict[str, torch.Tensor] = {**self.mask.parameters, **self.mask.buffers}
         return {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
 
-    def refuse_dense(self, call: str) -> None:
-        """Raise RuntimeError if the user has made the module dense; an evaluation ends."""
+    def require_subnetwork(self, call: str) -> None:
+        """End an evaluation, after which the module is this rank's subnetwork. Raise RuntimeError inside `dense`."""
         self.dense_view.end_evaluation()
         if self.dense_view.is_resident:
             raise RuntimeError(f"{call} inside engine.dense(): leave the context first, on all ranks")
@@ -247,7 +248,7 @@ class Core:
 
     def _close_plan(self) -> None:
         self.dense_view.close()
-        self.optimizer.close()
+        self.sharded.close()
         self.groups.close()
         for handle in self._partial_sums:
             handle.remove()

@@ -25,7 +25,7 @@ from sdp_deepspeed.masking.check import is_checkpointed
 from sdp_deepspeed.masking.mask import is_masked, partial_tensors
 from sdp_deepspeed.masking.placeholders import PartialTensor
 from sdp_deepspeed.messages import KEY
-from sdp_deepspeed.parallel.consistency import CallBarrier
+from sdp_deepspeed.parallel.call_barrier import CallBarrier
 from sdp_deepspeed.parallel.dense_gathers import Segment, gather_segments
 from sdp_deepspeed.parallel.optimizer import ShardedOptimizer
 

@@ -9,15 +9,15 @@ Order of construction:
 
 Order of a training step; methods with an underscore, and `allreduce_gradients`, are called by DeepSpeed:
 
-1. `forward` runs the masked module (masking/): absent blocks return zeros (absent_blocks.py), others multiply what they
-   add by 1 / C (scale.py), cut layers have fewer rows or columns (split_layers.py).
+1. `forward` runs the masked module (masking/). Forward regime: absent blocks return zeros (absent_blocks.py), cut
+   tensors have fewer rows or columns (mask.py), and with `branch_scale` what a branch adds is multiplied by 1 / C
+   (scale.py). Backward regime: it is the dense model, in which absent weights are frozen (split_layers.py).
 2. `backward` calls DeepSpeed's, which multiplies the loss by the loss scale. `_backward_prologue` tells the reducer
    whether this is the last micro-step. Hooks of the reducer then receive each gradient (`Reducer._on_gradient`).
    `allreduce_gradients`, or under `no_sync` `_backward_epilogue`, ends the pass (`Reducer.finish_backward`, which
-   averages at stage 2, and at stage 1 after the last micro-step with `overlap_comm`). With unmanaged gradient
-   accumulation at stage 1, DeepSpeed calls it once more at the beginning of `step`, to no effect.
-3. `step` checks that no Parameter was replaced or frozen (`_before_boundary`; at stage 2 after a barrier of all ranks,
-   if the caller sets the boundary). DeepSpeed's `step` then calls `SubnetworkOptimizer.step` (zero_optimizer.py), which
+   averages at stage 2, and at stage 1 after the last micro-step with `overlap_comm`).
+3. `step` checks that no Parameter was replaced (`_before_boundary`; at stage 2 after a barrier of all ranks, if the
+   caller sets the boundary). DeepSpeed's `step` then calls `SubnetworkOptimizer.step` (zero_optimizer.py), which
 
    - calls `ShardedOptimizer.step` (parallel/optimizer.py) with the loss scale. That averages the remaining gradients
      (`Reducer.finish_step`), computes their norm (one all-reduce; see `gradient_norm`), unscales and clips, calls the
@@ -27,7 +27,7 @@ Order of a training step; methods with an underscore, and `allreduce_gradients`,
    - tells the loss scaler whether the update was skipped;
    - keeps the norm (`compute_grad_norm`), and whether the update was skipped, for DeepSpeed to read.
 
-   DeepSpeed drops gradients and steps the learning-rate schedule. After that come the monitor's events,
+   DeepSpeed steps the learning-rate schedule. After that come the monitor's events,
    `check_agreement` and a new plan (`Plans.follow`), where they are due.
 """
 
@@ -109,7 +109,7 @@ class SubnetworkEngine(DividedEngine):
             raise ValueError(f"{KEY} needs an optimizer: name one in the config, or pass one to deepspeed.initialize")
         engines[model] = weakref.ref(self)
         self._step_events = StepEvents(self, self._core)
-        for name in self._core.optimizer.param_groups:
+        for name in self._core.sharded.param_group_of:
             install_full_access(self._core.mask.parameters[name], name, self.optimizer)
 
     @property
@@ -202,27 +202,28 @@ class SubnetworkEngine(DividedEngine):
         Raises:
             RuntimeError: inside `dense`; a Parameter was replaced.
         """
-        self._core.refuse_dense("backward")
+        self._core.require_subnetwork("backward")
         self._core.check_parameters()
-        if self._core.optimizer.options.stage == 2:
-            self._core.barrier.record_step()
+        if self._core.sharded.options.stage == 2:
+            self._core.barrier.record_step()  # so that ranks that wait in another call raise an error at once
         self._step_events.note(loss, is_share=not scale_wrt_gas)
         return super().backward(loss, retain_graph, scale_wrt_gas, **options)
 
     def _backward_prologue(self) -> None:
         """Called by DeepSpeed before each backward pass, in which the reducer's hooks receive the gradients."""
         is_last = self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
-        self._core.optimizer.reducer.is_last_micro_step = is_last
+        self._core.sharded.reducer.is_last_micro_step = is_last
         super()._backward_prologue()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Called by DeepSpeed's engine after each backward pass. Stage 2 reduces gradients here; stage 1 does so at the
-        accumulation boundary with `overlap_comm`, otherwise in `step`."""
-        self._core.optimizer.reducer.finish_backward()
+        accumulation boundary with `overlap_comm`, otherwise in `step`, at whose beginning a second call, with unmanaged
+        accumulation, has no effect."""
+        self._core.sharded.reducer.finish_backward()
 
     def _backward_epilogue(self) -> None:
         if self.inside_no_sync_ctxt:  # DeepSpeed does not call `allreduce_gradients`
-            self._core.optimizer.reducer.finish_backward()
+            self._core.sharded.reducer.finish_backward()
         super()._backward_epilogue()
 
     def _flush_coalesced_reduction_zero12(self, optimizer: SubnetworkOptimizer) -> None:
@@ -241,7 +242,7 @@ class SubnetworkEngine(DividedEngine):
                 the boundary, a rank does not call it.
             AssertionError: on all ranks, if a Parameter had no gradient (`ignore_unused_parameters`).
         """
-        self._core.refuse_dense("step")
+        self._core.require_subnetwork("step")
         if self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation():
             self._before_boundary()
         before = self.global_steps
@@ -256,13 +257,13 @@ class SubnetworkEngine(DividedEngine):
         """Checks before a step that updates weights, and its announcement to ranks that wait in another call."""
         is_managed = self.managed_gradient_accumulation()
         by_caller = self._is_gradient_accumulation_boundary is not None or not is_managed
-        if by_caller and self._core.optimizer.options.stage == 2:  # the number of backward passes may differ
+        if by_caller and self._core.sharded.options.stage == 2:  # the number of backward passes may differ
             self._core.barrier.wait("engine.step")
         self._core.barrier.record_step()
         self._core.check_parameters()
-        refuse_frozen(self, self._core.optimizer)
+        refuse_frozen(self, self._core.sharded)
         if not self.zero_ignore_unused_parameters() and self.zero_optimization() and self.zero_cpu_offload():
-            run_on_all_ranks(lambda: refuse_unused(self._core.optimizer), self._control)
+            run_on_all_ranks(lambda: refuse_unused(self._core.sharded), self._control)
 
     def clip_fp32_gradients(self) -> None:
         """Does nothing: the sharded optimizer clips by the norm of the averaged dense gradient."""
@@ -399,7 +400,7 @@ class SubnetworkEngine(DividedEngine):
         self._core.checkpoints.wait()
 
     def _before_checkpoint(self, call: str) -> None:
-        self._core.refuse_dense(call)
+        self._core.require_subnetwork(call)
         self._core.check_parameters()
         self._core.barrier.wait(call)
         average_running_statistics(self._core.mask, self._core.groups.data_parallel, self.device)
@@ -471,7 +472,7 @@ class SubnetworkEngine(DividedEngine):
         """
         mask = self._core.mask
         frozen = frozenset(n for n, p in mask.parameters.items() if mask.trainable[n] and not p.requires_grad)
-        self._core.refuse_dense("deepspeed.initialize")
+        self._core.require_subnetwork("deepspeed.initialize")
         self._core.close()
         self.optimizer.destroy()
         return frozen

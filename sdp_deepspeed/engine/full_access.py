@@ -152,7 +152,7 @@ def _values(optimizer: ShardedOptimizer, name: str, kind: Quantity, key: str) ->
     """Yield the boxes that this rank owns of a parameter, with views of their values; nothing for missing state."""
     for bucket in (bucket for bucket in optimizer.held if name in bucket.layout.names):
         if kind == "gradient":
-            bucket.set_shard_gradient(bucket.average)
+            bucket.expose_average()
         for box in shard_boxes(bucket):
             state = optimizer.optimizer.state.get(box.tensor, {})
             tensor = {"weight": box.tensor, "gradient": box.tensor.grad, "state": state.get(key)}[kind]

@@ -112,6 +112,7 @@ class DividedEngine(DeepSpeedEngine):
 
     tensor_parallel: TensorParallel
     _control: dist.ProcessGroup  # of all ranks
+    _state_dicts: WholeStateDicts
     _before_autotp: UndividedModel | None = None
 
     def _configure_tensor_parallel(self, model: nn.Module, tp_config: Any) -> Any:

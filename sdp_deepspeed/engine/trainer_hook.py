@@ -1,4 +1,5 @@
-"""Patches of Transformers' Trainer: names of losses and norms, number of parameters, `total_steps` of a schedule."""
+"""Patches of Transformers' Trainer: names of losses and norms, number of parameters, `total_steps` of a schedule;
+with teams, `evaluate`, `predict` and steps."""
 
 from __future__ import annotations
 

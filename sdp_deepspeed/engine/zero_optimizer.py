@@ -53,7 +53,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
     def _change_mode(self, mode: str, change: Callable[[], Any]) -> None:
         """In place of the optimizer's `train` or `eval`; see `ShardedOptimizer.change_mode`."""
         if mode != self.sharded.mode:
-            self._core.refuse_dense(f"optimizer.{mode}")
+            self._core.require_subnetwork(f"optimizer.{mode}")
             self._core.barrier.wait(f"optimizer.{mode}")
             self.sharded.change_mode(mode, change)
 
@@ -65,7 +65,7 @@ class SubnetworkOptimizer(ZeROOptimizer):
 
     @property
     def sharded(self) -> ShardedOptimizer:
-        return self._core.optimizer
+        return self._core.sharded
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -40,7 +40,7 @@ class SteppedShards:
         every: dict[str, int] = {}
         for of_rank in gather_objects(run_on_all_ranks(self._numbers_by_name, control), control):
             every |= of_rank
-        self.param_groups = {name: every[name] for name in sharded.parts if name in every}
+        self.param_group_of = {name: every[name] for name in sharded.parts if name in every}
 
     def _numbers_by_name(self) -> dict[str, int]:
         names = {id(self.sharded.parameter(part)): part.name for part in self.sharded.held_parts()}
@@ -63,7 +63,7 @@ class SteppedShards:
         return [
             box
             for part in sharded.held_parts()
-            for box in part.boxes(sharded.rank, sharded.parameter(part), is_stepped=part.name in self.param_groups)
+            for box in part.boxes(sharded.rank, sharded.parameter(part), is_stepped=part.name in self.param_group_of)
         ]
 
     def gather_weights(self) -> None:
@@ -100,7 +100,7 @@ def state_of(sharded: ShardedModel, optimizer: torch.optim.Optimizer | None = No
     if optimizer is None:
         sharded.reshard()
         optimizer = torch.optim.SGD([sharded.parameter(part) for part in sharded.held_parts()])
-    return ShardedState(sharded.mask, SteppedShards(sharded, optimizer), sharded.groups, sharded.shards)
+    return ShardedState(sharded.mask, SteppedShards(sharded, optimizer), sharded.groups, sharded.tensor_parallel_shards)
 
 
 class CheckpointManager:

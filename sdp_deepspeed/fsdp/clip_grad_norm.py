@@ -83,5 +83,5 @@ def _counted_elsewhere(parameters: Any, named: Sequence[torch.Tensor]) -> set[in
     sharded = sharded_model_of(parameters)
     if sharded.groups.tensor_parallel_rank == 0:
         return set()
-    divided = sharded.shards.divisions
+    divided = sharded.tensor_parallel_shards.divisions
     return {id(sharded.parameter(part)) for part in sharded.held_parts() if part.name not in divided}

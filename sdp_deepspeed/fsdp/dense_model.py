@@ -36,7 +36,7 @@ class DenseModel:
     Args:
         mask: mask of the model, not applied yet.
         parts: parts of the parameters, by dense name.
-        dtensors: the DTensors of the weights; None without tensor parallelism.
+        dtensors: the DTensors of the weights.
 
     Attributes:
         module: the second tree.
@@ -48,7 +48,7 @@ class DenseModel:
         mask: Mask,
         parts: Mapping[str, Sequence[Part]],
         policy: MixedPrecisionPolicy,
-        dtensors: ReplacedDTensors | None,
+        dtensors: ReplacedDTensors,
     ) -> None:
         self._mask, self._parts, self._policy, self._dtensors = mask, parts, policy, dtensors
         self._blank = {  # placeholders of the parameters while no layer runs
@@ -116,19 +116,22 @@ class DenseModel:
         return {path: names for path, names in of_layers.items() if names}, of_root
 
     def attach(
-        self, groups: Groups, device: torch.device, shard: Callable[[Part], torch.Tensor], whole: Mapping[str, Any]
+        self,
+        groups: Groups,
+        device: torch.device,
+        shard: Callable[[Part], torch.Tensor],
+        whole: Mapping[str, Any],
+        wrapped: Iterable[nn.Module],
     ) -> None:
         """Connect to the model, after it has been sharded.
 
         Args:
             shard: returns this rank's shard of a part that it holds.
             whole: module and name, by dense name, of parameters that FSDP2's root gathers or ignores.
+            wrapped: modules whose inputs and outputs FSDP2 casts; so does the second tree.
         """
         self._groups, self._device, self._shard, self._whole = groups, device, shard, whole
-
-    def cast_like(self, modules: Iterable[nn.Module]) -> None:
-        """Cast inputs and outputs of modules of the second tree as FSDP2 does for those of the model."""
-        policy, cast_ids = self._policy, {id(module) for module in modules}
+        policy, cast_ids = self._policy, {id(module) for module in wrapped}
         for module, copied in self._pairs:
             if id(module) in cast_ids:
                 inputs = policy.param_dtype if policy.cast_forward_inputs else None
@@ -207,7 +210,7 @@ class DenseModel:
 
     def _set(self, values: Mapping[str, torch.Tensor]) -> None:
         for name, value in values.items():
-            whole = value if self._dtensors is None else self._dtensors.around(name, value)
+            whole = self._dtensors.around(name, value)
             for module, attribute, _ in self._places[name]:
                 module._parameters[attribute] = nn.Parameter(whole, requires_grad=False)
 

@@ -70,10 +70,12 @@ class ReplacedDTensors:
     """Tensor parallelism of a model, on one rank.
 
     Args:
-        columns: global ranks of the data-parallel group of each tensor-parallel rank.
+        columns: global ranks of the data-parallel mesh of each tensor-parallel rank; one without tensor parallelism.
+        exist: whether parameters are DTensors.
     """
 
     columns: tuple[tuple[int, ...], ...]
+    exist: bool
     _given: list[tuple[nn.Module, str, Any]] = field(default_factory=list)  # the original DTensors
     _wholes: dict[str, _Whole] = field(default_factory=dict)  # by name in the model
     _hooks: list[Any] = field(default_factory=list)
@@ -137,19 +139,18 @@ def check_per_head(module: nn.Module, branches: Sequence[LocatedBranch]) -> None
         )
 
 
-def find_columns(module: nn.Module, mesh: DeviceMesh, control: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
-    """Global ranks of the data-parallel mesh of each tensor-parallel rank; empty without tensor parallelism.
-    Collective.
+def find_dtensors(module: nn.Module, mesh: DeviceMesh, control: dist.ProcessGroup) -> ReplacedDTensors:
+    """Find the columns of a model's tensor parallelism. Collective.
 
     Raises:
-        ValueError: on all ranks, if these and the DTensors' meshes are not columns and rows of one grid.
+        ValueError: on all ranks, if columns and the DTensors' meshes are not columns and rows of one grid.
     """
     meshes = {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}
     column = tuple(mesh.mesh.tolist())
     gathered = gather_objects((column, [tuple(other.mesh.flatten().tolist()) for other in meshes]), control)
     columns = tuple(sorted({column for column, _ in gathered}))
     if len(columns) == 1 and not any(rows for _, rows in gathered):
-        return ()
+        return ReplacedDTensors(columns, exist=False)
     rows = set(zip(*columns, strict=False))
     everybody = sorted(rank for column in columns for rank in column)
     of_dtensors = sorted({row for _, rows_of_rank in gathered for row in rows_of_rank})
@@ -161,7 +162,7 @@ def find_columns(module: nn.Module, mesh: DeviceMesh, control: dist.ProcessGroup
             f"fully_shard: mesh: got ranks {listed(columns)}, and DTensors over ranks {listed(of_dtensors)}, expected "
             f'axes of one mesh of {len(gathered)} ranks: mesh["tp"] in parallelize_module, mesh["dp"] here'
         )
-    return columns
+    return ReplacedDTensors(columns, exist=True)
 
 
 def _show_while_it_runs(module: nn.Module, wholes: dict[str, _Whole]) -> list[Any]:

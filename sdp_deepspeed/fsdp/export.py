@@ -1,4 +1,4 @@
-"""The dense model of a sharded model: evaluation, state dict, export, batch norms."""
+"""The dense model of a sharded model: state dict, export, batch norms."""
 
 from __future__ import annotations
 

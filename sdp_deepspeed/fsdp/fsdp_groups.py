@@ -100,11 +100,11 @@ def _check_encoder_is_reached(mask: Mask, blocks: Mapping[int, Sequence[LocatedB
         )
 
 
-def make_fsdp_groups(
+def split_and_group(
     mask: Mask, branches: Iterable[BranchModules], parts: Mapping[str, Sequence[Part]], together: Mapping[str, str]
 ) -> list[FsdpGroup]:
-    """FSDP2 groups of this rank, at the positions of their last branches. Neurons and heads are split by holder set
-    (parts.py).
+    """FSDP2 groups of this rank, at the positions of their last branches. Branches with neurons or heads of several
+    holder sets are split (parts.py).
 
     Args:
         mask: applied.

@@ -2,13 +2,24 @@
 package.
 
 FSDP2's reduce-scatter averages a unit over its mesh, which consists of its holders: that is the masked average.
+
+Order of construction:
+
+1. Arguments are checked (refused_arguments.py), then the plan is computed, and this rank's mask (`_plan`).
+2. The modules are copied, without weights, for the dense model (dense_model.py).
+3. The mask is applied (`_apply_mask`). Modules with the same holders become groups; branches with neurons of several
+   holder sets are split (fsdp_groups.py, parts.py).
+4. FSDP2 shards the groups over their holders, and the rest over all ranks (`_wrap`).
+5. Hooks order the collectives (order.py), and run the dense model in evaluation (evaluation.py).
+
+A training step is FSDP2's own: a group is gathered before its first module runs, and in backward its gradients are
+averaged. The user's optimizer steps shards. `clip_grad_norm_` (clip_grad_norm.py) knows the meshes.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -23,14 +34,14 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.fsdp import state_dicts
 from sdp_deepspeed.fsdp.dense_model import DenseModel
-from sdp_deepspeed.fsdp.dtensors import ReplacedDTensors, check_per_head, find_columns
+from sdp_deepspeed.fsdp.dtensors import ReplacedDTensors, check_per_head, find_dtensors
 from sdp_deepspeed.fsdp.evaluation import run_dense_in_evaluation
 from sdp_deepspeed.fsdp.fsdp_groups import (
     BranchModules,
     FsdpGroup,
     gathered_together,
-    make_fsdp_groups,
     modules_by_branch,
+    split_and_group,
     without_own_parameters,
 )
 from sdp_deepspeed.fsdp.meshes import OF_SHARED, holder_meshes, with_axes
@@ -45,8 +56,8 @@ from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.masking.scale import describe_scale
 from sdp_deepspeed.masking.wrappers import compile_in_place, without_wrappers
 from sdp_deepspeed.messages import announce, quoted
+from sdp_deepspeed.parallel.call_barrier import CallBarrier
 from sdp_deepspeed.parallel.consistency import (
-    CallBarrier,
     check_agreement,
     check_same_parameters,
     check_same_plan,
@@ -111,11 +122,10 @@ def fully_shard(
         config = run_on_all_ranks(partial(check_call, module, mesh, block, options), control)
         check_same_settings(config, options.describe(module), control)
         mesh = mesh or init_device_mesh(device_type(), (dist.get_world_size(),))
-        columns = find_columns(module, mesh, control)
+        dtensors = find_dtensors(module, mesh, control)
         compile_in_place(module)
         with without_wrappers(module):
-            dtensors = ReplacedDTensors(columns) if columns else None
-            sharded = _shard(CheckedCall(module, config, mesh, options, columns, control, dtensors))
+            sharded = _shard(CheckedCall(module, config, mesh, options, control, dtensors))
     except Exception:
         dist.destroy_process_group(control)
         raise
@@ -126,20 +136,14 @@ def fully_shard(
 
 @dataclass(frozen=True)
 class CheckedCall:
-    """The arguments of `fully_shard`, the same on all ranks.
-
-    Args:
-        columns: the data-parallel ranks of each tensor-parallel rank; empty without tensor parallelism.
-        dtensors: None without tensor parallelism.
-    """
+    """The arguments of `fully_shard`, checked and the same on all ranks, and what was made of them."""
 
     module: nn.Module
     block: SubnetworkConfig
     mesh: DeviceMesh
     options: ShardOptions
-    columns: Sequence[tuple[int, ...]]
     control: dist.ProcessGroup
-    dtensors: ReplacedDTensors | None
+    dtensors: ReplacedDTensors
 
     @property
     def device(self) -> torch.device:
@@ -155,7 +159,7 @@ class PlannedModel:
     Args:
         mask: mask in coordinates of this rank's tensors.
         branches: modules of all branches, also of those that this rank lacks.
-        together: from `gathered_together`.
+        together: first layer of the range with which each branch is gathered (`gathered_together`).
         state_names: dense name of the tensor of each key of the state dict.
         deferred: weights of a model built under `Init`, else None.
     """
@@ -171,18 +175,18 @@ class PlannedModel:
 def _shard(call: CheckedCall) -> ShardedModel:
     """Compute the plan, apply the mask, materialize and shard the model; collective."""
     module, options, control = call.module, call.options, call.control
-    with call.dtensors or nullcontext():
+    with call.dtensors:
         planned = run_on_all_ranks(partial(_plan, call), control)
         check_same_plan(planned.plan, control)
-        check_same_parameters(module, call.columns or [range(dist.get_world_size())], control)
+        check_same_parameters(module, call.dtensors.columns, control)
         mask, parts = planned.mask, parts_of(planned.mask, options.ignored_params)
         make = partial(DenseModel, mask, parts, options.mp_policy, call.dtensors)
         dense = run_on_all_ranks(make, control)
-    coverage = planned.plan.coverage_by_flops(unit_costs(module, mask.plan.units))
+    coverage = mask.plan.coverage_by_flops(unit_costs(module, mask.plan.units))
     all_parts = [part for of_name in parts.values() for part in of_name]
-    groups = Groups({part.holders for part in all_parts}, ranks=call.columns or None, control=control)
+    groups = Groups({part.holders for part in all_parts}, ranks=call.dtensors.columns, control=control)
     _apply_mask(call, planned, groups)
-    fsdp_groups = make_fsdp_groups(mask, planned.branches, parts, planned.together)
+    fsdp_groups = split_and_group(mask, planned.branches, parts, planned.together)
     in_groups = _wrap(call, mask, fsdp_groups, groups)
     sharded = ShardedModel(
         module=module,
@@ -200,12 +204,12 @@ def _shard(call: CheckedCall) -> ShardedModel:
         dtensors=call.dtensors,
         barrier=CallBarrier(),
     )
-    whole = {}  # parameters that the root gathers or ignores
+    whole = {}  # parameters of all ranks, or ignored ones: FSDP2's root has them
     for part in all_parts:
         if len(part.holders) == groups.data_parallel.size and id(sharded.parameter(part)) not in in_groups:
             whole[part.path] = sharded.owners[part.path]
-    dense.attach(groups, call.device, sharded.shard, whole)
-    dense.cast_like(module.get_submodule(path) for of_branch in planned.branches for path in of_branch.paths)
+    wrapped = (module.get_submodule(path) for of_branch in planned.branches for path in of_branch.paths)
+    dense.attach(groups, call.device, sharded.shard, whole, wrapped)
     can_run_again = not any(branch.description.extra_outputs for branch in mask.branches)
     CollectiveOrder(
         module, sharded.fsdp_groups, can_run_again=can_run_again, output_dtype=options.mp_policy.output_dtype
@@ -224,17 +228,17 @@ def _plan(call: CheckedCall) -> PlannedModel:
     state_names = _state_names(module)
     is_deferred = any(hasattr(tensor, "_sdp_weights") for tensor in named_tensors(module).values())
     deferred = DeferredWeights(module) if is_deferred else None
-    cut = call.block.strategy if call.dtensors is None else "neuron"  # checks of tensor parallelism need heads
+    cut = call.block.strategy if not call.dtensors.exist else "neuron"  # checks of tensor parallelism need heads
     branches = without_own_parameters(proven_branches(module, cut))
     plan, warnings = plan_model(module, call.block, call.mesh.size(), branches=branches)
     check_tensors(module, plan, options.ignored_params)
     together = gathered_together(plan, dense_tensors(module), branches)
     local_plan = plan
-    if call.dtensors is not None:
+    if call.dtensors.exist:
         check_per_head(module, branches)
         call.dtensors.take_local(module)
-        refuse_model(module)
-        column = next(index for index, ranks in enumerate(call.columns) if dist.get_rank() in ranks)
+        refuse_model(module)  # again, for the local parts
+        column = next(index for index, ranks in enumerate(call.dtensors.columns) if dist.get_rank() in ranks)
         local_plan = call.dtensors.shards(column).local_plan(plan)
     mask = Mask(module, local_plan, call.mesh.get_local_rank(), branches, is_scaled=call.block.is_scaled)
     branch_modules = list(modules_by_branch(mask))
@@ -271,14 +275,14 @@ def _wrap(call: CheckedCall, mask: Mask, fsdp_groups: Sequence[FsdpGroup], group
         Ids of the sharded parameters of these groups.
     """
     options, mesh = call.options, call.mesh
-    meshes = holder_meshes({group.holders for group in fsdp_groups}, groups, mesh, is_divided=bool(call.columns))
+    meshes = holder_meshes({group.holders for group in fsdp_groups}, groups, mesh, is_divided=call.dtensors.exist)
     for group in fsdp_groups:
         _shard_modules(group.modules, meshes[group.holders], options.arguments())
     in_groups = [p for group in fsdp_groups for module in group.modules for p in module.parameters()]
     absent = _absent_names(mask)
     state_dicts.install(call.module, {name: mask.shapes[name] for name in absent})
     left_out = [mask.parameters[name] for name in absent if name in mask.parameters]
-    shared_mesh = with_axes(mesh, OF_SHARED) if call.columns else mesh
+    shared_mesh = with_axes(mesh, OF_SHARED) if call.dtensors.exist else mesh
     _shard_modules([call.module], shared_mesh, options.arguments(*left_out))
     return {id(parameter) for parameter in in_groups if parameter not in options.ignored_params}
 

@@ -19,10 +19,10 @@ from sdp_deepspeed.fsdp.parts import Part
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.boxes import local_of
-from sdp_deepspeed.parallel.consistency import CallBarrier
+from sdp_deepspeed.parallel.call_barrier import CallBarrier
 from sdp_deepspeed.parallel.groups import Groups
 from sdp_deepspeed.plan.plan import Plan
-from sdp_deepspeed.plan.tensor_parallel_shards import UNDIVIDED, TensorParallelShards
+from sdp_deepspeed.plan.tensor_parallel_shards import TensorParallelShards
 
 logger = logging.getLogger("sdp_deepspeed")
 _ATTRIBUTE = "_sdp_sharded"
@@ -40,7 +40,6 @@ class ShardedModel:
         fsdp_groups: modules of each FSDP2 group of this rank, ordered by the last module.
         state_names: dense name of the tensor of each key of the dense state dict.
         coverage: C of the plan, weighted by FLOPs.
-        dtensors: None without tensor parallelism.
 
     Attributes:
         owners: module and attribute name of each parameter that this rank has, by its path when it was sharded, since
@@ -59,7 +58,7 @@ class ShardedModel:
     dense: DenseModel
     state_names: Mapping[str, str]
     coverage: float
-    dtensors: ReplacedDTensors | None
+    dtensors: ReplacedDTensors
     barrier: CallBarrier
     has_warned: bool = False
     has_trained: bool = True  # since the last average of running statistics
@@ -76,8 +75,9 @@ class ShardedModel:
         return self.groups.rank
 
     @property
-    def shards(self) -> TensorParallelShards:
-        return UNDIVIDED if self.dtensors is None else self.dtensors.shards(self.groups.tensor_parallel_rank)
+    def tensor_parallel_shards(self) -> TensorParallelShards:
+        """The part of each parameter on this tensor-parallel rank."""
+        return self.dtensors.shards(self.groups.tensor_parallel_rank)
 
     def held_parts(self) -> Iterator[Part]:
         """Yield the parts of which this rank has a shard, or the whole (`ignored_params`)."""

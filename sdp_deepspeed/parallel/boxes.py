@@ -51,7 +51,7 @@ class Box(NamedTuple):
 
 def shard_boxes(bucket: Bucket) -> Iterator[Box]:
     """Yield the boxes that this rank owns of a bucket, and steps."""
-    layout, position = bucket.layout, bucket.shard_group.position
+    layout, position = bucket.layout, bucket.group.position
     before = layout.shard_range(position)[0]
     for item, start, stop in layout.owned(position):
         piece = item.piece

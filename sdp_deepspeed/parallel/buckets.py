@@ -44,7 +44,7 @@ class Bucket:
     """
 
     def __init__(self, layout: BucketLayout, group: RankGroup | None, *, device: torch.device) -> None:
-        self.layout, self.group, self.device = layout, group, device
+        self.layout, self._group, self.device = layout, group, device
         self.places: list[Place] = []
         self._has_gradients = False  # whether `gradients` have memory
         self._in_gradients: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # weights in the gradients' memory
@@ -114,10 +114,15 @@ class Bucket:
         return [*torch._utils._unflatten_dense_tensors(flat, self._like)]
 
     @property
-    def shard_group(self) -> RankGroup:
-        """`group`, if this rank is a holder."""
-        assert self.group is not None
-        return self.group
+    def is_held(self) -> bool:
+        """Whether this rank is a holder."""
+        return self._group is not None
+
+    @property
+    def group(self) -> RankGroup:
+        """The holders, of which this rank must be one."""
+        assert self._group is not None
+        return self._group
 
     @property
     def step_dtype(self) -> torch.dtype:
@@ -126,7 +131,7 @@ class Bucket:
 
     def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
         """View of this rank's shard in a flat buffer."""
-        first, end = self.layout.shard_range(self.shard_group.position)
+        first, end = self.layout.shard_range(self.group.position)
         return flat[first:end]
 
     def weights_from_module(self, view: Callable[[Piece], torch.Tensor]) -> None:
@@ -156,11 +161,18 @@ class Bucket:
         else:
             self.average = average if self.average is None else self.average.add_(average)
 
-    def set_shard_gradient(self, gradient: torch.Tensor | None) -> None:
-        """Set the gradient of `shard` for the optimizer; None removes it."""
-        gradients = [None] * len(self.parameters) if gradient is None else self.stepped(gradient)
-        for parameter, value in zip(self.parameters, gradients, strict=True):
-            parameter.grad = value
+    def expose_average(self) -> torch.Tensor:
+        """Make `average` the gradient of `parameters`, and return it."""
+        assert self.average is not None
+        for parameter, gradient in zip(self.parameters, self.stepped(self.average), strict=True):
+            parameter.grad = gradient
+        return self.average
+
+    def drop_average(self) -> None:
+        """Release `average`, also as a gradient."""
+        self.average = None
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def stepped(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """What belongs to each of `parameters` in a tensor like `shard`: all of it, or views of whole tensors."""
@@ -227,14 +239,14 @@ class HeldTensor(NamedTuple):
     Args:
         dim: dimension along which it is cut; None for a whole tensor.
         lengths: lengths of the held slices, which are adjacent in the parameter.
-        buckets: indices of the buckets with these slices, ascending.
+        bucket_indices: of the buckets with these slices, ascending.
     """
 
     parameter: nn.Parameter
     dim: int | None
     lengths: list[int]
     places: list[Place]
-    buckets: list[int]
+    bucket_indices: list[int]
 
     def slices(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Views of the held slices of the parameter, or of its gradient."""
@@ -279,7 +291,7 @@ def sent_together(
     together: list[Bucket] = []
     num_received = 0
     for bucket in buckets:
-        group = bucket.shard_group
+        group = bucket.group
         is_direct = group.gathers_directly if gathers else group.scatters_directly
         is_alone = not is_direct or bucket.layout.stepping_position is not None
         count = group.num_received(bucket.layout.size)

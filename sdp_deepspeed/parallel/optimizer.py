@@ -14,9 +14,9 @@ A step (`ShardedOptimizer.step`), for every bucket (buckets.py) that this rank h
    whole model, so for each depth range and dtype there is one all-gather over all data-parallel ranks
    (`_gather_range`), to which each rank contributes all of its shards, padded to the largest share.
 
-Memory of cut tensors: the first gradient allocates a bucket's flat gradients; at stage 1 the average is a view of them;
-weights are gathered into the same memory, copied to the parameters, and it is freed. Whole tensors and their gradients
-are views of flat buffers, and are not copied.
+Memory of cut tensors: a bucket's flat gradients are allocated for the first of them; at stage 1 the average is a view
+of these if it has their dtype; weights are gathered into the same memory, copied to the parameters, and it is freed.
+Whole tensors and their gradients are views of flat buffers, and are not copied.
 
 # Order of collectives
 
@@ -79,7 +79,7 @@ class ShardedOptimizer:
         optimizer: optimizer of the dense model's parameters, not stepped yet. Parameters in its param groups are
             replaced by this rank's shards; other options are unchanged.
         mask: this rank's subnetwork, applied: pieces of dense tensors with their holders, and views of those held.
-        param_groups: param group index of each trained tensor, by dense name. The same on all ranks: parameters that
+        param_group_of: param group index of each trained tensor, by dense name. The same on all ranks: parameters that
             the user froze are excluded, those that only the mask froze on this rank are included.
         tp_replicated: tensors that are equal on all tensor-parallel ranks; the norm counts them once.
 
@@ -97,7 +97,7 @@ class ShardedOptimizer:
         optimizer: torch.optim.Optimizer,
         mask: Mask,
         groups: Groups,
-        param_groups: Mapping[str, int],
+        param_group_of: Mapping[str, int],
         options: StepOptions,
         *,
         tp_replicated: Collection[str],
@@ -105,24 +105,24 @@ class ShardedOptimizer:
         self.optimizer, self.mask, self.groups, self.options = optimizer, mask, groups, options
         self._gathers_all = mask.plan.regime == "backward"
         self._clips_updates = options.clips_updates and options.clip > 0 and is_deepspeeds_muon(optimizer)
-        self.param_groups = dict(param_groups)
+        self.param_group_of = dict(param_group_of)
         self.norm: torch.Tensor | None = None
         self.mode: str | None = None
-        self._parameters = {name: mask.parameters[name] for name in param_groups}
+        self._parameters = {name: mask.parameters[name] for name in param_group_of}
         self._device = next(iter(self._parameters.values())).device
         layouts = plan_buckets(
-            {name: pieces for name, pieces in mask.pieces.items() if name in param_groups},
+            {name: pieces for name, pieces in mask.pieces.items() if name in param_group_of},
             mask.shapes,
             {name: parameter.dtype for name, parameter in self._parameters.items()},
-            param_groups,
+            param_group_of,
             bucket_size=options.bucket_size,
             tp_replicated=tp_replicated,
             stepped_whole=tensors_stepped_whole(
-                optimizer, param_groups, mask, tp_replicated=tp_replicated, is_divided=groups.tensor_parallel_size > 1
+                optimizer, param_group_of, mask, tp_replicated=tp_replicated, is_divided=groups.tensor_parallel_size > 1
             ),
         )
         buckets = [Bucket(layout, groups.of(layout.holders), device=self._device) for layout in layouts]
-        self.held = [bucket for bucket in buckets if bucket.group is not None]
+        self.held = [bucket for bucket in buckets if bucket.is_held]
         self.buckets = buckets if self._gathers_all else self.held
         self._tensors = place_in_buckets(self.held, self._parameters, mask.pieces, groups.rank)
         self._allocate_buffers()
@@ -162,22 +162,19 @@ class ShardedOptimizer:
             )
         self._refuse_offloaded("step()")
         self.reducer.finish_step()
-        gradients = [bucket.average for bucket in self.held if bucket.average is not None]
-        self.norm = gradient_norm(self._owned_gradients(), self._device) / loss_scale
+        self.norm = gradient_norm(self._counted_averages(), self._device) / loss_scale
         if check_overflow and not torch.isfinite(self.norm):
             self.reducer.zero_grad()
             return False
         self._restore_views()  # users may have replaced `.data`
-        for bucket, gradient in zip(self.held, gradients, strict=True):
-            bucket.set_shard_gradient(gradient)
+        gradients = [bucket.expose_average() for bucket in self.held]
         if self._clips_updates:
             self._step_clipped_updates(gradients, loss_scale)
         else:
             scale_gradients(gradients, self.norm, self.options.clip, loss_scale)
             self.optimizer.step()
         for bucket in self.held:
-            bucket.set_shard_gradient(None)
-            bucket.average = None  # may be a view of local gradients, in whose memory weights are gathered next
+            bucket.drop_average()  # may be a view of local gradients, in whose memory weights are gathered next
         self._gather(reuse_gradients=True)
         self.reducer.zero_grad()
         return True
@@ -195,12 +192,12 @@ class ShardedOptimizer:
         assert self.norm is not None
         scale_gradients(gradients, self.norm, 0.0, loss_scale)
         orthogonalize(self.optimizer)
-        self.norm = gradient_norm(self._owned_gradients(), self._device)
+        self.norm = gradient_norm(self._counted_averages(), self._device)
         scale_gradients(gradients, self.norm, self.options.clip, 1.0)
         step_with_updates(self.optimizer)
 
-    def _owned_gradients(self) -> list[torch.Tensor]:
-        """Gradients of the shards that this rank counts in the norm."""
+    def _counted_averages(self) -> list[torch.Tensor]:
+        """Averaged gradients of the shards that this rank counts in the norm."""
         counted = [b for b in self.held if not b.layout.is_tp_replicated or self.groups.tensor_parallel_rank == 0]
         return [bucket.average for bucket in counted if bucket.average is not None]
 
@@ -250,7 +247,7 @@ class ShardedOptimizer:
         """All-gather each bucket over its holders. Whole tensors are views of it, and cut ones are copied from it."""
         views: dict[str, Sequence[torch.Tensor]] = {}  # of cut parameters: their held slices
         for together in sent_together(self.held, self.options.bucket_size, gathers=True):
-            groups = [bucket.shard_group for bucket in together]
+            groups = [bucket.group for bucket in together]
             flats = [bucket.allocate_weights(reuse_gradients=reuse_gradients) for bucket in together]
             shards = [bucket.shard_to_weights() for bucket in together]
             stepping_position = together[0].layout.stepping_position
@@ -294,7 +291,7 @@ class ShardedOptimizer:
             with torch.no_grad():
                 bucket.weights_from_module(self.mask.view)
             bucket.restore_views(self._parameters)
-            if bucket.group is not None:
+            if bucket.is_held:
                 bucket.make_shard(offload=self.options.offload, pin_memory=self.options.pin_memory)
             bucket.drop_weights()
 

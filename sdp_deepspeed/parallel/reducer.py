@@ -1,8 +1,9 @@
 """Gradients: accumulation, and their average over the holders of each bucket.
 
-At stage 1 backward passes only collect gradients, and `finish_step` reduces all buckets; with overlap, the pass of the
-last micro-step reduces those that are complete, and at its end the rest. At stage 2 every pass does. Gradients that are
-missing (experts without tokens, skipped branches) are zeros.
+At stage 1 backward passes only move gradients to buckets (`_accumulate`), and `finish_step` reduces all buckets; with
+overlap, the pass of the last micro-step reduces those that are complete, and at its end the rest. At stage 2 every pass
+does; gradients stay in `.grad` until their bucket is packed (`_pack`). Gradients that are missing (experts without
+tokens, skipped branches) are zeros.
 
 Hooks on accumulated gradients detect when a bucket is complete. Buckets are reduced in the order of collectives
 (optimizer.py); one that is complete early waits for its turn. When that is may differ between ranks, since only the
@@ -92,33 +93,38 @@ class Reducer:
                 "a backward pass inside engine.dense(): use torch.autograd.grad, or leave the context first"
             )
         tensor = self._tensors[name]
-        overlaps = self._options.stage == 2 or (self._options.overlap and self.is_last_micro_step)
-        reduces_early = overlaps and not self.is_coalescing
-        if reduces_early and self._last_pass.get(name) == self._pass:
+        averages = self._averages_in_backward
+        if averages and self._last_pass.get(name) == self._pass:
             raise RuntimeError(
                 f"{name!r} received two gradients in one backward pass; set use_reentrant=False for activation "
                 "checkpointing, or use ZeRO stage 1 without overlap_comm"
             )
         self._last_pass[name] = self._pass
-        if tensor.buckets[0] < self._next:
+        if tensor.bucket_indices[0] < self._next:
             raise RuntimeError(
                 f"{name!r} received a gradient after its bucket was reduced; call step() or engine.zero_grad() before "
                 "the next backward pass"
             )
         if self._options.stage < 2 or self.is_coalescing:
             self._accumulate(name, tensor)
-        if reduces_early:
-            for index in tensor.buckets:
+        if averages:
+            for index in tensor.bucket_indices:
                 self._num_missing[index] -= 1
             while self._next < len(self._buckets) and not self._num_missing[self._next]:
-                self._reduce([self._buckets[self._next]])
+                self._reduce(self._next + 1)
+
+    @property
+    def _averages_in_backward(self) -> bool:
+        """Whether the backward pass that runs averages gradients."""
+        in_this_pass = self._options.stage == 2 or (self._options.overlap and self.is_last_micro_step)
+        return in_this_pass and not self.is_coalescing
 
     def _accumulate(self, name: str, tensor: HeldTensor) -> None:
         """Move a gradient to its buckets, or add it to their contents. If the gradient of a whole tensor has the
         bucket's dtype, `.grad` becomes a view of the bucket, in which autograd accumulates further gradients."""
-        for index in tensor.buckets:
+        for index in tensor.bucket_indices:
             self._buckets[index].allocate_gradients(self._options.gradient_dtype)
-        targets = [self._buckets[place.bucket_index].gradient_views[place.index_in_bucket] for place in tensor.places]
+        targets = self._views(tensor)
         parameter = tensor.parameter
         gradient = parameter.grad
         assert gradient is not None
@@ -136,20 +142,20 @@ class Reducer:
             self._states[name] = _State.BUCKETS
         parameter.grad = None
 
+    def _views(self, tensor: HeldTensor) -> list[torch.Tensor]:
+        """Views of its slices in the gradients of its buckets."""
+        return [self._buckets[place.bucket_index].gradient_views[place.index_in_bucket] for place in tensor.places]
+
     @torch.no_grad()
     def finish_backward(self) -> None:
         """Called by the engine after each backward pass, on every rank. Stage 2 reduces the remaining buckets; stage 1
         does so after the last micro-step with overlap, else in `finish_step`."""
         self._pass += 1
-        if self.is_coalescing:
-            return
-        if self._options.stage == 2:
-            self._reduce(self._buckets[self._next :])
+        if self._averages_in_backward:
+            self._reduce(len(self._buckets))
             self.is_averaged = True
-            self._restart()
-        elif self._options.overlap and self.is_last_micro_step:
-            self._reduce(self._buckets[self._next :])
-            self.is_averaged = True
+            if self._options.stage == 2:
+                self._restart()
 
     def unused(self) -> list[str]:
         """Tensors of this rank without a gradient since the last step."""
@@ -164,7 +170,7 @@ class Reducer:
         """What this rank has accumulated of a tensor's gradient, before it is averaged: its held slices, or nothing."""
         tensor = self._tensors.get(name)
         if tensor is not None and self._states.get(name) is _State.BUCKETS:
-            return [self._buckets[place.bucket_index].gradient_views[place.index_in_bucket] for place in tensor.places]
+            return self._views(tensor)
         gradient = None if tensor is None else tensor.parameter.grad
         return () if tensor is None or gradient is None else tensor.slices(gradient)
 
@@ -173,8 +179,8 @@ class Reducer:
         """Reduce the remaining buckets after the last micro-step, and wait for the averages. Collective."""
         if self._options.stage < 2:
             self._refuse_dropped()
-            self._reduce(self._buckets[self._next :])
-        elif not self.is_averaged:
+            self._reduce(len(self._buckets))
+        elif not self.is_averaged:  # a step without a backward pass
             self.finish_backward()
         self.is_averaged = True
         if self._stream is not None:
@@ -203,8 +209,7 @@ class Reducer:
         for parameter in self._parameters.values():
             parameter.grad = None
         for bucket in self._buckets:
-            bucket.average = None
-            bucket.set_shard_gradient(None)
+            bucket.drop_average()
             bucket.drop_gradients()
         self.is_averaged = self.is_last_micro_step = False
         self._restart()
@@ -222,14 +227,15 @@ class Reducer:
 
     # ---- reduction --------------------------------------------------------------------------------------------------
 
-    def _reduce(self, buckets: Sequence[Bucket]) -> None:
-        """Average gradients of the next buckets over the holders: their sum, divided by their number."""
+    def _reduce(self, end: int) -> None:
+        """Average gradients of the next buckets, up to the index `end`, over the holders: their sum, divided by their
+        number."""
         views: dict[str, Sequence[torch.Tensor]] = {}
-        for together in sent_together(buckets, self._options.bucket_size):
+        for together in sent_together(self._buckets[self._next : end], self._options.bucket_size):
             with self._on_side_stream():
                 for bucket in together:
                     self._pack(bucket, views)
-                groups = [bucket.shard_group for bucket in together]
+                groups = [bucket.group for bucket in together]
                 flats = self._to_wire(together)
                 averages = [self._memory_of_average(bucket) for bucket in together]
                 stepping_position = together[0].layout.stepping_position
@@ -239,7 +245,7 @@ class Reducer:
                     reduce_scatter(averages, flats, groups)
                 for bucket, flat, average in zip(together, flats, averages, strict=True):
                     if flat.dtype != torch.float16:  # fp16 was divided before
-                        average.div_(bucket.shard_group.size)
+                        average.div_(bucket.group.size)
                     bucket.add_average(average)
                     if self._options.stage == 2:
                         if self._stream is not None and bucket.gradients is not None:
@@ -278,7 +284,7 @@ class Reducer:
         bucket.gradients[bucket.layout.num_elements :].zero_()
         if self._options.stage == 2:
             for name in bucket.layout.names:
-                if self._buckets[self._tensors[name].buckets[-1]] is bucket:
+                if self._buckets[self._tensors[name].bucket_indices[-1]] is bucket:
                     self._parameters[name].grad = None
 
     def _to_wire(self, buckets: Sequence[Bucket]) -> list[torch.Tensor]:
@@ -292,11 +298,12 @@ class Reducer:
             flats = [buffer.copy_(flat) for buffer, flat in zip(buffers, flats, strict=True)]
         if dtype == torch.float16:
             for bucket, flat in zip(buckets, flats, strict=True):
-                flat.div_(bucket.shard_group.size)
+                flat.div_(bucket.group.size)
         return flats
 
     def _memory_of_average(self, bucket: Bucket) -> torch.Tensor:
-        """Memory for the average of this rank's shard: that of its gradients, unless they are dropped earlier."""
+        """Memory for the average of this rank's shard: that of its gradients, unless these are dropped earlier or
+        have another dtype."""
         assert bucket.gradients is not None
         shard = bucket.shard_of(bucket.gradients)
         is_kept = self._options.stage < 2 and shard.dtype == bucket.step_dtype

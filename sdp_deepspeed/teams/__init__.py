@@ -33,5 +33,5 @@ Assumptions: the machine of the lighthouse is reachable from all teams, and each
 team present, which has the store, is killed within the milliseconds of a decision, some teams may count a meeting that
 others repeat; those others then take over the anchors at the next one, and lose the steps since the last.
 
-The package imports neither DeepSpeed nor `sdp_deepspeed.parallel`.
+The package does not import DeepSpeed.
 """

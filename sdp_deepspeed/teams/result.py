@@ -68,15 +68,15 @@ class Result:
         """Average a bucket, copy it to teams that lack it, and send it to those that fetch the dense model."""
         if self._means is not None:
             exchange.average(bucket, self._deltas, self._means)
-        exchange.copy(bucket, lambda r: self._new(r)[0], self._anchors)
+        exchange.copy(bucket, lambda r: self._outer_step(r)[0], self._anchors)
         if len(self._state.momentum):
-            exchange.copy(bucket, lambda r: self._new(r)[1], self._momentum)
+            exchange.copy(bucket, lambda r: self._outer_step(r)[1], self._momentum)
         receivers = self.attendance.receivers
         wanted = [
             [r for r in bucket if team in receivers and not exchange.stores(team, r.holders)]
             for team in self.attendance.teams
         ]
-        for r, values in exchange.send(wanted, lambda r: self._new(r)[0]):
+        for r, values in exchange.send(wanted, lambda r: self._outer_step(r)[0]):
             self.dense[r.dense_offset : r.dense_offset + r.length] = values
 
     def replace_state(self) -> None:
@@ -84,7 +84,7 @@ class Result:
         state, attendance = self._state, self.attendance
         if self._means is not None and self._is_current:
             for r in (r for bucket in buckets(self._shares) for r in bucket if r.offset is not None):
-                for vector, values in zip((self._anchors, self._momentum), self._new(r), strict=True):
+                for vector, values in zip((self._anchors, self._momentum), self._outer_step(r), strict=True):
                     if len(vector):
                         r.of(vector).copy_(values)
         state.anchors, state.momentum = self._anchors, self._momentum
@@ -92,7 +92,7 @@ class Result:
             state.num_steps, state.steps_since = attendance.next_steps
         state.version, state.last = attendance.next_version, attendance.next_last
 
-    def _new(self, r: Range) -> tuple[torch.Tensor, torch.Tensor]:
+    def _outer_step(self, r: Range) -> tuple[torch.Tensor, torch.Tensor]:
         """New anchors and momentum of a range at its source, of buffers the means: torch's SGD with Nesterov."""
         state, mu = self._state, self._settings.outer_momentum
         anchors, momentum = r.of(state.anchors), r.of(state.momentum) if mu else state.momentum

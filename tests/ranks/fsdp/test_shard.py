@@ -18,7 +18,7 @@ from transformers import BartConfig, BartForCausalLM
 
 from sdp_deepspeed import fully_shard, trace
 from sdp_deepspeed.fsdp import fsdp_groups, sharded_model_of
-from sdp_deepspeed.parallel import consistency
+from sdp_deepspeed.parallel import call_barrier
 from sdp_deepspeed.parallel.groups import default_store
 from sdp_deepspeed.plan.plan import Plan
 from tests.helpers.collective_log import check_order, collectives_of_fsdp
@@ -145,14 +145,14 @@ def test_covers_everything(rank: Rank, block: dict[str, Any]) -> None:
 def test_late_ranks_are_named(rank: Rank) -> None:
     """Once, by the first waiting rank."""
     store: Any = default_store()
-    barrier = consistency.CallBarrier()
+    barrier = call_barrier.CallBarrier()
     warnings: list[str] = []
 
     def record(message: str, *values: object) -> None:
         warnings.append(message % values)
         store.set("late is named", "")
 
-    with mock.patch.multiple(consistency, PATIENCE=0.0), mock.patch.object(consistency.logger, "warning", record):
+    with mock.patch.multiple(call_barrier, PATIENCE=0.0), mock.patch.object(call_barrier.logger, "warning", record):
         if rank.rank > 0:
             store.wait(["late is named"])
         barrier.wait("save")
