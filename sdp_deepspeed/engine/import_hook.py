@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sdp_deepspeed.engine.accelerate_hook import patch_accelerate
-from sdp_deepspeed.engine.trainer_hook import patch_trainer
+from sdp_deepspeed.engine.trainer_hook import patch_accelerate, patch_trainer
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec

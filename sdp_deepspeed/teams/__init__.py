@@ -5,9 +5,9 @@ workers, which never changes. A team is an ordinary job of any host, in a world 
 reduces the model to the team's subnetwork before the host sees it. Between meetings nothing leaves a team.
 
 A **meeting** after every H-th optimizer step averages the teams. For every element with present holders S and anchor a
-(fp32): `delta = a - mean over S of w`, then a step of torch's SGD (`outer_lr`, `outer_momentum`, Nesterov) on a, and
-all of S set their weights to a. An **anchor** is a weight after the last meeting, the **version** of a team the number
-of meetings that counted. At C = 1 this is DiLoCo (arXiv 2311.08105).
+(fp32): `delta = a - mean over S of w`, then a step of torch's SGD (`outer_lr`, `outer_momentum`, Nesterov;
+`outer_step.py`) on a, and all of S set their weights to a. An **anchor** is a weight after the last meeting, the
+**version** of a team the number of meetings that counted. At C = 1 this is DiLoCo (arXiv 2311.08105).
 
 One meeting, in the order of the code (`participant.py`, `_take_part`):
 

@@ -19,9 +19,9 @@ from sdp_deepspeed.teams.attendance import NO_STATE, START, STEP, Attendance, Me
 from sdp_deepspeed.teams.dense_modules import DenseModules
 from sdp_deepspeed.teams.exchange import Exchange
 from sdp_deepspeed.teams.meeting_point import REMIND, RETRY, MeetingPoint
+from sdp_deepspeed.teams.outer_step import Result, TeamState
 from sdp_deepspeed.teams.outside_changes import OutsideChanges
 from sdp_deepspeed.teams.ranks import TeamRanks
-from sdp_deepspeed.teams.result import Result, TeamState
 from sdp_deepspeed.teams.shares import buckets, num_elements
 from sdp_deepspeed.teams.weights import TorchHost, Weights
 

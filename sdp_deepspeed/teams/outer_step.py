@@ -1,4 +1,4 @@
-"""What a team carries from one meeting to the next, and what a meeting makes of it."""
+"""What a team carries from one meeting to the next, and what a meeting makes of it: a step of the outer optimizer."""
 
 from __future__ import annotations
 
