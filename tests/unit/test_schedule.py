@@ -36,24 +36,6 @@ def test_without_a_schedule_or_switched_off_nothing_changes() -> None:
     assert parse(config(GROWING, enabled=False)) is None
 
 
-def test_each_step_has_the_config_of_its_phase() -> None:
-    """The block by itself that of the first."""
-    found = schedule(GROWING, strategy="neuron", coverage=0.25, seed=3)
-    same = {"strategy": "neuron", "seed": 3}
-    assert [found.phase_after(steps) for steps in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
-    assert found.config_after(3)[KEY] == {**same, "coverage": 0.5}
-    assert found.config_after(4)[KEY] == {**same, "holders": 3}
-    assert found.config_after(6)[KEY] == found.config_after(1000)[KEY] == {**same, "coverage": 1.0}
-    assert [(phase.first_step, phase.until_step) for phase in found.phases] == [(1, 4), (5, 6), (7, None)]
-    assert parse(config(GROWING, coverage=1.0)) == parse(config(coverage=0.5))
-
-
-def test_a_phase_that_does_not_say_it_has_what_the_block_says_and_not_the_phase_before() -> None:
-    found = schedule([{"until_step": 1, "regime": "backward", "stage": 2}, {"seed": 1}], coverage=0.5)
-    assert found.config_after(0) == {KEY: {"coverage": 0.5, "regime": "backward"}, "zero_optimization": {"stage": 2}}
-    assert found.config_after(1) == {KEY: {"coverage": 0.5, "seed": 1}}
-
-
 @pytest.mark.parametrize(
     ("block", "more"),
     [

@@ -8,17 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common.measured_step import live_tensors, measured_step
-from sdp_deepspeed.parallel import optimizer
-from sdp_deepspeed.parallel.dense_gathers import gather_flat
 from tests.helpers.live_tensors import Watch, stepped_elements, stored_absent, stored_bytes, unit_bytes
 from tests.helpers.models import config, loss_of
 from tests.helpers.oracle_grid import PRECISIONS
@@ -204,19 +200,3 @@ def test_nothing_is_there_twice_within_a_step(rank: Rank, case: Memory, accumula
     assert figures.peak - figures.activations <= 1.1 * (state + buckets), (figures, state)
     copy = min(figures.weights, figures.gradients)
     assert figures.peak - figures.activations + copy > 1.1 * (state + buckets), "a second copy would not be seen"
-
-
-def test_weights_of_the_backward_regime_are_received_in_one_buffer_at_a_time(rank: Rank) -> None:
-    engine = engine_of(Memory(regime="backward", strategy="neuron").settings(), model_of_units())
-    step(engine)
-    earlier: list[StorageWeakRef] = []
-
-    def gather(*arguments: Any) -> list[torch.Tensor]:
-        assert all(buffer.expired() for buffer in earlier)
-        received = gather_flat(*arguments)
-        earlier.append(StorageWeakRef(received[0].untyped_storage()))
-        return received
-
-    with mock.patch.object(optimizer, "gather_flat", gather):
-        step(engine)
-    assert len(earlier) > 2

@@ -256,57 +256,7 @@ def test_a_team_that_differs_is_refused_by_name_and_the_others_go_on(tmp_path: P
     assert_equal(tmp_path, range(3))
 
 
-# ---- mistakes -------------------------------------------------------------------------------------------------------
-
-
-def lose_values(place: Place, settings: dict[str, Any]) -> None:
-    """Team 1 gets weights that are not finite after the second meeting."""
-    run = Run(place, settings)
-    run.team.start()
-    run.meet_until(2)
-    if place.team == 1:
-        run.spoil()
-    run.meet_until(4)
-    assert run.team.present == (0,)
-    assert all(value.isfinite().all() for value in run.team.dense_state_dict().values())
-
-
-@pytest.mark.slow
-def test_values_that_are_not_finite_end_their_team_alone(tmp_path: Path) -> None:
-    with teams(tmp_path) as run:
-        first, second = (run.start(lose_values, number, 1, block(2)) for number in range(2))
-        assert second.wait() == [1]
-        assert "team 1: weights are not finite at step 6" in second.error()
-        run.finish(first)
-
-
-@pytest.mark.slow
-def test_without_the_last_holder_of_a_unit_the_others_wait_and_end_with_an_error(tmp_path: Path) -> None:
-    with teams(tmp_path) as run:
-        first, second = (run.start(lose_values, number, 1, block(2, 0.5, wait_timeout=20.0)) for number in range(2))
-        assert second.wait() == [1]
-        assert first.wait() == [1]
-        assert "no holder of model.layers.0" in first.error()
-        assert "with version 2 is here; waiting for one of teams 1" in first.error()
-
-
-def call_differently(place: Place) -> None:
-    run = Run(place, block(2))
-    run.team.start()
-    run.meet()
-    if place.team == 0:
-        run.team.dense_state_dict()
-    else:
-        run.meet()
-
-
-def test_different_calls_end_all_with_their_names(tmp_path: Path) -> None:
-    with teams(tmp_path, heartbeats=NEVER_MISSED) as run:
-        for number in range(2):
-            run.start(call_differently, number)
-        for team in run.started:
-            assert team.wait() == [1]
-            assert "team 0 calls dense_state_dict and team 1 calls step" in team.error()
+# ---- leaving --------------------------------------------------------------------------------------------------------
 
 
 def leave_early(place: Place) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -42,18 +41,6 @@ class Convolutions(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.wide(self.depthwise(self.norm(self.stem(x))))
         return self.head(x.mean((2, 3)))
-
-
-def positions(model: nn.Module) -> dict[str, Fraction]:
-    """Of the weights of matrices and kernels; of vectors nothing counts."""
-    found = flops_per_element(model)
-    assert not any(found[name] for name, parameter in model.named_parameters() if parameter.dim() == 1)
-    return {name: found[name] / 2 for name, p in model.named_parameters() if p.dim() > 1}
-
-
-def test_positions_by_hand() -> None:
-    """12 x 10 by stride 2 is 6 x 5; a kernel of [out, in / groups, height, width] counts once for each position."""
-    assert positions(Convolutions()) == {"stem.weight": 30, "depthwise.weight": 30, "wide.weight": 30, "head.weight": 1}
 
 
 SMALL: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}

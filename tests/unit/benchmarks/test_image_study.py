@@ -40,8 +40,9 @@ def examples(num: int = 32) -> Examples:
     ids=lambda block: " ".join(map(str, block.values())),
 )
 def test_gradients_are_those_of_the_reference(block: dict[str, Any]) -> None:
-    training = Training(Subject(6, block), Data(*[examples()] * 3), 0, SETTINGS)
+    training, plans = Training(Subject(6, block), Data(*[examples()] * 3), 0, SETTINGS), set()
     for step in range(2):
+        plans.add(training.workers.plan.hash)
         model, workers = deepcopy(training.model), training.workers
         model.requires_grad_(True).zero_grad()
         reference = Reference(
@@ -59,6 +60,7 @@ def test_gradients_are_those_of_the_reference(block: dict[str, Any]) -> None:
             tolerance = 1e-4 * gradients[name].abs().max().item() + 1e-6
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=0, atol=tolerance)
         torch.optim.SGD(training.model.parameters(), lr=0.1).step()
+    assert len(plans) == (2 if "redraw_interval" in block else 1)
 
 
 def test_stochastic_depth_leaves_branches_out_and_counts_the_others() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import pickle
 import signal
@@ -82,28 +81,6 @@ def test_killed_at_any_moment(tmp_path: Path, tags: tuple[str, ...]) -> None:
         assert not [path.name for path in folder.iterdir() if path.suffix in (".tmp", ".old")]
         assert len(atomic_folder.complete_tags(folder)) == 2
     assert number > 5
-
-
-def hold(folder: Path, pipe: Any) -> None:
-    lock = atomic_folder.lock_folder(folder)
-    pipe.send("held")
-    pipe.recv()
-    assert lock is not None
-
-
-def test_two_jobs_in_one_folder(tmp_path: Path) -> None:
-    """Until the other one ends, however it does."""
-    here, there = multiprocessing.Pipe()
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=hold, args=(tmp_path, there))
-    process.start()
-    here.recv()
-    with pytest.raises(ValueError, match="another job writes checkpoints to"):
-        atomic_folder.lock_folder(tmp_path)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert atomic_folder.lock_folder(tmp_path) is not None
 
 
 def test_newest_and_kept(tmp_path: Path) -> None:

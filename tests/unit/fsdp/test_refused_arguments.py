@@ -18,22 +18,6 @@ HALF = {"coverage": 0.5}
 
 
 @pytest.mark.parametrize(
-    ("block", "words"),
-    [
-        (None, ("block", "None")),
-        ({"subnetwork_data_parallel": HALF}, ("not the enclosing config",)),
-        ({"coverage": 2}, ("subnetwork_data_parallel.coverage",)),
-        (HALF | {"enabled": False}, ("enabled",)),
-        ({"schedule": [HALF]}, ("schedule", "fully_shard")),
-    ],
-)
-def test_a_wrong_block(block: Any, words: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match=words[0]) as caught:
-        parse_block(block, "fully_shard")
-    assert all(word in str(caught.value) for word in words)
-
-
-@pytest.mark.parametrize(
     ("more", "word"),
     [
         ({"regime": "backward"}, "regime"),

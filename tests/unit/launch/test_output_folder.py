@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import multiprocessing
 import os
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +13,6 @@ import pytest
 
 from output_folder import check_resumable, hold
 from tests.helpers.programs import error_of
-
-
-def _hold(folder: Path, end: Connection) -> None:
-    hold(folder)
-    end.send("held")
-    end.recv()
-
-
-def test_a_folder_is_held_until_the_process_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    context: Any = multiprocessing.get_context("fork")  # the child locks a file and is killed: it needs no imports
-    here, there = context.Pipe()
-    process = context.Process(target=_hold, args=(tmp_path / "run", there))
-    process.start()
-    try:
-        assert here.recv() == "held"
-        assert f"in use by process {process.pid} on " in error_of(capsys, lambda: hold(tmp_path / "run"))
-    finally:
-        process.kill()
-        process.join()
-    hold(tmp_path / "run")
-    assert f"in use by process {os.getpid()} on " in error_of(capsys, lambda: hold(tmp_path / "run"))
 
 
 def test_without_locks_a_run_goes_on_and_says_so(

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache
 
 from sdp_deepspeed import architectures, check_description
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers
@@ -147,24 +146,6 @@ def test_compilers_follow(name: str, regime: Regime, strategy: str) -> None:
     largest = max(float(gradient.abs().max()) for gradient in expected[2].values())
     for key, gradient in expected[2].items():
         assert_close(found[2][key], gradient, largest)
-
-
-def test_generation_is_of_the_dense_model() -> None:
-    dense = build("llama").eval()
-    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    expected = dense.generate(tokens(), **settings)
-    model, mask = masked(dense, plan_of(dense, "forward", "block"), 0)
-    with pytest.raises(RuntimeError, match="cannot use a cache; generate from the dense model"):
-        model.train().generate(tokens(), **settings)
-    with pytest.raises(RuntimeError, match="cannot use a cache"):
-        model(tokens(), past_key_values=DynamicCache())
-    mask.undo()
-    fetch(mask, dense)
-    assert torch.equal(model.generate(tokens(), **settings), expected)
-    for strategy in ("block", "neuron"):  # in the backward regime each rank runs the dense model
-        assert torch.equal(
-            masked(dense, plan_of(dense, "backward", strategy), 0)[0].train().generate(tokens(), **settings), expected
-        )
 
 
 @pytest.mark.parametrize(

@@ -48,19 +48,6 @@ def _parameters() -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.ones(2)) for name in "abcd"}
 
 
-def test_names_by_group_without_frozen_and_left_out_ones() -> None:
-    parameters = _parameters()
-    a, b, c, d = parameters.values()
-    d.requires_grad_(False)  # by the mask
-    optimizer = torch.optim.SGD([{"params": [b]}, {"params": [a, d]}], lr=0.1)
-    optimizer.add_param_group({"params": [c]})
-    assert param_group_indices(optimizer, parameters, dict.fromkeys("abcd", True)) == {"a": 1, "b": 0, "c": 2, "d": 1}
-    trainable = {"a": True, "b": False, "c": True, "d": True}
-    assert param_group_indices(optimizer, parameters, trainable) == {"a": 1, "c": 2, "d": 1}
-    optimizer = torch.optim.SGD([a], lr=0.1)
-    assert param_group_indices(optimizer, parameters, trainable) == {"a": 0}
-
-
 def test_a_parameter_of_another_model_is_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3, 2))])
     with pytest.raises(ValueError, match=r"shape \(3, 2\) that the model does not have"):

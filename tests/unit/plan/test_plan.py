@@ -1,4 +1,4 @@
-"""Plans: look-ups, hash, JSON, checks of the table, text."""
+"""Plans: hash, JSON, checks of the table, text."""
 
 from __future__ import annotations
 
@@ -19,19 +19,6 @@ UNITS = tuple(
 )
 PLAN = Plan("forward", "block", 3, 5, UNITS, ((0, 1), (1, 2), (0, 2)), (0, 1, 2))
 MIXED = replace(PLAN, holders=((0, 1, 2), (0, 1), (2,)))
-
-
-def test_lookups() -> None:
-    plan = replace(PLAN, subnetwork_of_rank=(0, 0, 1, 1, 2, 2))
-    assert plan.coverage == pytest.approx(2 / 3)
-    assert plan.units_of(0) == (0, 2)
-    assert plan.ranks_of(1) == (2, 3, 4, 5)
-    assert (plan.holds(0, 1), plan.holds(0, 2)) == (True, False)
-    assert (plan.holds_rank(0, 3), plan.holds_rank(0, 4)) == (True, False)
-    assert [MIXED.coverage_of(u) for u in range(3)] == pytest.approx([1, 2 / 3, 1 / 3])
-    assert MIXED.coverage_by_flops([UnitCost(1, 1, flops) for flops in (1, 1, 4)]) == pytest.approx((3 + 2 + 4) / 18)
-    whole = replace(PLAN, holders=((0, 1, 2),) * 3)
-    assert [plan.trains_subnetworks for plan in (PLAN, replace(PLAN, regime="backward"), whole)] == [True, False, False]
 
 
 @pytest.mark.parametrize("plan", [PLAN, MIXED, replace(PLAN, strategy={"attention": "neuron", "mlp": "block"})])

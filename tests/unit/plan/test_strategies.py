@@ -14,7 +14,7 @@ from sdp_deepspeed import architectures
 from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, LocatedBranch
 from sdp_deepspeed.architectures.cut_tensors import CutTensor
 from sdp_deepspeed.masking.proof import proven_branches
-from sdp_deepspeed.plan.strategies import branches_of_units, units_of_branches
+from sdp_deepspeed.plan.strategies import units_of_branches
 from sdp_deepspeed.units import Unit, check_pieces
 from tests.helpers import models
 from tests.helpers.core_masks import families
@@ -31,43 +31,6 @@ def units_of(name: str, **choice: Any) -> dict[str, Unit]:
     return {unit.name.removeprefix(f"{found[0].layer}."): unit for unit in units}
 
 
-def slices(unit: Unit) -> list[tuple[str, int | None, int, int]]:
-    """Per piece the layer's and the tensor's name, dim, start and length."""
-    return [(".".join(p.parameter.split(".")[-2:]), p.dim, p.start, p.length) for p in unit.pieces]
-
-
-def test_a_key_value_head_goes_with_its_queries() -> None:
-    """Llama: 4 query heads on 2 key/value heads of 4."""
-    units = units_of("llama")
-    assert list(units) == ["attention.head_0", "attention.head_1", "mlp.group_0", "mlp.group_1"]
-    assert slices(units["attention.head_1"]) == [
-        ("q_proj.weight", 0, 8, 8),
-        ("k_proj.weight", 0, 4, 4),
-        ("v_proj.weight", 0, 4, 4),
-        ("o_proj.weight", 1, 8, 8),
-    ]
-    assert slices(units["mlp.group_1"]) == [
-        ("gate_proj.weight", 0, 12, 12),
-        ("up_proj.weight", 0, 12, 12),
-        ("down_proj.weight", 1, 12, 12),
-    ]
-
-
-def test_stacked_projections_have_a_piece_per_block() -> None:
-    """GPT-2 stores [in, out], with queries, keys and values of all 4 heads one after the other."""
-    units = units_of("gpt2")
-    assert slices(units["attention.head_2"]) == [
-        *[("c_attn.weight", 1, start, 4) for start in (8, 24, 40)],
-        *[("c_attn.bias", 0, start, 4) for start in (8, 24, 40)],
-        ("c_proj.weight", 0, 8, 4),
-    ]
-    assert slices(units["mlp.group_0"]) == [
-        ("c_fc.weight", 1, 0, 15),
-        ("c_fc.bias", 0, 0, 15),
-        ("c_proj.weight", 0, 0, 15),
-    ]
-
-
 @pytest.mark.parametrize("name", families([*models.SPECIMENS, *MIXTURES], ("llama", "gpt2", "gpt_oss", "qwen2_moe")))
 def test_units_part_what_they_cut(name: str) -> None:
     """Each element is in exactly one; branches.json has the tensors that are cut."""
@@ -82,15 +45,6 @@ def test_units_part_what_they_cut(name: str) -> None:
     cut = [piece for unit in units for piece in unit.pieces if ".experts." in piece.parameter]
     if name != "llama4":  # which runs all experts, in another product
         assert all(piece.start % 4 == piece.length % 4 == 0 for piece in cut), "as grouped products of fp32 need"
-
-
-def test_a_branch_of_each_unit() -> None:
-    branches = proven_branches(models.llama(), "neuron")
-    mixed = units_of_branches(branches, strategy={"attention": "neuron", "mlp": "block"})
-    layers = [f"model.layers.{index}" for index in (0, 1)]
-    expected = [name for layer in layers for name in (f"{layer}.attention", f"{layer}.attention", None)]
-    assert branches_of_units(mixed, branches) == expected
-    assert branches_of_units(units_of_branches(branches), branches) == [None] * 4
 
 
 def test_parts_that_a_mapping_leaves_out_are_shared() -> None:

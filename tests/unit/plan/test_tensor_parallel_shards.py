@@ -29,20 +29,6 @@ def plan_of(*units: Unit) -> Plan:
     return Plan("forward", "neuron", 1, 0, units, ((0,),) * len(units), (0,))
 
 
-def test_a_unit_has_one_piece_in_each_shard() -> None:
-    local = Unit("u", (Piece("up", 0, 2, 3), Piece("down", 1, 2, 3), Piece("norm", 0, 1, 2)))
-    dense = shards().dense_unit(local)
-    assert dense.pieces == (
-        Piece("up", 0, 2, 3),
-        Piece("up", 0, 8, 3),
-        Piece("down", 1, 2, 3),
-        Piece("down", 1, 8, 3),
-        Piece("norm", 0, 1, 2),
-    )
-    for index in range(2):
-        assert shards(index).local_plan(plan_of(dense)).units == (local,)
-
-
 @pytest.mark.parametrize(
     "pieces",
     [
@@ -64,13 +50,6 @@ def branch(*, blocks: int = 1, dim: int = 0) -> LocatedBranch:
     tensors = (CutTensor(inner.cuts[0], "up", dim, 12, (1,) * blocks), CutTensor(inner.cuts[1], "down", 1, 12))
     pieces = (Piece("norm", None, 0, 4), Piece("up", None, 0, 48), Piece("down", None, 0, 48))
     return LocatedBranch("layer", Branch("mlp", norm="norm", body="ff", inner=inner), pieces, 12, tensors)
-
-
-def test_a_branch_as_a_rank_has_it() -> None:
-    local = shards().local_branch(branch())
-    assert (local.num_cells, [tensor.size for tensor in local.cut_tensors]) == (6, [6, 6])
-    assert [piece.length for piece in local.pieces] == [4, 24, 24]
-    assert local.pieces_of_cells(range(4, 6)) == (Piece("up", 0, 4, 2), Piece("down", 1, 4, 2))
 
 
 def test_layers_that_are_divided_otherwise_cannot_be_cut() -> None:
