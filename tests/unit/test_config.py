@@ -39,13 +39,6 @@ def message(ds_config: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_absent_or_switched_off() -> None:
-    assert parse({}) is None
-    assert parse({"zero_optimization": {"stage": 3}}) is None
-    assert parse({KEY: {"enabled": False}}) is None
-    assert parse({KEY: {"enabled": False, "coverage": 0.5}}) is None
-
-
 def test_every_key_is_read() -> None:
     settings: dict[str, Any] = {
         "enabled": True,
@@ -166,11 +159,6 @@ def test_local_steps_in_a_phase() -> None:
     ):
         text = message({KEY: {"coverage": 0.5, "schedule": phases}})
         assert text.startswith(f"{KEY}.schedule[{number}].local_steps: teams have one plan")
-
-
-def test_one_of_coverage_and_holders() -> None:
-    assert "neither coverage nor holders" in message({KEY: {}})
-    assert "cannot be combined with holders" in message({KEY: {"coverage": 0.5, "holders": 2}})
 
 
 def test_keys_that_the_rest_of_the_block_makes_pointless_are_errors() -> None:

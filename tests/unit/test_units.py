@@ -25,12 +25,6 @@ def test_a_piece_is_never_empty_or_negative(dim: int, start: int, length: int) -
         Piece("w", dim, start, length)
 
 
-def test_what_fits_is_accepted() -> None:
-    check(Piece("w", 0, 0, 2), Piece("w", 0, 2, 2), Piece("b", None, 0, 4), Piece("s", None, 0, 1))
-    check(Piece("w", 1, 5, 1), Piece("w", 1, 0, 5))
-    check()
-
-
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [

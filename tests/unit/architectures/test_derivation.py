@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from torch import nn
 
 import sdp_deepspeed
@@ -19,7 +18,6 @@ from sdp_deepspeed.masking import replayed_layer
 from sdp_deepspeed.masking.proof import proven_branches, replicated_layers
 from tests.helpers.core_masks import expected_of, mask_of, masked, plan_of
 from tests.helpers.hand_written import HAND_WRITTEN, TOKENS, WIDTH, Layer, Stack, traced
-from tests.helpers.models import VOCABULARY
 from tests.helpers.oracle_grid import MODELS
 
 REFUSED = [name for name, model in HAND_WRITTEN.items() if not model.branches]
@@ -380,12 +378,6 @@ def test_the_model_and_the_random_state_are_unchanged() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == of_python
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_a_decoder_by_itself_has_cross_attention() -> None:
-    sizes = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 24}
-    branches = proven_branches(hf.BartForCausalLM(hf.BartConfig(vocab_size=VOCABULARY, **sizes)))
-    assert [branch.description.name for branch in branches] == ["attention", "cross_attention", "mlp"] * 2
 
 
 class ReturnsSizes(nn.Linear):

@@ -99,6 +99,10 @@ def test_what_cannot_be_described_is_refused() -> None:
     architectures.register(LlamaDecoderLayer, Branch("mlp", norm="input_layernorm", body="feed_forward"))
     with pytest.raises(ValueError, match=r"no submodule 'feed_forward'.*'mlp'"):
         proven_branches(llama())
+    for name in ("scale", "training"):
+        architectures.register(LlamaDecoderLayer, Branch("mlp", body="mlp", parameters=(name,)))
+        with pytest.raises(ValueError, match=rf"layers\.0 .* has no parameter '{name}', .*its own are \[\]"):
+            proven_branches(llama())
     with pytest.raises(ValueError, match="different names"):
         architectures.register(LlamaDecoderLayer, Branch("mlp", body="mlp"), Branch("mlp", body="self_attn"))
     with pytest.raises(ValueError, match="expected one or more"):

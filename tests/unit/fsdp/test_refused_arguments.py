@@ -17,20 +17,6 @@ from tests.helpers.models import llama
 HALF = {"coverage": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("more", "word"),
-    [
-        ({"regime": "backward"}, "regime"),
-        ({"redraw_interval": 10}, "redraw_interval"),
-        ({"check_agreement": True}, "check_agreement"),
-        ({"local_steps": {"teams": 2, "every": 3}}, r"local_steps: got \{.*'every': 3.*\}, .* call sdp_deepspeed.join"),
-    ],
-)
-def test_what_of_the_block_is_not_possible(more: dict[str, Any], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        check_call(llama(1), None, HALF | more, ShardOptions())
-
-
 def test_a_model_or_option_that_is_not_possible() -> None:
     check_call(llama(1), None, HALF, ShardOptions(reshard_after_forward=False))
     options: Any = 2

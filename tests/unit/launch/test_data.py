@@ -112,22 +112,6 @@ def shards(folder: Path, tag: str) -> dict[str, Any]:
     return {"path": "json", "data_files": str(folder / f"{tag}*.jsonl")}
 
 
-@pytest.mark.parametrize("position", [7, *(pytest.param(position, marks=pytest.mark.slow) for position in (0, 1, 23))])
-def test_a_stream_goes_on_where_it_was_saved(tmp_path: Path, position: int) -> None:
-    settings = data(shards(tmp_path, "alpha"), shards(tmp_path, "beta"), streaming=True)
-    streams = [Stream(load_blocks(settings, 0, tmp_path).train, rank, 2) for rank in range(2)]
-    expected = []
-    for stream in streams:
-        batches = iter(stream.loader(3))
-        _ = [*islice(batches, position)]
-        stream.save(tmp_path)
-        expected.append([batch["input_ids"].tolist() for batch in islice(batches, 20)])
-    for rank in range(2):
-        again = Stream(load_blocks(settings, 0, tmp_path).train, rank, 2)
-        again.load(tmp_path)
-        assert [batch["input_ids"].tolist() for batch in islice(again.loader(3), 20)] == expected[rank]
-
-
 def test_ranks_of_a_stream_read_different_text(tmp_path: Path) -> None:
     blocks = load_blocks(data(shards(tmp_path, "alpha"), streaming=True), 0, tmp_path).train
     batches = [next(iter(Stream(blocks, rank, 2).loader(20)))["input_ids"].tolist() for rank in range(2)]

@@ -63,10 +63,3 @@ def test_parts_may_be_neurons_blocks_or_shared(name: str, regime: Regime) -> Non
         elif regime == "forward":
             with pytest.raises(ValueError, match=r"branch_scale.*0\.attention' have coverage \[0\.5, 1\.0\]"):
                 mask_of(dense, plan, 1, is_scaled=True)
-
-
-@pytest.mark.parametrize("option", ["reorder_and_upcast_attn", "scale_attn_by_inverse_layer_idx"])
-def test_other_forms_of_gpt2_attention(option: str) -> None:
-    dense = build("gpt2", **{option: True})
-    dense.set_attn_implementation("eager")
-    assert_masked(dense, plan_of(dense, "forward", "neuron"), 1)

@@ -412,6 +412,25 @@ def test_a_description_that_is_not_true_is_found() -> None:
         check_description(model, batch())
 
 
+class ScaledLayer(Layer):
+    def __init__(self, scale: float | None) -> None:
+        super().__init__(nn.Identity())
+        self.scale = None if scale is None else nn.Parameter(torch.full((5,), scale))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added = self.body(x)
+        return x + (added if self.scale is None else self.scale * added)
+
+
+def test_a_parameter_of_the_layer_itself_that_some_layers_do_not_have() -> None:
+    model = Model()
+    model.layers = nn.ModuleList(ScaledLayer(scale) for scale in (None, 0.5))
+    architectures.register(ScaledLayer, Branch("mlp", body="body", parameters=("scale",)))
+    assert check_description(model, batch()) == ["forward x block", "backward x block"]
+    first, second = plan_of(model, "forward", "block").units
+    assert len(second.pieces) - len(first.pieces) == 1
+
+
 class WithWeights(nn.Linear):
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), None

@@ -6,19 +6,8 @@ from typing import Any
 
 import pytest
 
-from sdp_deepspeed.plan.coverage import CoverageRule, HoldersRule, default_subnetworks, holders_of_units
+from sdp_deepspeed.plan.coverage import default_subnetworks, holders_of_units
 from tests.helpers.models import parsed
-
-
-def test_rules_and_one_that_stands_alone() -> None:
-    alone = {"coverage": 0.5, "whole_ends": 1}
-    expected = (CoverageRule(coverage=0.5, whole_ends=1),)
-    assert parsed(coverage=alone).coverage == parsed(coverage=[alone]).coverage == expected
-    rules = [{"units": "mlp", "holders": 2}, {"profile": "linear", "first": 4, "last": 1}]
-    holders: Any = parsed(holders=rules).holders
-    first, second = holders
-    assert first == HoldersRule(units="mlp", holders=2)
-    assert (first.ends, second.ends) == ((2, 2), (4, 1))
 
 
 @pytest.mark.parametrize(

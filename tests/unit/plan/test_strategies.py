@@ -47,31 +47,6 @@ def test_units_part_what_they_cut(name: str) -> None:
         assert all(piece.start % 4 == piece.length % 4 == 0 for piece in cut), "as grouped products of fp32 need"
 
 
-def test_parts_that_a_mapping_leaves_out_are_shared() -> None:
-    assert list(units_of("gpt2", strategy={"mlp": "neuron"})) == ["mlp.group_0", "mlp.group_1"]
-    assert list(units_of("gpt2", strategy={"attention": "block"}, neuron_groups=None)) == ["attention"]
-
-
-def test_shared_patterns() -> None:
-    model = models.llama(3)
-    patterns = (r"layers\.0\.", r"layers\.2\.(mlp|post_attention)")
-    units = units_of_branches(proven_branches(model, "neuron"), shared=patterns)
-    assert [unit.name for unit in units] == [
-        "model.layers.1.attention",
-        "model.layers.1.mlp",
-        "model.layers.2.attention",
-    ]
-
-
-def test_groups_are_one_per_subnetwork_unless_asked_for() -> None:
-    def num_groups(**choice: Any) -> int:
-        return sum("group" in name for name in units_of("llama", **choice))
-
-    assert [num_groups(neuron_groups=count) for count in (1, 5, 24)] == [1, 5, 24]
-    assert [num_groups(neuron_groups=None, num_subnetworks=count) for count in (1, 5, 24)] == [1, 5, 24]
-    assert num_groups(neuron_groups=None, num_subnetworks=25) == 24, "no group without a neuron"
-
-
 @given(st.integers(1, 3000), st.integers(1, 200))
 @example(3000, 7)
 @example(628, 4)

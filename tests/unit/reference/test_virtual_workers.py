@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from sdp_deepspeed.architectures import Branch, Cut, InnerLayers, register
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.units import Piece, Regime, Unit
-from tests.helpers.hand_written import Adds
 from tests.reference import virtual_workers
 from tests.reference.virtual_workers import divisors, masked_average
 
 A, B, S = 2.0, 3.0, 5.0
-# Most models here have no described branches to scale.
+# Models here have no described branches to scale.
 Reference = partial(virtual_workers.Reference, is_scaled=False)
 local_gradients = partial(virtual_workers.local_gradients, is_scaled=False)
 
@@ -106,18 +104,6 @@ def test_one_step_of_sgd(regime: Regime, clip: float) -> None:
         assert parameter.item() == pytest.approx(start - 0.1 * factor * EXPECTED[regime][name], rel=1e-5), name
 
 
-def test_neurons_as_rows_and_columns() -> None:
-    """k = 3, p = 2: du_j = v_j x and dv_j = u_j x, averaged over the two holders of neuron j; dc = 1 on all three.
-
-    x = 1, 3, 8: means over holders (0, 1), (1, 2), (0, 2) are 2, 5.5, 4.5.
-    """
-    plan = plan_of(neurons("v", "u", 3), ((0, 1), (1, 2), (0, 2)))
-    average = average_of(Neurons(), plan, (1.0, 3.0, 8.0))
-    assert average["u"].tolist() == [[1 * 2.0, 2 * 5.5, 4 * 4.5]]
-    assert average["v"].tolist() == [[3 * 2.0], [5 * 5.5], [7 * 4.5]]
-    assert average["c"].item() == 1.0
-
-
 def test_replicas_count_as_holders() -> None:
     """k = 2, r = 2: each neuron of worker 0 is on ranks 0 and 1, so its divisor is p r = 2, the shared one's 4."""
     plan = plan_of(neurons("v", "u", 2), ((0,), (1,)), k=2, r=2)
@@ -126,41 +112,3 @@ def test_replicas_count_as_holders() -> None:
     # neuron 0 from x = 1, 3; neuron 1 from x = 5, 7; neuron 2 is in no unit, so shared by 1, 3, 5, 7
     average = average_of(Neurons(), plan, (1.0, 3.0, 5.0, 7.0))
     assert average["u"].tolist() == [[1 * 2.0, 2 * 6.0, 4 * 4.0]]
-
-
-@pytest.mark.usefixtures("own_descriptions")
-@pytest.mark.parametrize(
-    ("strategy", "loss", "gradients"),
-    [
-        # Loss 2 + (2 (3 * 5 * 2 + 1)): the block is doubled, with its bias 1.
-        ("block", 64.0, {"u": 2 * 3 * 2, "v": 2 * 5 * 2, "c": 2}),
-        # Loss 2 + 2 * 3 * 5 * 2 + 1: the neuron that is there is doubled, the bias is not.
-        ("neuron", 63.0, {"u": 2 * 3 * 2, "v": 2 * 5 * 2, "c": 1}),
-    ],
-)
-def test_what_a_unit_adds_is_divided_by_its_coverage(strategy: str, loss: float, gradients: dict[str, float]) -> None:
-    """x = 2, C = 1/2; neuron 0 is `u = 5`, `v = 3`. As a block both neurons are there, of which the other is 0."""
-    cuts = (Cut("0", dim=0), Cut("1", dim=1, is_output=True))
-    register(Adds, Branch("mlp", body="body", inner=InnerLayers(cuts)))
-    # `x + v u x + c`: two neurons, whose output projection has a bias.
-    layers = (Adds(body=nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(2, 1))) for _ in range(2))
-    model = nn.Sequential(*layers)
-    values = {"0.body.0.weight": [[5.0], [0.0]], "0.body.1.weight": [[3.0, 0.0]], "0.body.1.bias": [1.0]}
-    values |= {"1.body.1.weight": [[0.0, 0.0]], "1.body.1.bias": [0.0]}
-    model.load_state_dict({name: torch.tensor(value) for name, value in values.items()}, strict=False)
-    if strategy == "block":
-        sizes = {"0.body.0.weight": 2, "0.body.1.weight": 2, "0.body.1.bias": 1}
-        names = sizes, {f"1{name[1:]}": size for name, size in sizes.items()}
-        units = tuple(
-            Unit(f"{i}", tuple(Piece(name, None, 0, n) for name, n in own.items())) for i, own in enumerate(names)
-        )
-    else:
-        units = neurons("0.body.0.weight", "0.body.1.weight", 2)
-    plan = plan_of(units, ((0,), (1,)), k=2)
-    losses, found = virtual_workers.local_gradients(
-        model, plan, 0, [torch.tensor([2.0])], lambda model, x: model(x).sum()
-    )
-    assert losses == [loss]
-    assert found["0.body.0.weight"][0].item() == gradients["u"]
-    assert found["0.body.1.weight"][0, 0].item() == gradients["v"]
-    assert found["0.body.1.bias"].item() == gradients["c"]

@@ -38,20 +38,6 @@ def waits(members: list[Member], me: str = "t0", plan: Plan = PLAN) -> Wait:
     return decision
 
 
-def test_all_are_current() -> None:
-    meeting = met([member(2), member(0), member(1)])
-    assert meeting.teams == meeting.current == EVERYONE
-    assert meeting.averages
-    assert meeting.next_version == 6
-    assert meeting.next_last == meeting.identity
-    assert meeting.joined == ()
-
-
-def test_an_absent_holder_is_no_problem_if_there_is_another() -> None:
-    meeting = met([member(1), member(2)])
-    assert meeting.sources == {EVERYONE: 1, (0, 1): 1, (1, 2): 1}
-
-
 def test_without_a_current_holder_of_some_unit_all_wait() -> None:
     for members in ([member(0)], [member(0), member(1, version=4)], [member(0), member(1, NO_STATE, START)]):
         decision = waits(members)
