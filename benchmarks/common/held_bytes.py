@@ -68,7 +68,8 @@ def gradient_tensors(engine: Any) -> list[torch.Tensor]:
     sharded = getattr(engine.optimizer, "sharded", None)
     if sharded is not None:
         for bucket in sharded.held:
-            held += [tensor for tensor in (bucket.average, bucket.gradients) if tensor is not None]
+            held += [bucket.average] if bucket.average is not None else []
+            held += [bucket.gradients.flat] if bucket.gradients.has_memory else []
         return held
     for name in HOST_GRADIENT_ATTRIBUTES:
         held += tensors_in(getattr(engine.optimizer, name, None))

@@ -6,7 +6,7 @@ and when, is the reducer's (reducer.py).
 
 Whole tensors need no packing: they are views of their bucket's flat weights, and their gradients are views of its flat
 gradients. A parameter that is cut stores the held slices side by side. These may have different holders, so they lie in
-different buckets and are copied to and from flat buffers; the gathered weights use the memory of the gradients.
+different buckets and are copied to and from flat buffers.
 """
 
 from __future__ import annotations
@@ -23,95 +23,102 @@ from sdp_deepspeed.parallel.offload import OffloadedShard
 from sdp_deepspeed.units import Piece, Pieces
 
 
+class FlatBuffer:
+    """A flat tensor and views of its slices, with memory only while it is needed.
+
+    Args:
+        keeps_views: whether `drop` keeps the views, without memory, since creating thousands of them is slow. Other
+            code must not refer to them then.
+
+    Attributes:
+        views: each slice in the slice's shape; none before `allocate`.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, *, keeps_views: bool = True
+    ) -> None:
+        self._size, self._dtype, self._device, self._keeps_views = layout.size, dtype, device, keeps_views
+        self._like = [torch.zeros(()).expand(item.shape) for item in layout.slices]  # shapes
+        self._flat: torch.Tensor | None = None
+        self.views: list[torch.Tensor] = []
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The tensor, which must have memory."""
+        assert self.has_memory
+        assert self._flat is not None
+        return self._flat
+
+    @property
+    def has_memory(self) -> bool:
+        return self._flat is not None and self._flat.untyped_storage().nbytes() > 0
+
+    def allocate(self) -> torch.Tensor:
+        """Return the tensor, and allocate its memory unless it has some."""
+        if self._flat is None:
+            self._flat = torch.empty(self._size, dtype=self._dtype, device=self._device)
+            self.views = self.views_of(self._flat)
+        elif not self.has_memory:
+            self._flat.untyped_storage().resize_(self._flat.nbytes)
+        return self._flat
+
+    def drop(self) -> None:
+        """Release the memory."""
+        if not self._keeps_views:
+            self._flat, self.views = None, []
+        elif self._flat is not None:
+            self._flat.untyped_storage().resize_(0)
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the slices in a tensor like this one."""
+        return [*torch._utils._unflatten_dense_tensors(flat, self._like)]
+
+
 class Bucket:
     """One rank's memory for a bucket.
 
     Args:
         group: the holders, over which it is sharded. None if this rank is not one and only receives weights (backward
             regime).
+        gradient_dtype: dtype in which gradients are accumulated; None for that of the weights.
 
     Attributes:
-        weights: flat [size] in the weights' dtype; of cut tensors only while they are sent, else None.
-        gradients: flat [size] local gradients in the accumulation dtype; None or without memory while there are none.
-        weight_views, gradient_views: view of each slice in these, in the slice's shape.
+        weights: [size] in the weights' dtype; of cut tensors only while they are sent.
+        gradients: [size] local gradients, from the first one to the end of the step, so they take no memory at the peak
+            of activations; at stage 2 only while the bucket is sent.
         parameters: what the optimizer steps: the shard, or whole tensors.
         places: where each slice is; set by `place_in_buckets`.
         shard: flat fp32 parameter of the optimizer: a view of `weights` of whole fp32 tensors, otherwise a copy. Empty
             on holders at other positions than `stepping_position` (Muon).
+        steps_in_place: whether `shard` is that view.
         average: [shard size] averaged gradient of `shard`, in `step_dtype`; None until it is there. At stage 1 maybe
             a view of `gradients`.
         offloaded: host memory of `shard` and `average` with CPU offload.
     """
 
-    def __init__(self, layout: BucketLayout, group: RankGroup | None, *, device: torch.device) -> None:
-        self.layout, self._group, self.device = layout, group, device
+    def __init__(
+        self,
+        layout: BucketLayout,
+        group: RankGroup | None,
+        *,
+        device: torch.device,
+        gradient_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.layout, self._group = layout, group
         self.places: list[Place] = []
-        self._has_gradients = False  # whether `gradients` have memory
-        self._in_gradients: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # weights in the gradients' memory
-        self._like = [torch.zeros(()).expand(item.shape) for item in layout.slices]  # shapes, for `_views`
-        self.weights: torch.Tensor | None = None
-        self.weight_views: list[torch.Tensor] = []
-        self.gradients: torch.Tensor | None = None
-        self.gradient_views: list[torch.Tensor] = []
+        self.weights = FlatBuffer(layout, layout.dtype, device)
+        # Gradients of whole tensors are in `.grad`, so other code may refer to them.
+        self.gradients = FlatBuffer(layout, gradient_dtype or layout.dtype, device, keeps_views=layout.is_cut)
         self.shard: nn.Parameter | None = None
+        self.steps_in_place = False
         self.parameters: list[nn.Parameter] = []
         self.average: torch.Tensor | None = None
         self.offloaded: OffloadedShard | None = None
 
-    def allocate_weights(self, *, reuse_gradients: bool = False) -> torch.Tensor:
-        """Return `weights`, and allocate them if needed.
-
-        Args:
-            reuse_gradients: whether to reuse the memory of the gradients, which must no longer be needed.
-        """
-        if self.weights is not None:
-            return self.weights
-        dtype, size = self.layout.dtype, self.layout.size
-        if reuse_gradients and self.gradients is not None and self.gradients.nbytes >= size * dtype.itemsize:
-            self.allocate_gradients(None)
-            if self._in_gradients is None:
-                weights = self.gradients.view(dtype)[:size]
-                self._in_gradients = weights, self._views(weights)
-            self.weights, self.weight_views = self._in_gradients
-        else:
-            self.weights = torch.empty(size, dtype=dtype, device=self.device)
-            self.weight_views = self._views(self.weights)
-        return self.weights
-
     def drop_weights(self) -> None:
-        """Release `weights` of cut tensors."""
+        """Release the memory of `weights` of cut tensors."""
         if self.layout.is_cut:
-            if self._in_gradients is not None and self.weights is self._in_gradients[0]:
-                self.drop_gradients()
-            self.weights, self.weight_views = None, []
-
-    def allocate_gradients(self, dtype: torch.dtype | None) -> None:
-        """Allocate `gradients`, unless they are allocated. They exist from the first gradient to the end of the step,
-        so they take no memory at the peak of activations; at stage 2, they exist only while the bucket is sent.
-
-        Args:
-            dtype: default: that of the weights.
-        """
-        if self._has_gradients:
-            return
-        if self.gradients is None:
-            self.gradients = torch.empty(self.layout.size, dtype=dtype or self.layout.dtype, device=self.device)
-            self.gradient_views = self._views(self.gradients)
-        else:
-            self.gradients.untyped_storage().resize_(self.gradients.nbytes)
-        self._has_gradients = True
-
-    def drop_gradients(self) -> None:
-        """Release the memory of the gradients. Views of cut tensors' gradients are kept, since creating thousands of
-        them is slow. Those of whole tensors were in `.grad`, so other code may refer to them."""
-        if not self.layout.is_cut:
-            self.gradients, self.gradient_views = None, []
-        elif self.gradients is not None:
-            self.gradients.untyped_storage().resize_(0)
-        self._has_gradients = False
-
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [*torch._utils._unflatten_dense_tensors(flat, self._like)]
+            self.weights.drop()
 
     @property
     def is_held(self) -> bool:
@@ -136,20 +143,19 @@ class Bucket:
 
     def weights_from_module(self, view: Callable[[Piece], torch.Tensor]) -> None:
         """Copy the module's tensors to `weights`."""
-        self.allocate_weights()[self.layout.num_elements :].zero_()
-        torch._foreach_copy_(self.weight_views, [view(item.piece) for item in self.layout.slices])
+        self.weights.allocate()[self.layout.num_elements :].zero_()
+        torch._foreach_copy_(self.weights.views, [view(item.piece) for item in self.layout.slices])
 
     def make_shard(self, *, offload: bool = False, pin_memory: bool = False) -> None:
         """Create `shard` from `weights`: a copy for cut tensors and low precision; in host memory with offload."""
-        assert self.weights is not None
-        values = self.shard_of(self.weights)
+        values = self.shard_of(self.weights.flat)
         dtype = self.step_dtype
         if offload:
             self.offloaded = OffloadedShard(values, pin_memory=pin_memory)
             self.shard = nn.Parameter(self.offloaded.weights)
         else:
-            is_view = not self.layout.is_cut and dtype == values.dtype
-            self.shard = nn.Parameter(values if is_view else values.to(dtype, copy=True))
+            self.steps_in_place = not self.layout.is_cut and dtype == values.dtype
+            self.shard = nn.Parameter(values if self.steps_in_place else values.to(dtype, copy=True))
         self.parameters = [self.shard]
         if self.layout.stepping_position is not None:
             self.parameters = [nn.Parameter(tensor) for tensor in self.stepped(self.shard.detach())]
@@ -178,30 +184,20 @@ class Bucket:
         """What belongs to each of `parameters` in a tensor like `shard`: all of it, or views of whole tensors."""
         if self.layout.stepping_position is None:
             return [flat]
-        return self._views(flat) if flat.numel() else []
-
-    @property
-    def steps_in_place(self) -> bool:
-        """Whether `shard` is a view of `weights`."""
-        assert self.shard is not None
-        if self.weights is None:
-            return False
-        return self.shard.data_ptr() == self.shard_of(self.weights).data_ptr()
+        return self.weights.views_of(flat) if flat.numel() else []
 
     def shard_from_weights(self) -> None:
         """Copy into `shard` the elements of `weights` that no longer equal the rounded shard."""
         assert self.shard is not None
-        assert self.weights is not None
         if not self.steps_in_place:
             shard = self.shard.detach()
-            values = self.shard_of(self.weights).to(shard.device)
+            values = self.shard_of(self.weights.flat).to(shard.device)
             shard.copy_(torch.where(shard.to(values.dtype) == values, shard, values.to(shard.dtype)))
 
     def shard_to_weights(self) -> torch.Tensor:
         """Round `shard` into `weights`; returns this rank's shard of these."""
         assert self.shard is not None
-        assert self.weights is not None
-        rounded = self.shard_of(self.weights)
+        rounded = self.shard_of(self.weights.flat)
         if self.offloaded is not None:
             self.offloaded.send_weights(rounded)
         elif not self.steps_in_place:
@@ -213,7 +209,7 @@ class Bucket:
         `.data`."""
         if self.layout.is_cut:
             return
-        for item, view in zip(self.layout.slices, self.weight_views, strict=True):
+        for item, view in zip(self.layout.slices, self.weights.views, strict=True):
             parameter = parameters[item.piece.parameter]
             if parameter.data_ptr() != view.data_ptr():
                 view.copy_(parameter.detach())

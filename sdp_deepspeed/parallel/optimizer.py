@@ -15,8 +15,8 @@ A step (`ShardedOptimizer.step`), for every bucket (buckets.py) that this rank h
    (`_gather_range`), to which each rank contributes all of its shards, padded to the largest share.
 
 Memory of cut tensors: a bucket's flat gradients are allocated for the first of them; at stage 1 the average is a view
-of these if it has their dtype; weights are gathered into the same memory, copied to the parameters, and it is freed.
-Whole tensors and their gradients are views of flat buffers, and are not copied.
+of these if it has their dtype. They are freed before weights are gathered, copied to the parameters, and freed. Whole
+tensors and their gradients are views of flat buffers, and are not copied.
 
 # Order of collectives
 
@@ -49,6 +49,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,7 +122,8 @@ class ShardedOptimizer:
                 optimizer, param_group_of, mask, tp_replicated=tp_replicated, is_divided=groups.tensor_parallel_size > 1
             ),
         )
-        buckets = [Bucket(layout, groups.of(layout.holders), device=self._device) for layout in layouts]
+        make = partial(Bucket, device=self._device, gradient_dtype=options.gradient_dtype)
+        buckets = [make(layout, groups.of(layout.holders)) for layout in layouts]
         self.held = [bucket for bucket in buckets if bucket.is_held]
         self.buckets = buckets if self._gathers_all else self.held
         self._tensors = place_in_buckets(self.held, self._parameters, mask.pieces, groups.rank)
@@ -173,10 +175,8 @@ class ShardedOptimizer:
         else:
             scale_gradients(gradients, self.norm, self.options.clip, loss_scale)
             self.optimizer.step()
-        for bucket in self.held:
-            bucket.drop_average()  # may be a view of local gradients, in whose memory weights are gathered next
-        self._gather(reuse_gradients=True)
-        self.reducer.zero_grad()
+        self.reducer.zero_grad()  # before weights are gathered, which take as much memory
+        self._gather()
         return True
 
     def refuse_unfinished(self, call: str) -> None:
@@ -207,23 +207,19 @@ class ShardedOptimizer:
         self.mode = None  # a checkpoint may be of another one
         self._gather()
 
-    def _gather(self, *, reuse_gradients: bool = False) -> None:
+    def _gather(self) -> None:
         """All-gather weights from their shards: over the holders, in the backward regime over all data-parallel ranks.
-        Collective.
-
-        Args:
-            reuse_gradients: whether gradients are no longer needed, so that their memory can be reused.
-        """
+        Collective."""
         if not self._gathers_all:
-            self._gather_shards(reuse_gradients=reuse_gradients)
+            self._gather_shards()
         else:
             ranges: defaultdict[tuple[int, torch.dtype], list[Bucket]] = defaultdict(list)
             for bucket in self.buckets:
                 ranges[bucket.layout.depth_range, bucket.layout.dtype].append(bucket)
             for buckets in ranges.values():
-                self._gather_range(buckets, reuse_gradients=reuse_gradients)
+                self._gather_range(buckets)
 
-    def _gather_range(self, buckets: Sequence[Bucket], *, reuse_gradients: bool) -> None:
+    def _gather_range(self, buckets: Sequence[Bucket]) -> None:
         """All-gather the shards of the buckets of a depth range and dtype over all ranks. What it receives is freed on
         return."""
         group, sizes, mine = self.groups.data_parallel, [], []
@@ -231,24 +227,24 @@ class ShardedOptimizer:
             owners = bucket.layout.owners
             sizes += [(owner, bucket.layout.size // len(owners)) for owner in owners]
             if group.position in owners:
-                bucket.allocate_weights(reuse_gradients=reuse_gradients)
+                bucket.weights.allocate()
                 mine.append(bucket.shard_to_weights())
         received = iter(gather_flat(sizes, mine, group, buckets[0].layout.dtype, self._device))
         for bucket in buckets:
-            weights = bucket.allocate_weights(reuse_gradients=reuse_gradients)
+            weights = bucket.weights.allocate()
             shards = weights.view(len(bucket.layout.owners), -1).unbind()
             torch._foreach_copy_(shards, [*itertools.islice(received, len(shards))])
             if bucket.layout.is_cut:  # whole tensors are views of the weights
                 tensors = [self.mask.view(item.piece) for item in bucket.layout.slices]
-                torch._foreach_copy_(tensors, bucket.weight_views)
+                torch._foreach_copy_(tensors, bucket.weights.views)
             bucket.drop_weights()
 
-    def _gather_shards(self, *, reuse_gradients: bool) -> None:
+    def _gather_shards(self) -> None:
         """All-gather each bucket over its holders. Whole tensors are views of it, and cut ones are copied from it."""
         views: dict[str, Sequence[torch.Tensor]] = {}  # of cut parameters: their held slices
         for together in sent_together(self.held, self.options.bucket_size, gathers=True):
             groups = [bucket.group for bucket in together]
-            flats = [bucket.allocate_weights(reuse_gradients=reuse_gradients) for bucket in together]
+            flats = [bucket.weights.allocate() for bucket in together]
             shards = [bucket.shard_to_weights() for bucket in together]
             stepping_position = together[0].layout.stepping_position
             if stepping_position is not None:
@@ -262,7 +258,7 @@ class ShardedOptimizer:
                     if name not in views:
                         views[name] = self._tensors[name].slices(self._parameters[name].detach())
                 torch._foreach_copy_(
-                    [views[place.name][place.index_in_tensor] for place in bucket.places], bucket.weight_views
+                    [views[place.name][place.index_in_tensor] for place in bucket.places], bucket.weights.views
                 )
                 bucket.drop_weights()
 

@@ -123,7 +123,7 @@ class Reducer:
         """Move a gradient to its buckets, or add it to their contents. If the gradient of a whole tensor has the
         bucket's dtype, `.grad` becomes a view of the bucket, in which autograd accumulates further gradients."""
         for index in tensor.bucket_indices:
-            self._buckets[index].allocate_gradients(self._options.gradient_dtype)
+            self._buckets[index].gradients.allocate()
         targets = self._views(tensor)
         parameter = tensor.parameter
         gradient = parameter.grad
@@ -144,7 +144,7 @@ class Reducer:
 
     def _views(self, tensor: HeldTensor) -> list[torch.Tensor]:
         """Views of its slices in the gradients of its buckets."""
-        return [self._buckets[place.bucket_index].gradient_views[place.index_in_bucket] for place in tensor.places]
+        return [self._buckets[place.bucket_index].gradients.views[place.index_in_bucket] for place in tensor.places]
 
     @torch.no_grad()
     def finish_backward(self) -> None:
@@ -210,7 +210,7 @@ class Reducer:
             parameter.grad = None
         for bucket in self._buckets:
             bucket.drop_average()
-            bucket.drop_gradients()
+            bucket.gradients.drop()
         self.is_averaged = self.is_last_micro_step = False
         self._restart()
 
@@ -248,19 +248,19 @@ class Reducer:
                         average.div_(bucket.group.size)
                     bucket.add_average(average)
                     if self._options.stage == 2:
-                        if self._stream is not None and bucket.gradients is not None:
-                            bucket.gradients.record_stream(self._stream)  # allocated on another one if coalesced
-                        bucket.drop_gradients()
+                        if self._stream is not None:
+                            bucket.gradients.flat.record_stream(self._stream)  # allocated on another one if coalesced
+                        bucket.gradients.drop()
             self._next += len(together)
 
     def _pack(self, bucket: Bucket, views: dict[str, Sequence[torch.Tensor]]) -> None:
         """Fill the slices that have no gradient yet, with zeros for missing gradients. Stage 2 frees `.grad` in the
         last bucket of each tensor."""
-        bucket.allocate_gradients(self._options.gradient_dtype)
+        bucket.gradients.allocate()[bucket.layout.num_elements :].zero_()
         gradients: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         empty: list[torch.Tensor] = []
-        for place, target in zip(bucket.places, bucket.gradient_views, strict=True):
+        for place, target in zip(bucket.places, bucket.gradients.views, strict=True):
             name = place.name
             if self._states.get(name) is _State.BUCKETS:
                 continue
@@ -280,8 +280,6 @@ class Reducer:
             torch._foreach_copy_(targets, gradients)
         if empty:
             torch._foreach_zero_(empty)
-        assert bucket.gradients is not None
-        bucket.gradients[bucket.layout.num_elements :].zero_()
         if self._options.stage == 2:
             for name in bucket.layout.names:
                 if self._buckets[self._tensors[name].bucket_indices[-1]] is bucket:
@@ -290,7 +288,7 @@ class Reducer:
     def _to_wire(self, buckets: Sequence[Bucket]) -> list[torch.Tensor]:
         """Flat gradients in the communication dtype; in fp16 divided by the number of holders, since the sum may
         overflow although the mean does not."""
-        flats = [bucket.gradients for bucket in buckets if bucket.gradients is not None]
+        flats = [bucket.gradients.flat for bucket in buckets]
         dtype = self._options.wire_dtype or flats[0].dtype
         if dtype != flats[0].dtype:
             sizes = [flat.numel() for flat in flats]
@@ -304,8 +302,7 @@ class Reducer:
     def _memory_of_average(self, bucket: Bucket) -> torch.Tensor:
         """Memory for the average of this rank's shard: that of its gradients, unless these are dropped earlier or
         have another dtype."""
-        assert bucket.gradients is not None
-        shard = bucket.shard_of(bucket.gradients)
+        shard = bucket.shard_of(bucket.gradients.flat)
         is_kept = self._options.stage < 2 and shard.dtype == bucket.step_dtype
         return shard if is_kept else torch.empty_like(shard, dtype=bucket.step_dtype)
 

@@ -201,5 +201,5 @@ def test_dtypes_spelled_out(rank: Rank) -> None:
         engine = engine_of(sgd(2) | bf16)
         train(engine, num_steps=1)  # the first of two micro-steps
         gradients = [bucket.gradients for bucket in engine.optimizer.sharded.held]
-        assert {gradient.dtype for gradient in gradients if gradient is not None} == {dtype}
+        assert {gradient.flat.dtype for gradient in gradients if gradient.has_memory} == {dtype}
         assert {buffer.dtype for buffer in engine.module.buffers()} == {torch.bfloat16}
