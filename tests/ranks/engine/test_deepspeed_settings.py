@@ -13,6 +13,7 @@ import pytest
 import torch
 from deepspeed.comm import comm as deepspeed_comm
 
+from benchmarks.common.traffic_counter import TrafficCounter
 from sdp_deepspeed.config import MODES
 from tests.helpers.checkpointed_runs import stepped
 from tests.helpers.models import SPECIMENS, batches, config, llama, loss_of, without_block
@@ -30,6 +31,20 @@ from tests.helpers.training import (
 from tests.reference.virtual_workers import Reference
 
 pytestmark = pytest.mark.world(2)
+
+
+def test_gradients_travel_in_their_dtype(rank: Rank) -> None:
+    """And weights that return in theirs: what is sent of gradients is half where it has half the bytes."""
+    for stage in (1, 2):
+        sent: dict[str | None, int] = {}
+        for name in (None, "bf16"):
+            settings = config(holders=2) | {"zero_optimization": {"stage": stage}}
+            engine = engine_of(settings | ({} if name is None else {"communication_data_type": name}))
+            with TrafficCounter() as traffic:
+                train(engine, num_steps=1)
+            sent[name] = traffic.total
+        num_elements = sum(parameter.numel() for parameter in engine.module.parameters())
+        assert sent[None] - sent["bf16"] == pytest.approx(num_elements, abs=64), stage  # a half of each is sent
 
 
 @contextmanager

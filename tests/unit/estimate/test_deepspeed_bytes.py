@@ -65,3 +65,17 @@ def test_frozen_parameters() -> None:
     assert result.sent == 0
     assert result.state == 172
     assert deepspeed_estimates(plan, tensors, DeepSpeedSetup(2, SUMS))[0].gradients == 40
+
+
+def test_plain_deepspeed() -> None:
+    tensors = [TensorInfo("a", (10,), "f"), TensorInfo("b", (5,), "f")]
+    stage_0 = plain_deepspeed_estimate(tensors, DeepSpeedSetup(0, FP32), num_ranks=4)
+    assert (stage_0.weights, stage_0.gradients, stage_0.optimizer) == (60, 60, 8 * 15)
+    stage_1 = plain_deepspeed_estimate(tensors, DeepSpeedSetup(1, BF16), num_ranks=4)  # padded to 16
+    assert (stage_1.weights, stage_1.gradients, stage_1.optimizer) == (32, 30, 12 * 4)
+    stage_2 = plain_deepspeed_estimate(tensors, DeepSpeedSetup(2, BF16, accumulation=3), num_ranks=4)
+    assert (stage_2.weights, stage_2.gradients, stage_2.optimizer) == (32, 20, 12 * 4), "all of `a`"
+    assert stage_1.sent == 3 * 2 * 11
+    assert stage_2.sent == 7 * 2 * 11
+    assert plain_deepspeed_estimate(tensors, DeepSpeedSetup(1, FP32), num_ranks=4).optimizer == 12 * 4
+    assert plain_deepspeed_estimate(tensors, DeepSpeedSetup(1, FP32), num_ranks=1).sent == 0
