@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_leaves
 
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.scale import starts_smaller
+from sdp_deepspeed.masking.tensor_data import move_in_place
 from sdp_deepspeed.messages import quoted
 from sdp_deepspeed.plan.tensors import named_tensors
 from sdp_deepspeed.recording import Recording, Ref, is_meta
-from sdp_deepspeed.tensor_data import move_in_place
 
 _GET_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 

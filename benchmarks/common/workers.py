@@ -13,12 +13,12 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from sdp_deepspeed.config import KEY, SubnetworkConfig, parse
+from sdp_deepspeed.config.schedule import Schedule
 from sdp_deepspeed.estimate.forecast import forecast, model_of
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.planner import plan_model
-from sdp_deepspeed.schedule import Schedule
 from sdp_deepspeed.units import Piece
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # pixels, labels

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.masking import Mask
+from sdp_deepspeed.masking.tensor_data import move_in_place
 from sdp_deepspeed.recording import is_meta
-from sdp_deepspeed.tensor_data import move_in_place
 
 
 def is_partitioned(model: nn.Module) -> bool:

@@ -10,13 +10,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import log_dist
 
 from sdp_deepspeed.config import SubnetworkConfig, parse
+from sdp_deepspeed.config.schedule import FIXED, OF_SCHEDULE, Schedule, merge_blocks, with_stage
 from sdp_deepspeed.engine.core import Core, Replanned
 from sdp_deepspeed.engine.optimizer_options import skips_overflow, step_options
 from sdp_deepspeed.engine.refused_settings import refuse_config
 from sdp_deepspeed.engine.tensor_parallel import refuse_stage
 from sdp_deepspeed.messages import KEY, quoted
 from sdp_deepspeed.parallel.consistency import gather_results, run_on_all_ranks
-from sdp_deepspeed.schedule import FIXED, OF_SCHEDULE, Schedule, merge_blocks, with_stage
 
 _STAGES = (0, 1, 2)
 

@@ -107,8 +107,8 @@ def _patch_config() -> None:
 
     @wraps(finalize)
     def finalize_phases(self: Any, args: Any, model: Any, num_training_steps: int) -> Any:
+        from sdp_deepspeed.config.schedule import fill_total_steps, never_begins
         from sdp_deepspeed.messages import KEY
-        from sdp_deepspeed.schedule import fill_total_steps, never_begins
 
         block = self.config.get(KEY)
         if isinstance(block, Mapping) and block.get("local_steps") and getattr(args, "load_best_model_at_end", False):

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError
 
 from sdp_deepspeed.config import parse
+from sdp_deepspeed.config.schedule import Schedule, fill_total_steps
 from sdp_deepspeed.estimate.deepspeed_bytes import DeepSpeedSetup, Precision
 from sdp_deepspeed.estimate.fsdp2_bytes import FSDP2Setup
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.parallel.optimizer_kinds import check_optimizer
-from sdp_deepspeed.schedule import Schedule, fill_total_steps
 
 _MANY_STEPS = 10**6  # if the number of steps is unknown; large enough for every phase to have some
 # fp32 moments of each element, by the optimizer's name in lower case; 2 for the rest.

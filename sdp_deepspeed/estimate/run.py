@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModel
 from transformers.utils import CONFIG_NAME
 
 from sdp_deepspeed.config import SubnetworkConfig, parse
+from sdp_deepspeed.config.recipe import apply_override, read_recipe
 from sdp_deepspeed.estimate.deepspeed_config import configs_of_phases, without_auto
 from sdp_deepspeed.estimate.forecast import model_of
 from sdp_deepspeed.estimate.micro_step import Model, classifies_images
 from sdp_deepspeed.messages import KEY
-from sdp_deepspeed.recipe import apply_override, read_recipe
 
 _TRAINER_BATCH = 8  # per_device_train_batch_size of TrainingArguments
 _HUB_TIMEOUT = 5.0  # seconds

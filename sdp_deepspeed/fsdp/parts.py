@@ -26,8 +26,8 @@ from sdp_deepspeed.fsdp.state_dicts import PartsDict
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.forwards import ReplacedForward, replace_forward
 from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, parent_in_branch, set_sizes, split_layer
+from sdp_deepspeed.masking.tensor_data import set_data
 from sdp_deepspeed.parallel.boxes import Box
-from sdp_deepspeed.tensor_data import set_data
 from sdp_deepspeed.units import Holders, Piece
 
 PARTS = "sdp_parts"  # child of a layer that contains the parts of its branches

@@ -54,6 +54,7 @@ from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.masking import Mask
 from sdp_deepspeed.masking.proof import proven_branches
 from sdp_deepspeed.masking.scale import describe_scale
+from sdp_deepspeed.masking.tensor_data import move_in_place, set_data
 from sdp_deepspeed.masking.wrappers import compile_in_place, without_wrappers
 from sdp_deepspeed.messages import announce, quoted
 from sdp_deepspeed.parallel.call_barrier import CallBarrier
@@ -70,7 +71,6 @@ from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import unit_costs
 from sdp_deepspeed.plan.tensors import dense_tensors, named_tensors
 from sdp_deepspeed.planner import announce_plan, plan_model
-from sdp_deepspeed.tensor_data import move_in_place, set_data
 
 logger = logging.getLogger("sdp_deepspeed")
 T = TypeVar("T", bound=nn.Module)

@@ -20,10 +20,10 @@ from sdp_deepspeed.masking.head_arguments import select_heads
 from sdp_deepspeed.masking.scale import coverage_of_branches, scale_block, scale_outputs
 from sdp_deepspeed.masking.size_attributes import Sizes
 from sdp_deepspeed.masking.split_layers import ParameterSplit, Ranges, parent_in_branch, set_sizes, split_layer
+from sdp_deepspeed.masking.tensor_data import set_data
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import blocks_of_units
 from sdp_deepspeed.plan.tensors import PiecesOfTensor, TensorInfo, dense_tensors, pieces_by_tensor
-from sdp_deepspeed.tensor_data import set_data
 from sdp_deepspeed.units import Piece
 
 # Attribute of the modules of a masked model, and of their copies: dense names of partial tensors, by their name there.

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import LlamaConfig
 
-import sdp_deepspeed.recipe
+import sdp_deepspeed.config.recipe
 from recipe import read_recipe
 from sdp_deepspeed.cli import main
 from sdp_deepspeed.config import KEY
@@ -44,7 +44,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("configs", "launch"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sdp_deepspeed.recipe, "_INSTALLED", ROOT / "configs/recipes")
+    monkeypatch.setattr(sdp_deepspeed.config.recipe, "_INSTALLED", ROOT / "configs/recipes")
 
 
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)

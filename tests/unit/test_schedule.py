@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sdp_deepspeed.config import KEY, parse
-from sdp_deepspeed.schedule import Schedule, fill_total_steps
+from sdp_deepspeed.config.schedule import Schedule, fill_total_steps
 
 GROWING: list[dict[str, Any]] = [{"until_step": 4, "coverage": 0.5}, {"until_step": 6, "holders": 3}, {"coverage": 1.0}]
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sdp_deepspeed.config_errors import explain
+from sdp_deepspeed.config.errors import explain
 from sdp_deepspeed.messages import KEY, quoted
 
 # Keys that the engine reads only at construction.

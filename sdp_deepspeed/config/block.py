@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sdp_deepspeed.config_errors import explain, refuse_near_misses
+from sdp_deepspeed.config.errors import explain, refuse_near_misses
+from sdp_deepspeed.config.schedule import blocks_of_phases
 from sdp_deepspeed.messages import KEY
 from sdp_deepspeed.plan.coverage import CoverageRule, CoverageSetting, HoldersRule, HoldersSetting
-from sdp_deepspeed.schedule import blocks_of_phases
 from sdp_deepspeed.units import Regime, StrategyName
 
 
