@@ -62,7 +62,7 @@ class Store:
             names: what tells it from all others.
             file: name of its file, in a folder.
         """
-        added = {**figures, "provenance": self._provenance}
+        added = json.loads(json.dumps({**figures, "provenance": self._provenance}))  # as it is when it is read
         others = [cell for cell in self.cells if any(cell[key] != value for key, value in names.items())]
         self.cells = sorted([*others, added], key=lambda cell: tuple(cell[key] for key in names))
         everything = {"what": self.what, "cells": self.cells, "provenance": self._provenance}
