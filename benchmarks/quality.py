@@ -180,4 +180,4 @@ def mean_and_error(values: Iterable[float], form: str = ".3f") -> str:
     mean = f"{statistics.mean(found):{form}}"
     if len(found) == 1:
         return mean
-    return f"{mean} ± {statistics.stdev(found) / math.sqrt(len(found)):{form.lstrip('+')}}"
+    return f"{mean}±{statistics.stdev(found) / math.sqrt(len(found)):{form.lstrip('+')}}"
