@@ -11,13 +11,14 @@ Order of a training step; methods with an underscore, and `allreduce_gradients`,
 
 1. `forward` runs the masked module (masking/). Forward regime: absent blocks return zeros (absent_blocks.py), cut
    tensors have fewer rows or columns (mask.py), and with `branch_scale` what a branch adds is multiplied by 1 / C
-   (scale.py). Backward regime: it is the dense model, in which absent weights are frozen (split_layers.py).
+   (scale.py). Backward regime: it is the dense model, in which absent weights are frozen (mask.py, split_layers.py).
 2. `backward` calls DeepSpeed's, which multiplies the loss by the loss scale. `_backward_prologue` tells the reducer
    whether this is the last micro-step. Hooks of the reducer then receive each gradient (`Reducer._on_gradient`).
    `allreduce_gradients`, or under `no_sync` `_backward_epilogue`, ends the pass (`Reducer.finish_backward`, which
    averages at stage 2, and at stage 1 after the last micro-step with `overlap_comm`).
-3. `step` checks that no Parameter was replaced (`_before_boundary`; at stage 2 after a barrier of all ranks, if the
-   caller sets the boundary). DeepSpeed's `step` then calls `SubnetworkOptimizer.step` (zero_optimizer.py), which
+3. `step` checks that no Parameter was replaced, or at stage 0 frozen (`_before_boundary`; at stage 2 after a barrier of
+   all ranks, if the caller sets the boundary). DeepSpeed's `step` then calls `SubnetworkOptimizer.step`
+   (zero_optimizer.py), which
 
    - calls `ShardedOptimizer.step` (parallel/optimizer.py) with the loss scale. That averages the remaining gradients
      (`Reducer.finish_step`), computes their norm (one all-reduce; see `gradient_norm`), unscales and clips, calls the

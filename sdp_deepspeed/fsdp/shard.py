@@ -136,7 +136,7 @@ def fully_shard(
 
 @dataclass(frozen=True)
 class CheckedCall:
-    """The arguments of `fully_shard`, checked and the same on all ranks, and what was made of them."""
+    """The arguments of `fully_shard`, checked and the same on all ranks, and the model's DTensors."""
 
     module: nn.Module
     block: SubnetworkConfig

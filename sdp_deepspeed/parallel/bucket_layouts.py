@@ -105,7 +105,7 @@ def plan_buckets(
     pieces: Pieces,
     shapes: Mapping[str, Sequence[int]],
     dtypes: Mapping[str, torch.dtype],
-    param_groups: Mapping[str, int],
+    param_group_of: Mapping[str, int],
     *,
     bucket_size: int | None = None,
     tp_replicated: Collection[str] = (),
@@ -115,16 +115,16 @@ def plan_buckets(
 
     Args:
         pieces: pieces of each dense tensor with their holders, in the order in which the forward pass uses tensors.
-        param_groups: param group index of each trained tensor; other tensors are in no bucket.
+        param_group_of: param group index of each trained tensor; other tensors are in no bucket.
         bucket_size: maximum number of elements that a rank holds in one depth range, unless a single tensor has more.
             Default: 50 million, or a sixteenth of what a rank holds if that is more, since a rank has a bucket per
             holder set and depth range.
         tp_replicated: tensors that are equal on all tensor-parallel ranks.
         stepped_whole: tensors that must be stepped as a whole by one rank; none of them is cut.
     """
-    whole = {name: pieces[name][0] for name in pieces if name in param_groups and name in stepped_whole}
+    whole = {name: pieces[name][0] for name in pieces if name in param_group_of and name in stepped_whole}
     stepping_positions = _deal(whole)
-    backward_order = [name for name in reversed([*pieces]) if name in param_groups]
+    backward_order = [name for name in reversed([*pieces]) if name in param_group_of]
     layouts: list[BucketLayout] = []
     for depth_range, names in enumerate(_depth_ranges(backward_order, pieces, shapes, bucket_size)):
         pieces_of: defaultdict[BucketLayout, list[Piece]] = defaultdict(list)  # by layouts without slices
@@ -134,7 +134,7 @@ def plan_buckets(
                 empty = BucketLayout(
                     depth_range,
                     holders,
-                    param_groups[name],
+                    param_group_of[name],
                     dtypes[name],
                     is_cut=piece.dim is not None,
                     is_tp_replicated=name in tp_replicated,

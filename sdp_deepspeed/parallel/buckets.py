@@ -51,7 +51,7 @@ class FlatBuffer:
 
     @property
     def has_memory(self) -> bool:
-        return self._flat is not None and self._flat.untyped_storage().nbytes() > 0
+        return self._flat is not None and self._flat.untyped_storage().nbytes() == self._flat.nbytes
 
     def allocate(self) -> torch.Tensor:
         """Return the tensor, and allocate its memory unless it has some."""

@@ -169,13 +169,8 @@ class ShardedOptimizer:
             self.reducer.zero_grad()
             return False
         self._restore_views()  # users may have replaced `.data`
-        gradients = [bucket.expose_average() for bucket in self.held]
-        if self._clips_updates:
-            self._step_clipped_updates(gradients, loss_scale)
-        else:
-            scale_gradients(gradients, self.norm, self.options.clip, loss_scale)
-            self.optimizer.step()
-        self.reducer.zero_grad()  # before weights are gathered, which take as much memory
+        self._step_shards(self.norm, loss_scale)
+        self.reducer.zero_grad()  # before weights are gathered into memory of their own
         self._gather()
         return True
 
@@ -187,10 +182,14 @@ class ShardedOptimizer:
                 "accumulation, or call engine.zero_grad() first"
             )
 
-    def _step_clipped_updates(self, gradients: Sequence[torch.Tensor], loss_scale: float) -> None:
-        """Step by clipped updates (muon.py); sets `norm` to theirs."""
-        assert self.norm is not None
-        scale_gradients(gradients, self.norm, 0.0, loss_scale)
+    def _step_shards(self, norm: torch.Tensor, loss_scale: float) -> None:
+        """Step by clipped gradients, or by clipped updates (muon.py), to whose norm `norm` is set."""
+        gradients = [bucket.expose_average() for bucket in self.held]
+        if not self._clips_updates:
+            scale_gradients(gradients, norm, self.options.clip, loss_scale)
+            self.optimizer.step()
+            return
+        scale_gradients(gradients, norm, 0.0, loss_scale)
         orthogonalize(self.optimizer)
         self.norm = gradient_norm(self._counted_averages(), self._device)
         scale_gradients(gradients, self.norm, self.options.clip, 1.0)

@@ -141,11 +141,11 @@ def _start(
             text=True,
             errors="replace",
         )
+        team.ranks.append(process)
         assert process.stdout is not None
         prefix = f"[team {number}]" if num_ranks == 1 else f"[team {number}.{rank}]"
         team.printers.append(threading.Thread(target=_print_lines, args=(prefix, process.stdout), daemon=True))
         team.printers[-1].start()
-        team.ranks.append(process)
 
 
 def _print_lines(prefix: str, output: TextIO) -> None:

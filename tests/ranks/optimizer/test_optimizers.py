@@ -332,7 +332,9 @@ def test_unused_parameters(rank: Rank) -> None:
     for stage in (0, 1, 2):
         model = llama()
         model.spare, model.of_one = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(3))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.5)
+        model.empty = nn.Parameter(torch.ones(0))
+        groups = [[p for p in model.parameters() if p.numel()], [model.empty]]  # and buckets
+        optimizer = torch.optim.SGD([{"params": group} for group in groups], lr=0.5, weight_decay=0.5)
         settings = without_optimizer(stage, check_agreement=True) | {"gradient_clipping": 0.0}
         engine = engine_of(settings, model, optimizer=optimizer)
         for _ in range(2):

@@ -242,6 +242,27 @@ def meet_twice(place: Place, settings: dict[str, Any]) -> None:
     run.save_dense()
 
 
+def lose_values(place: Place, settings: dict[str, Any]) -> None:
+    """Team 1 gets weights that are not finite after the second meeting."""
+    run = Run(place, settings)
+    run.team.start()
+    run.meet_until(2)
+    if place.team == 1:
+        run.spoil()
+    run.meet_until(4)
+    assert run.team.present == (0,)
+    assert all(value.isfinite().all() for value in run.team.dense_state_dict().values())
+
+
+@pytest.mark.slow
+def test_values_that_are_not_finite_end_their_team_alone(tmp_path: Path) -> None:
+    with teams(tmp_path) as run:
+        first, second = (run.start(lose_values, number, 1, block(2)) for number in range(2))
+        assert second.wait() == [1]
+        assert "team 1: weights are not finite at step 6" in second.error()
+        run.finish(first)
+
+
 def test_a_team_that_differs_is_refused_by_name_and_the_others_go_on(tmp_path: Path) -> None:
     settings = block(3)
     with teams(tmp_path) as run:

@@ -148,6 +148,13 @@ def test_compilers_follow(name: str, regime: Regime, strategy: str) -> None:
         assert_close(found[2][key], gradient, largest)
 
 
+def test_ranks_of_the_backward_regime_generate() -> None:
+    dense, settings = build("llama").eval(), {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    for strategy in ("block", "neuron"):
+        model = masked(dense, plan_of(dense, "backward", strategy), 0)[0].train()
+        assert torch.equal(model.generate(tokens(), **settings), dense.generate(tokens(), **settings))
+
+
 @pytest.mark.parametrize(
     ("name", "rates"),
     [
@@ -427,8 +434,11 @@ def test_a_parameter_of_the_layer_itself_that_some_layers_do_not_have() -> None:
     model.layers = nn.ModuleList(ScaledLayer(scale) for scale in (None, 0.5))
     architectures.register(ScaledLayer, Branch("mlp", body="body", parameters=("scale",)))
     assert check_description(model, batch()) == ["forward x block", "backward x block"]
-    first, second = plan_of(model, "forward", "block").units
-    assert len(second.pieces) - len(first.pieces) == 1
+    plan = plan_of(model, "forward", "block")
+    assert len(plan.units[1].pieces) - len(plan.units[0].pieces) == 1
+    lacking = next(rank for rank in plan.all_ranks if rank not in plan.ranks_of(1))
+    absent = masked(model, plan, lacking)[0].get_parameter("layers.1.scale")
+    assert (absent.untyped_storage().nbytes(), absent.requires_grad) == (4, False)
 
 
 class WithWeights(nn.Linear):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+
 import torch
 
 from sdp_deepspeed.parallel.bucket_layouts import plan_buckets
@@ -20,3 +23,7 @@ def test_order_is_that_of_backward() -> None:
     layouts = plan_buckets(pieces, SHAPES, DTYPES, GROUPS, bucket_size=600, tp_replicated=())
     last_ready = [min(names.index(part.piece.parameter) for part in each.slices) for each in layouts]
     assert last_ready == sorted(last_ready, reverse=True)
+    held: list[Counter[int]] = [Counter() for _ in range(layouts[-1].depth_range + 1)]  # elements by depth range
+    for each in layouts:
+        held[each.depth_range].update(dict.fromkeys(each.holders, each.num_elements))
+    assert all(max((one + other).values()) > 600 for one, other in pairwise(held)), "no two ranges fit into one"

@@ -36,18 +36,17 @@ def reference_of(
     model: nn.Module,
     make_optimizer: Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer] = sgd,
     loss_of: LossFunction = loss_of,
-    clip: float = 0.0,
 ) -> LocalReference:
     def make_team(model: nn.Module, ranks: Sequence[int]) -> Reference:
-        return Reference(model, plan, make_optimizer, loss_of, clip, is_scaled=False, ranks=ranks)
+        return Reference(model, plan, make_optimizer, loss_of, 0.0, is_scaled=False, ranks=ranks)
 
     return LocalReference(model, plan, local_steps, make_team)
 
 
-def sums(regime: Regime, replicas: int = 1) -> Plan:
+def sums(regime: Regime) -> Plan:
     """Two teams: a is in the first alone (p = 1), b in both, s is shared."""
     units = tuple(Unit(name, (Piece(name, None, 0, 1),)) for name in ("a", "b"))
-    return Plan(regime, "block", 2, 0, units, ((0,), (0, 1)), tuple([0] * replicas + [1] * replicas))
+    return Plan(regime, "block", 2, 0, units, ((0,), (0, 1)), (0, 1))
 
 
 def values(model: nn.Module) -> list[float]:
@@ -158,16 +157,3 @@ def test_holders_average_and_step_from_the_anchors(regime: Regime) -> None:
     reference.step([[1.0], [3.0]])
     assert values(model) == pytest.approx(SECOND)
     assert [values(team.model) for team in reference.teams] == [values(model)] * 2
-
-
-def test_replicas_average_gradients_in_each_step_and_clip_as_a_team() -> None:
-    """Two ranks each. Team 0 has x = 1, 3, mean 2: its norm 2 sqrt(3) is cut to 1, so each element to 1 / sqrt(3).
-    Team 1 has x = 0, 0.2: its norm 0.1 sqrt(2) is not cut."""
-    model = Sums()
-    reference = reference_of(sums("forward", replicas=2), LocalSteps(1, 1.0, 0.0), model, clip=1.0)
-    losses, norms = reference.step([[1.0], [3.0], [0.0], [0.2]])
-    assert [len(own) for own in losses] == [1] * 4
-    assert norms == pytest.approx([2 * math.sqrt(3), 0.1 * math.sqrt(2)])
-    cut = 1 / math.sqrt(3)
-    expected = [A - 0.1 * cut, B - 0.1 * (cut + 0.1) / 2, S - 0.1 * (cut + 0.1) / 2]
-    assert values(model) == pytest.approx(expected)

@@ -35,7 +35,6 @@ from sdp_deepspeed.units import Unit
 from tests.helpers.models import batches, llama, loss_of
 from tests.reference.virtual_workers import local_gradients, masked_average
 
-EPS = 2.0**-24  # unit roundoff of fp32
 Gradients = Mapping[str, torch.Tensor]
 
 
@@ -96,7 +95,7 @@ def dense_gradients(model: nn.Module, plan: Plan, own: Sequence[Sequence[torch.T
 @pytest.mark.parametrize(("strategy", "p"), list(itertools.product(["block", "neuron"], [1, 2, 3])))
 def test_the_spectral_gap_bounds_the_distance_of_real_gradients(strategy: str, p: int) -> None:
     """Over all placements of four batches, whose mean is exact: fp32 averages of gradients that differ by about their
-    own size have a few EPS of relative error in T. A division by ranks in place of holders would have C (1 - C)^2
+    own size have a few roundoffs of relative error in T. A division by ranks in place of holders would have C (1 - C)^2
     |gbar|^2 on top, where |gbar|^2 > 20 V: of four tokens batches have more in common than not."""
     model, k = llama(), 4
     plan = plan_of(model, strategy, k, p)
