@@ -14,7 +14,7 @@ from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.proof import proven_branches, replicated_layers, with_proven_cells
 from sdp_deepspeed.messages import KEY, announce
-from sdp_deepspeed.plan.assign import MAX_SETS_PER_RANK, assign
+from sdp_deepspeed.plan.assign import MAX_SETS_PER_RANK, assign, subnetwork_of_rank
 from sdp_deepspeed.plan.connectivity import num_components
 from sdp_deepspeed.plan.coverage import Given, default_subnetworks, describe_holders, holders_of_units, whole_holders
 from sdp_deepspeed.plan.plan import Plan
@@ -157,7 +157,7 @@ def _make_plan(
     for branch in dict.fromkeys(name for name in branches if name is not None):
         of_branch = [subnetworks for subnetworks, name in zip(holders, branches, strict=True) if name == branch]
         _check_reach(of_branch, k, f"branch {branch!r}", 'more neuron_groups, or strategy "block" for that branch type')
-    ranks = _subnetwork_of_rank(k, data_parallel_size)
+    ranks = subnetwork_of_rank(k, data_parallel_size)
     return Plan(block.regime, block.strategy, k, block.seed, tuple(units), holders, ranks)
 
 
@@ -195,7 +195,7 @@ def read_plan(block: SubnetworkConfig, data_parallel_size: int) -> Plan:
     if wrong:
         raise ValueError(f"{KEY}.assignment: {block.plan_path!r} contradicts the config: {'; '.join(wrong)}")
     _check_divides(k, data_parallel_size, f"{KEY}.assignment: {block.plan_path!r} has")
-    return replace(plan, subnetwork_of_rank=_subnetwork_of_rank(k, data_parallel_size))
+    return replace(plan, subnetwork_of_rank=subnetwork_of_rank(k, data_parallel_size))
 
 
 def _without_frozen(plan: Plan, branches: Sequence[LocatedBranch]) -> Plan:
@@ -235,11 +235,6 @@ def _given(block: SubnetworkConfig) -> tuple[Given, str]:
     if block.holders is not None:
         return block.holders, f"{KEY}.holders"
     return block.coverage, f"{KEY}.coverage"  # type: ignore[return-value]  # one of them is set, unless a plan is read
-
-
-def _subnetwork_of_rank(k: int, data_parallel_size: int) -> tuple[int, ...]:
-    """Subnetwork of each rank. Replicas are neighbors: launchers number ranks by node, so they share nodes."""
-    return tuple(rank * k // data_parallel_size for rank in range(data_parallel_size))
 
 
 def _warnings(plan: Plan) -> list[str]:

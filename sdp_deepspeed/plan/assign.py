@@ -1,4 +1,4 @@
-"""Assign units to subnetworks: holder sets are cyclic translates of a base block.
+"""Assign subnetworks to ranks, and units to subnetworks: holder sets are cyclic translates of a base block.
 
 A base block is a set B of p elements of Z_k; its k translates B + t are the holder sets. The number of sets that
 contain two given subnetworks depends on their difference only, and equals the number of times this difference occurs
@@ -32,6 +32,11 @@ _NEED = 1 << 54  # larger than any change of loads; 256 times it fits into int64
 _EXHAUSTIVE = 150_000  # maximum of candidates * k for an exhaustive search, else a local one
 _WANTED = "wanted"
 _SWAPS, _PATIENCE = 256, 6  # of the local search: candidates per step, steps without success
+
+
+def subnetwork_of_rank(k: int, data_parallel_size: int) -> tuple[int, ...]:
+    """Subnetwork of each rank. Replicas are neighbors: launchers number ranks by node, so they share nodes."""
+    return tuple(rank * k // data_parallel_size for rank in range(data_parallel_size))
 
 
 class UnitClass(NamedTuple):
