@@ -252,7 +252,8 @@ class HeldTensor(NamedTuple):
 def place_in_buckets(
     buckets: Sequence[Bucket], parameters: Mapping[str, nn.Parameter], pieces: Pieces, rank: int
 ) -> dict[str, HeldTensor]:
-    """The tensors of which a rank holds slices, by name; also sets `places` of its buckets."""
+    """The tensors of which a rank (its data-parallel index) holds slices, by name; also sets `places` of its
+    buckets."""
     in_buckets: dict[Piece, tuple[int, int]] = {}
     for number, bucket in enumerate(buckets):
         for index, item in enumerate(bucket.layout.slices):

@@ -1,6 +1,7 @@
 """The optimizer, sharded over the holders of each slice (ZeRO stages 1 and 2; stage 0 runs as stage 1).
 
-A step (`ShardedOptimizer.step`), for every bucket (buckets.py) that this rank holds:
+A bucket (buckets.py) has slices of parameters with the same holders, of adjacent layers (a depth range). A step
+(`ShardedOptimizer.step`), for every bucket that this rank holds:
 
 1. Gradients are averaged (`Reducer.finish_step`): reduce-scattered over the holders and divided by their number. Of H
    holders, the one at position i owns the i-th of H equal shards of the bucket, and has the average of that shard.
@@ -15,8 +16,9 @@ A step (`ShardedOptimizer.step`), for every bucket (buckets.py) that this rank h
    (`_gather_range`), to which each rank contributes all of its shards, padded to the largest share.
 
 Memory of cut tensors: a bucket's flat gradients are allocated for the first of them; at stage 1 the average is a view
-of these if it has their dtype. They are freed before weights are gathered, copied to the parameters, and freed. Whole
-tensors and their gradients are views of flat buffers, and are not copied.
+of these if it has their dtype. Both are freed after the optimizer's step. Then each bucket's flat weights are
+allocated, gathered, copied to the parameters, and freed. Whole tensors and their gradients are views of flat buffers,
+and are not copied.
 
 # Order of collectives
 
@@ -164,15 +166,11 @@ class ShardedOptimizer:
             )
         self._refuse_offloaded("step()")
         self.reducer.finish_step()
-        self.norm = gradient_norm(self._counted_averages(), self._device) / loss_scale
-        if check_overflow and not torch.isfinite(self.norm):
-            self.reducer.zero_grad()
-            return False
-        self._restore_views()  # users may have replaced `.data`
-        self._step_shards(self.norm, loss_scale)
+        is_stepped = self._step_shards(loss_scale, check_overflow=check_overflow)
         self.reducer.zero_grad()  # before weights are gathered into memory of their own
-        self._gather()
-        return True
+        if is_stepped:
+            self._gather()
+        return is_stepped
 
     def refuse_unfinished(self, call: str) -> None:
         """Raise RuntimeError if there are gradients of an unfinished step."""
@@ -182,23 +180,30 @@ class ShardedOptimizer:
                 "accumulation, or call engine.zero_grad() first"
             )
 
-    def _step_shards(self, norm: torch.Tensor, loss_scale: float) -> None:
-        """Step by clipped gradients, or by clipped updates (muon.py), to whose norm `norm` is set."""
+    def _step_shards(self, loss_scale: float, *, check_overflow: bool) -> bool:
+        """Step by clipped gradients, or by clipped updates (muon.py); sets `norm` to theirs. Returns whether it did."""
         gradients = [bucket.expose_average() for bucket in self.held]
+        self.norm = self._norm_of(gradients) / loss_scale
+        if check_overflow and not torch.isfinite(self.norm):
+            return False
+        self._restore_views()  # users may have replaced `.data`
         if not self._clips_updates:
-            scale_gradients(gradients, norm, self.options.clip, loss_scale)
+            scale_gradients(gradients, self.norm, self.options.clip, loss_scale)
             self.optimizer.step()
-            return
-        scale_gradients(gradients, norm, 0.0, loss_scale)
-        orthogonalize(self.optimizer)
-        self.norm = gradient_norm(self._counted_averages(), self._device)
+            return True
+        scale_gradients(gradients, self.norm, 0.0, loss_scale)
+        orthogonalize(self.optimizer)  # in place
+        self.norm = self._norm_of(gradients)
         scale_gradients(gradients, self.norm, self.options.clip, 1.0)
         step_with_updates(self.optimizer)
+        return True
 
-    def _counted_averages(self) -> list[torch.Tensor]:
-        """Averaged gradients of the shards that this rank counts in the norm."""
-        counted = [b for b in self.held if not b.layout.is_tp_replicated or self.groups.tensor_parallel_rank == 0]
-        return [bucket.average for bucket in counted if bucket.average is not None]
+    def _norm_of(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Norm over all ranks of the shards' gradients. The first tensor-parallel rank counts what all have."""
+        is_first = self.groups.tensor_parallel_rank == 0
+        pairs = zip(self.held, gradients, strict=True)
+        counted = [gradient for bucket, gradient in pairs if is_first or not bucket.layout.is_tp_replicated]
+        return gradient_norm(counted, self._device)
 
     @torch.no_grad()
     def gather_weights(self) -> None:

@@ -33,7 +33,7 @@ class _State(Enum):
 
     BUCKETS = "in buckets; `.grad` is None"
     GRAD_IS_VIEW = "`.grad` is a view of the bucket"
-    GRAD_WAS_DROPPED = "`.grad` is a view, after an earlier one was removed from it"
+    GRAD_WAS_DROPPED = "`.grad` is a view; the caller had set an earlier one to None, which counts no more"
 
 
 class Reducer:
@@ -228,8 +228,8 @@ class Reducer:
     # ---- reduction --------------------------------------------------------------------------------------------------
 
     def _reduce(self, end: int) -> None:
-        """Average gradients of the next buckets, up to the index `end`, over the holders: their sum, divided by their
-        number."""
+        """Average the gradients of the buckets from `_next` to `end` over the holders (their sum, divided by their
+        number), and set `_next` to `end`."""
         views: dict[str, Sequence[torch.Tensor]] = {}
         for together in sent_together(self._buckets[self._next : end], self._options.bucket_size):
             with self._on_side_stream():
@@ -237,7 +237,7 @@ class Reducer:
                     self._pack(bucket, views)
                 groups = [bucket.group for bucket in together]
                 flats = self._to_wire(together)
-                averages = [self._memory_of_average(bucket) for bucket in together]
+                averages = [self._memory_of_average(bucket) for bucket in together]  # maybe parts of `flats`
                 stepping_position = together[0].layout.stepping_position
                 if stepping_position is not None:
                     reduce(averages[0], flats[0], groups[0], stepping_position)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def test_a_learning_rate_is_the_best_of_shorter_runs_on_held_out_images_and_not_
     held_out = {0.05: 3.0, 0.1: 2.0, 0.2: 1.0, 0.4: 0.5, 0.8: 0.7}
     store = Store(tmp_path, "image_study")
     asked = []
-    for cell in cells(stage, store):
+    for cell in islice(cells(stage, store), 20):  # no end if a cell that was added is not found
         asked.append((cell.images, cell.epochs, cell.seed, cell.rate))
         store.add(asdict(cell), result(cell, held_out[cell.rate], test=-held_out[cell.rate]), file_of(cell))
     assert asked[:-2] == [(4_000, 60, TUNING_SEED, rate) for rate in (0.1, 0.2, 0.05, 0.4, 0.8)]
