@@ -1,15 +1,8 @@
-"""A plan in force on this rank, and the change to another one. DeepSpeed's engine (engine.py) is around it.
-
-Re-planning continues a live run under another plan, as if a checkpoint were saved and loaded, but in memory. All checks
-run before anything is changed. During the exchange, each rank has the dense weights in the run's precision. The user's
-optimizer, param groups and Parameters stay the same objects.
-"""
+"""A model under a plan, on this rank. DeepSpeed's engine (engine.py) is around it; plans.py changes its plan."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,7 +13,6 @@ from torch import nn
 from sdp_deepspeed import planner
 from sdp_deepspeed.checkpoint.rank_state import RankState
 from sdp_deepspeed.checkpoint.save_and_load import Checkpointer
-from sdp_deepspeed.checkpoint.state_transfer import collect_state, load_state
 from sdp_deepspeed.config import SubnetworkConfig
 from sdp_deepspeed.engine.dense_view import DenseView
 from sdp_deepspeed.engine.tensor_parallel import TensorParallel
@@ -28,7 +20,7 @@ from sdp_deepspeed.init import DeferredWeights
 from sdp_deepspeed.masking.mask import Mask
 from sdp_deepspeed.masking.replaced import KnownParameters
 from sdp_deepspeed.masking.scale import describe_scale
-from sdp_deepspeed.messages import announce, quoted
+from sdp_deepspeed.messages import announce
 from sdp_deepspeed.parallel.call_barrier import CallBarrier
 from sdp_deepspeed.parallel.consistency import (
     check_agreement,
@@ -43,22 +35,6 @@ from sdp_deepspeed.parallel.param_groups import agreed_param_groups
 from sdp_deepspeed.parallel.step_options import StepOptions
 from sdp_deepspeed.plan.plan import Plan
 from sdp_deepspeed.plan.strategies import unit_costs
-
-
-@dataclass(frozen=True)
-class Replanned:
-    """Cost of a re-plan.
-
-    Args:
-        sent_bytes: maximum over ranks of the bytes sent, without the dense weights.
-        seconds: maximum over ranks of the time taken.
-    """
-
-    sent_bytes: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"re-planned in {self.seconds:.3g} s; a rank sent up to {self.sent_bytes:,} bytes of optimizer state"
 
 
 class Core:
@@ -144,10 +120,11 @@ class Core:
 
     def start(self, options: StepOptions) -> None:
         """Reduce the module to this rank's subnetwork, and make the optimizer step this rank's shards. Collective."""
-        self._apply(self.block, self.plan, self.mask, options)
+        self.apply(self.block, self.plan, self.mask, options)
         self.checkpoints = Checkpointer(self.block.checkpoint)
 
-    def _apply(self, block: SubnetworkConfig, plan: Plan, mask: Mask, options: StepOptions) -> None:
+    def apply(self, block: SubnetworkConfig, plan: Plan, mask: Mask, options: StepOptions) -> None:
+        """Do so under a plan from `plan_and_mask`. Collective, with a dense module."""
         assert self._torch_optimizer is not None
         self.block, self.plan, self.mask = block, plan, mask
         self.coverage = mask.plan.coverage_by_flops(unit_costs(self.module, mask.plan.units))
@@ -168,50 +145,6 @@ class Core:
             tp_replicated=self.tensor_parallel.tp_replicated(mask.parameters),
         )
         self.dense_view = DenseView(self.sharded, self.barrier, self.device)
-
-    def replan(self, block: SubnetworkConfig, options: StepOptions, *, logs: bool = True) -> Replanned:
-        """Continue under the plan of another block, with other options of the step. Collective, between two
-        steps.
-
-        Raises:
-            ValueError, RuntimeError: on all ranks. All checks run before anything is changed.
-        """
-        begin = time.monotonic()
-        self.checkpoints.wait()
-        self.dense_view.make_resident("engine.replan")
-        try:
-            plan, mask = self.plan_and_mask(block, logs=logs)
-        except Exception:
-            self.dense_view.end()
-            raise
-
-        def change() -> None:
-            self._close_plan()
-            self.sharded.optimizer.state.clear()
-            self._apply(block, plan, mask, options)
-            # A backward pass through a graph of the earlier plan would be silently incomplete: let autograd refuse it.
-            torch.autograd.graph.increment_version(list(mask.parameters.values()))
-
-        with torch.no_grad():
-            snapshot = collect_state(self.state())
-            run_on_all_ranks(change, self.control)
-            sent = load_state(snapshot, self.state(), self.device)
-        del snapshot
-        costs = gather_objects((sent, time.monotonic() - begin), self.control)
-        return Replanned(*map(max, zip(*costs, strict=True)))
-
-    def refuse_replan(self) -> None:
-        """Raise ValueError or RuntimeError if the state of the run does not allow re-planning."""
-        self.require_subnetwork("engine.replan")
-        self.known_parameters.check()
-        self.sharded.refuse_unfinished("engine.replan")
-        mask = self.mask
-        frozen = [n for n, p in mask.parameters.items() if mask.trainable[n] and p.numel() and not p.requires_grad]
-        if frozen := [name for name in frozen if mask.held_pieces(name)]:
-            raise ValueError(
-                f"engine.replan: {quoted(frozen)} required gradients at deepspeed.initialize but not now; undo that, "
-                "or load a checkpoint in a new engine"
-            )
 
     def state(self) -> RankState:
         """This rank's share of the model and optimizer state."""
@@ -243,10 +176,11 @@ class Core:
         """Leave the module dense, for another engine. Collective."""
         self.checkpoints.close()
         self.dense_view.make_resident("deepspeed.initialize")
-        self._close_plan()
+        self.close_plan()
         dist.destroy_process_group(self.control)
 
-    def _close_plan(self) -> None:
+    def close_plan(self) -> None:
+        """End the plan. The module stays dense, as the dense view has made it."""
         self.dense_view.close()
         self.sharded.close()
         self.groups.close()

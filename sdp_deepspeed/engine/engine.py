@@ -53,12 +53,12 @@ from sdp_deepspeed.checkpoint.hf_folder import save_pretrained
 from sdp_deepspeed.checkpoint.random_state import unchanged_random_state
 from sdp_deepspeed.checkpoint.save_and_load import COUNTERS
 from sdp_deepspeed.config import KEY, SubnetworkConfig
-from sdp_deepspeed.engine.core import Core, Replanned
+from sdp_deepspeed.engine.core import Core
 from sdp_deepspeed.engine.earlier_engines import engines, make_whole
 from sdp_deepspeed.engine.full_access import install_full_access
 from sdp_deepspeed.engine.monitor import StepEvents
 from sdp_deepspeed.engine.optimizer_options import check_bucket_size, loss_scaler, skips_overflow, step_options
-from sdp_deepspeed.engine.plans import Plans
+from sdp_deepspeed.engine.plans import Plans, Replanned
 from sdp_deepspeed.engine.refused_settings import (
     refuse_config,
     refuse_frozen,

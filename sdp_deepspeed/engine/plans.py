@@ -1,24 +1,50 @@
-"""The plans of an engine over time: by the schedule of its config, or by calls of `engine.replan`."""
+"""The plans of an engine over time: by the schedule of its config, or by calls of `engine.replan`.
+
+Re-planning continues a live run under another plan, as if a checkpoint were saved and loaded, but in memory. All checks
+run before anything is changed. During the exchange, each rank has the dense weights in the run's precision. The user's
+optimizer, param groups and Parameters stay the same objects.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import log_dist
 
+from sdp_deepspeed.checkpoint.state_transfer import collect_state, load_state
 from sdp_deepspeed.config import SubnetworkConfig, parse
 from sdp_deepspeed.config.schedule import FIXED, OF_SCHEDULE, Schedule, merge_blocks, with_stage
-from sdp_deepspeed.engine.core import Core, Replanned
+from sdp_deepspeed.engine.core import Core
 from sdp_deepspeed.engine.optimizer_options import skips_overflow, step_options
 from sdp_deepspeed.engine.refused_settings import refuse_config
 from sdp_deepspeed.engine.tensor_parallel import refuse_stage
 from sdp_deepspeed.messages import KEY, quoted
-from sdp_deepspeed.parallel.consistency import gather_results, run_on_all_ranks
+from sdp_deepspeed.parallel.consistency import gather_objects, gather_results, run_on_all_ranks
+from sdp_deepspeed.parallel.step_options import StepOptions
 
 _STAGES = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """Cost of a re-plan.
+
+    Args:
+        sent_bytes: maximum over ranks of the bytes sent, without the dense weights.
+        seconds: maximum over ranks of the time taken.
+    """
+
+    sent_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"re-planned in {self.seconds:.3g} s; a rank sent up to {self.sent_bytes:,} bytes of optimizer state"
 
 
 class Plans:
@@ -122,7 +148,7 @@ class Plans:
         engine, core = self._engine, self._core
 
         def check() -> tuple[SubnetworkConfig, int]:
-            core.refuse_replan()
+            self._refuse_state()
             return self._supported_block(config, stage), stage
 
         asked = gather_results(check, core.control)
@@ -133,7 +159,7 @@ class Plans:
                 "ranks"
             )
         block, _ = asked[0]
-        result = core.replan(block, step_options(engine, stage), logs=logs)
+        result = self._change_plan(block, step_options(engine, stage), logs=logs)
         read = engine._config  # where DeepSpeed's engine reads the stage
         read.zero_config.stage = read.zero_optimization_stage = stage
         read.zero_enabled = stage > 0
@@ -141,6 +167,51 @@ class Plans:
         engine.block, engine.config = block, dict(config)
         log_dist(f"{KEY}: {result}", ranks=[0])
         return result
+
+    def _refuse_state(self) -> None:
+        """Raise ValueError or RuntimeError if the state of the run does not allow re-planning."""
+        core = self._core
+        core.require_subnetwork("engine.replan")
+        core.known_parameters.check()
+        core.sharded.refuse_unfinished("engine.replan")
+        mask = core.mask
+        frozen = [n for n, p in mask.parameters.items() if mask.trainable[n] and p.numel() and not p.requires_grad]
+        if frozen := [name for name in frozen if mask.held_pieces(name)]:
+            raise ValueError(
+                f"engine.replan: {quoted(frozen)} required gradients at deepspeed.initialize but not now; undo that, "
+                "or load a checkpoint in a new engine"
+            )
+
+    def _change_plan(self, block: SubnetworkConfig, options: StepOptions, *, logs: bool) -> Replanned:
+        """Continue under the plan of another block, with other options of the step. Collective, between two steps.
+
+        Raises:
+            ValueError, RuntimeError: on all ranks. All checks run before anything is changed.
+        """
+        core = self._core
+        begin = time.monotonic()
+        core.checkpoints.wait()
+        core.dense_view.make_resident("engine.replan")
+        try:
+            plan, mask = core.plan_and_mask(block, logs=logs)
+        except Exception:
+            core.dense_view.end()
+            raise
+
+        def change() -> None:
+            core.close_plan()
+            core.sharded.optimizer.state.clear()
+            core.apply(block, plan, mask, options)
+            # A backward pass through a graph of the earlier plan would be silently incomplete: let autograd refuse it.
+            torch.autograd.graph.increment_version(list(mask.parameters.values()))
+
+        with torch.no_grad():
+            snapshot = collect_state(core.state())
+            run_on_all_ranks(change, core.control)
+            sent = load_state(snapshot, core.state(), core.device)
+        del snapshot
+        costs = gather_objects((sent, time.monotonic() - begin), core.control)
+        return Replanned(*map(max, zip(*costs, strict=True)))
 
 
 @contextmanager

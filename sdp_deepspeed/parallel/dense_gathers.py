@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from sdp_deepspeed.parallel.groups import RankGroup, all_gather
+from sdp_deepspeed.parallel.collectives import all_gather
+from sdp_deepspeed.parallel.groups import RankGroup
 
 
 class Segment(NamedTuple):

@@ -29,7 +29,7 @@ bucket that is complete early waits for its turn.
 Collectives are issued with `async_op=False` on one stream: the next one starts after the previous one has finished, so
 two holder groups of a rank never communicate at once. (With overlap on a GPU it is a side stream; tensor-parallel
 layers all-reduce activations on the current stream meanwhile, as in DeepSpeed.) The exception is over gloo: if ranks
-exchange shards directly (`groups.exchange`), the messages of a bucket count as one collective, and a rank may post
+exchange shards directly (`collectives.exchange`), the messages of a bucket count as one collective, and a rank may post
 those of consecutive buckets at once, without blocking, then wait for all.
 
 This cannot deadlock, unless a rank raises an error. All ranks have the same phases: each backward pass that averages,
@@ -60,8 +60,9 @@ from torch import nn
 from sdp_deepspeed.parallel.boxes import Box, shard_boxes
 from sdp_deepspeed.parallel.bucket_layouts import plan_buckets
 from sdp_deepspeed.parallel.buckets import Bucket, place_in_buckets, sent_together
+from sdp_deepspeed.parallel.collectives import all_gather, broadcast
 from sdp_deepspeed.parallel.dense_gathers import gather_flat
-from sdp_deepspeed.parallel.groups import Groups, all_gather, broadcast
+from sdp_deepspeed.parallel.groups import Groups
 from sdp_deepspeed.parallel.muon import is_deepspeeds_muon, orthogonalize, step_with_updates
 from sdp_deepspeed.parallel.norm import gradient_norm, scale_gradients
 from sdp_deepspeed.parallel.offload import Moved, move_back, move_to_host

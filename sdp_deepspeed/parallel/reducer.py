@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from sdp_deepspeed.parallel.buckets import Bucket, HeldTensor, sent_together
-from sdp_deepspeed.parallel.groups import reduce, reduce_scatter
+from sdp_deepspeed.parallel.collectives import reduce, reduce_scatter
 from sdp_deepspeed.parallel.step_options import StepOptions
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from sdp_deepspeed.parallel import groups
+from sdp_deepspeed.parallel import collectives
 
 Issued = tuple[tuple[int, ...], str, int]
 """Ranks of the group, what was called, and how many elements it is about."""
@@ -35,9 +35,9 @@ def collectives_of_engines(delay: Callable[[], object]) -> Iterator[list[Issued]
     Args:
         delay: called before each.
     """
-    exchange = groups.exchange
+    exchange = collectives.exchange
 
-    def logged_exchange(messages: Sequence[groups.Messages]) -> None:
+    def logged_exchange(messages: Sequence[collectives.Messages]) -> None:
         delay()
         for _, leaving, group in messages:
             log.append((tuple(dist.get_process_group_ranks(group.process_group)), "exchange", leaving[0].numel()))
@@ -46,7 +46,7 @@ def collectives_of_engines(delay: Callable[[], object]) -> Iterator[list[Issued]
     names = ("all_gather_into_tensor", "reduce_scatter_tensor", "reduce", "broadcast")
     with (
         _collectives_of(deepspeed.comm, *names, delay=delay) as log,
-        mock.patch.object(groups, "exchange", logged_exchange),
+        mock.patch.object(collectives, "exchange", logged_exchange),
     ):
         yield log
 

@@ -126,7 +126,7 @@ def test_draws_follow_the_interval(rank: Rank) -> None:
     assert len(hashes) > 1
     assert engine.phase == 0
     whole = start({"holders": 2, "redraw_interval": 1})
-    with mock.patch("sdp_deepspeed.engine.core.Core.replan", side_effect=AssertionError("nothing to draw")):
+    with mock.patch("sdp_deepspeed.engine.plans.Plans._change_plan", side_effect=AssertionError("nothing to draw")):
         train_step(whole, samples_of(0, rank.size)[rank.rank])
 
 
