@@ -134,8 +134,8 @@ def image_rows(cells: Iterable[Cell]) -> tuple[list[str], list[list[str]]]:
                 sent = one["costs"]["sent"] * one["steps"] / (base["costs"]["sent"] * base["steps"])
                 costs = [f"{one['costs']['peak'] / base['costs']['peak']:.2f}", f"{sent:.2f}"]
         rows.append([subject, *results, *costs])
-    is_one_size = len({images for images, _ in budgets}) == 1
-    heads = [f"{epochs} epochs" if is_one_size else f"{images:,} images, {epochs} epochs" for images, epochs in budgets]
+    size = budgets[0][0]  # which the text names
+    heads = [f"{epochs} epochs" if images == size else f"{images:,} images, {epochs}" for images, epochs in budgets]
     return [*heads, "peak", "sent"], rows
 
 
