@@ -26,8 +26,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, TrainingA
 from transformers.utils import is_timm_available
 
 import sdp_deepspeed
-from sdp_deepspeed import recipe as recipes
 from sdp_deepspeed.config import KEY, parse
+from sdp_deepspeed.config import recipe as recipes
 from sdp_deepspeed.teams.join import NUMBER
 
 Kind = TypeVar("Kind")
