@@ -23,13 +23,13 @@ Order of a training step; methods with an underscore, and `allreduce_gradients`,
    - calls `ShardedOptimizer.step` (parallel/optimizer.py) with the loss scale. That averages the remaining gradients
      (`Reducer.finish_step`), computes their norm (one all-reduce; see `gradient_norm`), unscales and clips, calls the
      `step` of the user's optimizer on this rank's shards, and all-gathers weights: in the forward regime over the
-     holders of each bucket (`_gather_shards`), in the backward regime over all ranks (`_gather_range`). If
-     the norm is not finite, it skips the update where DeepSpeed does (`skips_overflow`);
+     holders of each bucket (`_gather_shards`), in the backward regime over all ranks (`_gather_range`). If the norm is
+     not finite, it skips the update where DeepSpeed does (`skips_overflow`);
    - tells the loss scaler whether the update was skipped;
    - keeps the norm (`compute_grad_norm`), and whether the update was skipped, for DeepSpeed to read.
 
-   DeepSpeed steps the learning-rate schedule. After that come the monitor's events,
-   `check_agreement` and a new plan (`Plans.follow`), where they are due.
+   DeepSpeed steps the learning-rate schedule. After that come the monitor's events, `check_agreement` and a new plan
+   (`Plans.follow`), where they are due.
 """
 
 from __future__ import annotations

@@ -148,11 +148,11 @@ class TeamEngine(DividedEngine):
         return super().forward(*inputs, **kwargs)
 
     def backward(self, *arguments: Any, **options: Any) -> Any:
-        self._require_subnetwork("backward")
+        self._refuse_dense("backward")
         return super().backward(*arguments, **options)
 
     def step(self, *arguments: Any, **options: Any) -> None:
-        self._require_subnetwork("step")
+        self._refuse_dense("step")
         before = self.global_steps
         super().step(*arguments, **options)
         if self.global_steps > before:
@@ -178,7 +178,7 @@ class TeamEngine(DividedEngine):
                 self.module._forward_pre_hooks.pop(self.first_dataloader_check.id, None)
             yield
 
-    def _require_subnetwork(self, call: str) -> None:
+    def _refuse_dense(self, call: str) -> None:
         if self.team.is_dense:
             raise RuntimeError(f"{call} inside engine.dense(): leave the context first, in all teams")
 

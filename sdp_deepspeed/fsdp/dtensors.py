@@ -140,10 +140,10 @@ def check_per_head(module: nn.Module, branches: Sequence[LocatedBranch]) -> None
 
 
 def find_dtensors(module: nn.Module, mesh: DeviceMesh, control: dist.ProcessGroup) -> ReplacedDTensors:
-    """Find the columns of a model's tensor parallelism. Collective.
+    """Find which ranks have the same parts of a model's DTensors, if it has any. Collective.
 
     Raises:
-        ValueError: on all ranks, if columns and the DTensors' meshes are not columns and rows of one grid.
+        ValueError: on all ranks, if these and the DTensors' meshes are not columns and rows of one grid.
     """
     meshes = {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}
     column = tuple(mesh.mesh.tolist())

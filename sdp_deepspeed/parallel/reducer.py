@@ -33,7 +33,7 @@ class _State(Enum):
 
     BUCKETS = "in buckets; `.grad` is None"
     GRAD_IS_VIEW = "`.grad` is a view of the bucket"
-    GRAD_WAS_DROPPED = "`.grad` is a view; the caller had set an earlier one to None, which counts no more"
+    GRAD_WAS_DROPPED = "`.grad` is a view; the caller had set an earlier one to None, which no longer counts"
 
 
 class Reducer:
